@@ -1,0 +1,105 @@
+"""Every setting there is, with its default, unit and meaning. The files beside this one only override.
+
+The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any machine. The experiment is stated here
+(prompts, images, updates per epoch); how it divides over the GPUs is arithmetic (flow_grpo/batching.py).
+"""
+
+import ml_collections
+
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.name = "base"  # of this config; set by the file that made it
+    config.run_name = ""  # folder under output_dir; "" = name
+    config.output_dir = "runs"
+    config.project = "flow_grpo"  # in wandb, which is offline unless WANDB_MODE=online
+    config.resume_from = ""  # "" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint's folder
+    config.seed = 42
+    config.num_epochs = 100  # rollout + update rounds
+    config.save_freq = 10  # epochs between checkpoints; the last epoch is always saved; 0 = only the last
+    config.keep_checkpoints = 2  # newest ones kept
+    config.eval_freq = 10  # epochs between evaluations; before the first and after the last always; 0 = never
+
+    config.model = "flow_grpo/assets/tiny_qwenimage"  # diffusers folder or hub id
+    config.dataset = "dataset/shapes"  # folder with {train,test}_metadata.jsonl or {train,test}.txt
+    config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight in the average
+    config.resolution = 64  # pixels, square
+    config.text_tokens = 32  # every prompt embedding is padded to this width, in rollout and update alike
+    config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
+    config.vae_batch_size = 64  # images per decode
+
+    config.lora = lora()
+    config.fsdp = fsdp()
+    config.sample = sample()
+    config.train = train()
+    config.eval = evaluation()
+    return config.lock()  # a name that is not in this file is an error from here on
+
+
+def lora():
+    """The adapter that is trained."""
+    lora = ml_collections.ConfigDict()
+    lora.rank = 32  # 0 = train the full weights
+    lora.alpha = 64
+    lora.path = ""  # a diffusers LoRA folder to start from; "" = a fresh adapter
+    return lora
+
+
+def fsdp():
+    """How weights lie over the GPUs."""
+    fsdp = ml_collections.ConfigDict()
+    fsdp.mode = "replicate"  # "replicate" | "shard" | "hybrid" (shard inside groups of shard_size, replicate across)
+    fsdp.shard_size = 0  # ranks of a hybrid group
+    fsdp.activation_checkpointing = False  # recompute activations in the backward: less memory, a third more compute
+    fsdp.offload_optimizer = False  # optimizer state in host memory while images are sampled
+    return fsdp
+
+
+def sample():
+    """The rollout."""
+    sample = ml_collections.ConfigDict()
+    sample.num_steps = 10  # denoising steps of a rollout
+    sample.guidance_scale = 1.0  # > 1 costs a second forward per step
+    sample.noise_level = 0.7  # eta of the SDE step
+    sample.sde_type = "sde"  # "sde" | "dance" | "cps"
+    sample.num_prompts_per_epoch = 16
+    sample.num_images_per_prompt = 8  # group size; in train_*_pr.py: trunks per prompt
+    sample.batch_size = 16  # rows per forward and GPU wherever a log-prob is born: rollout and update alike
+    sample.global_std = False  # advantages over the std of the whole epoch instead of the group's own
+    sample.sde_window_size = 2  # train_*.py: steps sampled with noise and trained; 0 = all but the last
+    sample.sde_window_range = (0, 5)  # train_*.py: the window lies in steps [first, last)
+    sample.num_branches = 1  # train_*_pr.py: noisy branches per step of a trunk, at least 2
+    sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
+    return sample
+
+
+def train():
+    """The update."""
+    train = ml_collections.ConfigDict()
+    train.learning_rate = 3e-4
+    train.adam_beta1 = 0.9
+    train.adam_beta2 = 0.999
+    train.adam_eps = 1e-8
+    train.weight_decay = 1e-4
+    train.max_grad_norm = 1.0
+    train.updates_per_epoch = 2  # optimizer steps per epoch and inner epoch
+    train.inner_epochs = 1  # passes over one rollout, reshuffled
+    train.clip_range = 1e-4  # of the ratio; log-probs are means over elements, so ratios stay near 1
+    train.adv_clip_max = 5.0
+    train.beta = 0.0  # weight of the KL to the reference policy
+    train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
+    train.timestep_fraction = 1.0  # keep the first part of the trained steps
+    train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings
+    train.ema_interval = 8  # optimizer steps between averagings
+    return train
+
+
+def evaluation():
+    """The evaluation: deterministic, with averaged weights."""
+    evaluation = ml_collections.ConfigDict()
+    evaluation.num_prompts = 272  # of the test set, evenly spread; one image each, always from the same noise
+    evaluation.num_steps = 10  # deterministic
+    evaluation.guidance_scale = 1.0
+    evaluation.batch_size = 64  # rows per forward and GPU
+    evaluation.num_panel_images = 12  # shown in wandb and samples.png
+    return evaluation

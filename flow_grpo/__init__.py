@@ -1,0 +1,1 @@
+"""Reinforcement learning and preference optimisation for flow-matching image models."""

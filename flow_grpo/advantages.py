@@ -1,0 +1,35 @@
+"""Advantages: each image against the other images of its own group."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class GroupStats(NamedTuple):
+    mean: Tensor  # [G] or [G, K], mean reward of each group
+    std: Tensor  # same shape, population standard deviation
+    group: Tensor  # [B] int64, row of the two tensors above that each image belongs to
+
+
+def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
+    """Mean and population std of each group. rewards [B] or [B, K]; groups [B] int, any ids in any order."""
+    _, group = groups.unique(return_inverse=True)
+    count = torch.bincount(group).to(rewards).view(-1, *[1] * (rewards.ndim - 1))
+    zeros = rewards.new_zeros(len(count), *rewards.shape[1:])
+    mean = zeros.index_add(0, group, rewards) / count
+    variance = zeros.index_add(0, group, (rewards - mean[group]) ** 2) / count
+    return GroupStats(mean, variance.sqrt(), group)
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, eps: float = 1e-4) -> Tensor:
+    """(reward - mean of its group) / (std + eps), Flow-GRPO (arXiv:2505.05470) eq. 4. Same shape as `rewards`.
+
+    Args:
+        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks.
+        groups: [B] int, which group each row belongs to.
+        global_std: divide by the std of all rewards instead of the group's own.
+    """
+    stats = group_stats(rewards, groups)
+    std = rewards.std(dim=0, unbiased=False) if global_std else stats.std[stats.group]
+    return (rewards - stats.mean[stats.group]) / (std + eps)

@@ -1,0 +1,71 @@
+"""From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One epoch of one rank. A row is one (image, step); a group's images are neighbours in the global order."""
+
+    num_groups: int  # prompts per epoch, over all ranks
+    group_size: int  # images (window) or trunks (branches) of one prompt
+    batch_size: int  # rows per forward, in rollout and update
+    batches_per_epoch: int  # rollout batches of one rank
+    num_trained_steps: int  # denoising steps of an image that are trained
+    num_branches: int  # scored outcomes per row; 1 without branching
+    updates_per_epoch: int  # optimizer steps per inner epoch
+    minibatches_per_update: int  # forwards of one rank behind one optimizer step
+
+    @property
+    def rows_per_batch_and_update(self) -> int:
+        """Rows that each rollout batch gives to each optimizer step."""
+        return self.batch_size * self.num_trained_steps // self.updates_per_epoch
+
+
+def num_trained_steps(config) -> int:
+    """Denoising steps of an image that are trained: `timestep_fraction` of the window, or of all but the last."""
+    sample = config.sample
+    windowed = sample.num_branches == 1 and sample.sde_window_size > 0
+    steps = sample.sde_window_size if windowed else sample.num_steps - 1
+    return int(steps * config.train.timestep_fraction)
+
+
+def plan_batches(config, world_size: int) -> BatchPlan:
+    """Divide the experiment over the GPUs.
+
+    Raises:
+        ValueError: the numbers do not divide; the message says which and what would.
+    """
+    sample, updates = config.sample, config.train.updates_per_epoch
+    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    batches, rest = divmod(images, sample.batch_size * world_size)
+    if rest or not batches:
+        raise ValueError(
+            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} do not divide "
+            f"over {world_size} GPUs x sample.batch_size {sample.batch_size} = {sample.batch_size * world_size}; "
+            f"a batch size that does: {_divisors(images // world_size) if images % world_size == 0 else 'none'}"
+        )
+    steps = num_trained_steps(config)
+    if steps < 1:
+        raise ValueError(f"train.timestep_fraction {config.train.timestep_fraction} leaves no denoising step to train")
+    rows = sample.batch_size * steps
+    if rows % updates or batches * steps % updates:
+        raise ValueError(
+            f"{batches} batches of {sample.batch_size} images x {steps} trained steps do not divide into "
+            f"train.updates_per_epoch {updates}; updates that do: "
+            f"{[u for u in _divisors(rows) if batches * steps % u == 0]}"
+        )
+    return BatchPlan(
+        num_groups=sample.num_prompts_per_epoch,
+        group_size=sample.num_images_per_prompt,
+        batch_size=sample.batch_size,
+        batches_per_epoch=batches,
+        num_trained_steps=steps,
+        num_branches=sample.num_branches,
+        updates_per_epoch=updates,
+        minibatches_per_update=batches * steps // updates,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

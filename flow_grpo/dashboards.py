@@ -1,0 +1,432 @@
+"""Where a run's numbers, images and progress go. The only module that talks to wandb, and the only one that prints.
+
+A run folder holds config.json, metrics.jsonl, images/ and wandb/, and after `finish` reward.png and samples.png, which
+`plot_reward` and `plot_samples` redraw from the folder alone. `python -m flow_grpo.dashboards` prints README's table.
+"""
+
+import difflib
+import errno
+import functools
+import json
+import math
+import os
+import sys
+import textwrap
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+import torch
+import wandb
+from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
+from tqdm import tqdm
+
+
+class Metric(NamedTuple):
+    """What a logged number is."""
+
+    unit: str  # "" for none
+    meaning: str
+    expect: str  # what a healthy run shows
+
+
+METRICS = {  # a name that ends in <...> stands for every name that begins with what precedes it
+    "reward/avg": Metric("", "weighted sum of the rewards, mean over the epoch's images", "rises"),
+    "reward/<name>": Metric("", "one reward, mean over the epoch's images", "rises, or holds while another does"),
+    "reward/group_std": Metric("", "standard deviation within a group, mean over groups", "falls slowly, never to 0"),
+    "reward/zero_std_share": Metric("", "share of groups whose images all score alike: no signal", "below 0.5"),
+    "eval/<name>": Metric("", "one reward over the fixed evaluation prompts", "rises with reward/; else it is hacked"),
+    "loss": Metric("", "what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
+    "policy_loss": Metric("", "the algorithm's own objective", "GRPO: near 0 in an epoch's first update"),
+    "ratio_mean": Metric("", "policy / rollout probability, mean over rows", "1 in the first update, then close to it"),
+    "ratio_std": Metric("", "its standard deviation over rows", "0 in the first update, then about clip_range"),
+    "clip_fraction_high": Metric("", "share of rows clipped from above", "0 in the first update, then below 0.5"),
+    "clip_fraction_low": Metric("", "share of rows clipped from below", "like clip_fraction_high"),
+    "approx_kl": Metric(
+        "nat", "mean (log-prob now - at rollout)^2 / 2", "0 in the first update, then small and steady"
+    ),
+    "kl_reference": Metric("nat", "KL from the reference policy, per latent element", "levels off if beta > 0"),
+    "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce trouble"),
+    "learning_rate": Metric("", "of the update just taken", "the configured value"),
+    "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
+    "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
+    "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0 in float32, else below clip_range / 10"),
+    "parity/ratio_minus_one_e4": Metric("1e-4", "mean absolute ratio - 1 before any update", "0 in float32"),
+    "time/rollout_s": Metric("s", "sampling the epoch's images", "steady"),
+    "time/reward_s": Metric("s", "waiting for rewards that the rollout did not hide", "near 0"),
+    "time/update_s": Metric("s", "forward, backward and optimizer steps", "steady"),
+    "time/eval_s": Metric("s", "evaluation", "steady"),
+    "time/save_s": Metric("s", "writing a checkpoint", "steady"),
+    "time/epoch_s": Metric("s", "from the epoch's first timed phase to its log line", "about the sum of the phases"),
+    "images_per_s": Metric("1/s", "training images per second, all GPUs, eval and save not counted", "steady"),
+    "memory/peak_gib": Metric("GiB", "peak allocated GPU memory of the main rank", "flat after the first epoch"),
+    "epoch": Metric("", "epochs finished before this one", "counts up from 0"),
+    "step": Metric("", "optimizer steps taken", "counts up"),
+    "images": Metric("", "training images sampled so far, all GPUs", "counts up"),
+}
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
+BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
+FONT = ImageFont.load_default(12)
+
+
+def metrics_table() -> str:
+    """METRICS as a markdown table."""
+    rows = [f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.expect} |" for name, metric in METRICS.items()]
+    return "\n".join(["| name | unit | meaning | what to expect |", "|---|---|---|---|", *rows])
+
+
+def check_name(name: str) -> None:
+    """Assert that METRICS explains `name`."""
+    known = name in METRICS or any("<" in key and name.startswith(key.split("<")[0]) for key in METRICS)
+    assert known, f"{name!r} is not in METRICS; the nearest is {difflib.get_close_matches(name, METRICS, 1, 0)}"
+
+
+class Meter:
+    """Means and maxima of named per-row values between two `pop`s, without a device sync until then."""
+
+    def __init__(self, device: str | torch.device = "cpu"):
+        self.device = device
+        self._clear()
+
+    def _clear(self):
+        self.sums, self.counts, self.maxima, self.spreads = {}, {}, {}, set()
+
+    def add(self, **values) -> None:
+        """Numbers or tensors of any shape: the mean weights every element alike, however minibatches were cut."""
+        for name, value in values.items():
+            value = self._float64(value)
+            self.sums[name] = self.sums.get(name, 0) + value.sum()
+            self.counts[name] = self.counts.get(name, 0) + value.numel()
+
+    def add_spread(self, **values) -> None:
+        """Like `add`, but popped as <name>_mean and <name>_std, the population's standard deviation."""
+        for name, value in values.items():
+            self.add(**{f"{name}_mean": value, f"{name}_std": self._float64(value).square()})
+            self.spreads.add(name)
+
+    def add_max(self, **values) -> None:
+        """Like `add`, but popped as the maximum."""
+        for name, value in values.items():
+            value = self._float64(value).max()
+            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+
+    def pop(self, reduce=None) -> dict[str, float]:
+        """Everything since the last pop, in one copy to the host; every rank must have added the same names.
+
+        Args:
+            reduce: (sums [M], counts [M], maxima [K]) -> the same over all ranks, float64; None for a single rank.
+        """
+        names, tops = sorted(self.sums), sorted(self.maxima)
+        if not names + tops:
+            return {}
+        columns = [self.sums[n] for n in names], [self.counts[n] for n in names], [self.maxima[n] for n in tops]
+        sums, counts, maxima = (torch.stack([self._float64(x) for x in c]) if c else self._float64(c) for c in columns)
+        if reduce:
+            sums, counts, maxima = reduce(sums, counts, maxima)
+        values = dict(zip(names + tops, torch.cat([sums / counts, maxima]).tolist()))
+        for name in self.spreads:
+            variance = values[f"{name}_std"] - values[f"{name}_mean"] ** 2
+            values[f"{name}_std"] = 0.0 if variance < 0 else math.sqrt(variance)  # a NaN stays a NaN
+        self._clear()
+        return values
+
+    def _float64(self, value) -> torch.Tensor:
+        # The spread of a ratio is 1e-5 around 1, and float32 has no room for its square.
+        return torch.as_tensor(value, device=self.device).detach().double()
+
+
+def on_main(method):
+    """Run a Dashboard's method on the main rank only, and say what to do when its disk is full."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs) if self.is_main else None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            advice = "free some and start the run again: it continues from its last checkpoint"
+            raise OSError(error.errno, f"no space left for the run folder {self.run_dir}; {advice}") from error
+
+    return call
+
+
+class Dashboard:
+    """A run's wandb run, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
+
+    Args:
+        config: has at least project and num_epochs (0 = until stopped).
+        synchronize: waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
+    """
+
+    def __init__(self, run_dir, config, name: str, is_main: bool, synchronize=None):
+        self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
+        self.synchronize = synchronize or (lambda: None)
+        self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
+        self._open(name)
+
+    @on_main
+    def _open(self, name):
+        (self.run_dir / "images").mkdir(parents=True, exist_ok=True)
+        config = plain(self.config.to_dict())
+        (self.run_dir / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        id_file = self.run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        where = dict(project=self.config.project, name=name, dir=self.run_dir, id=id_file.read_text(), resume="allow")
+        mode, quiet = os.environ.get("WANDB_MODE", "offline"), wandb.Settings(silent=True, console="off")
+        self.wandb_run = wandb.init(**where, mode=mode, config=config, settings=quiet, reinit="finish_previous")
+        self.wandb_run.define_metric("*", step_metric="step")
+        self._recall()
+
+    def _recall(self):
+        records = read_metrics(self.run_dir)
+        self.lines = len(records)  # wandb's own step, so that a resumed run goes on where it was
+        self.latest = {name: value for record in records for name, value in record.items()}
+
+    @on_main
+    def truncate(self, epoch: int) -> None:
+        """Before the first log: forget the lines from `epoch` on, and a last line that a kill cut short."""
+        kept = [record for record in read_metrics(self.run_dir) if record["epoch"] < epoch]
+        scratch = self.run_dir / "metrics.jsonl.tmp"
+        scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in kept))
+        scratch.replace(self.run_dir / "metrics.jsonl")
+        self._recall()
+
+    @on_main
+    def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
+        """Log one line of kind "update", "epoch" (which adds the times of its phases) or "eval"."""
+        assert kind in ("update", "epoch", "eval"), kind
+        record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
+        if kind == "epoch":
+            record |= self._pop_times(record.get("images"))
+        for name in record:
+            check_name(name)
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain({"kind": kind, **record})) + "\n")
+        self.wandb_run.log(record, step=self.lines)
+        self.lines += 1
+        self.latest |= record
+        if kind != "update":
+            tqdm.write(self._summary(kind, epoch), file=sys.stdout)
+            sys.stdout.flush()
+
+    @contextmanager
+    def timed(self, phase: str):
+        """Add the seconds spent inside to time/<phase>_s of the next "epoch" line."""
+        check_name(f"time/{phase}_s")
+        self.synchronize()
+        start = time.perf_counter()
+        self.epoch_start = start if self.epoch_start is None else self.epoch_start
+        yield
+        self.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+
+    def _pop_times(self, images):
+        if self.epoch_start is None:
+            return {}
+        epoch_s = time.perf_counter() - self.epoch_start
+        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()} | {"time/epoch_s": epoch_s}
+        if images is not None:
+            training_s = epoch_s - self.seconds["eval"] - self.seconds["save"]
+            times["images_per_s"] = (images - self.latest.get("images", 0)) / training_s
+        self.seconds.clear()
+        self.epoch_start = None
+        self.epochs_s.append(epoch_s)
+        return times
+
+    def _summary(self, kind, epoch):
+        evals = sorted(name for name in self.latest if name.startswith("eval/"))
+        names = evals if kind == "eval" else ["reward/avg", *evals, "loss", "grad_norm"]
+        figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
+        if kind == "eval":
+            return "  ".join([f"evaluation after {epoch} epochs", *figures])
+        total = self.config.num_epochs
+        if self.epochs_s:
+            figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
+            left = (total - epoch - 1) * sum(self.epochs_s) / len(self.epochs_s)
+            figures += [f"ETA {tqdm.format_interval(left)}"] if total else []
+        return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total or '-'}", *figures])
+
+    def bar(self, iterable, desc: str, total: int | None = None) -> tqdm:
+        """Iterate under a progress bar (`set_postfix` adds figures); silent where there is no terminal."""
+        silent = not (self.is_main and sys.stderr.isatty())
+        return tqdm(iterable, desc=desc, total=total, leave=False, dynamic_ncols=True, disable=silent)
+
+    @on_main
+    def log_images(self, kind: str, images, captions, rewards, *, epoch: int, step: int) -> None:
+        """Show images [N, 3, H, W] in [0, 1], their N prompts and N rewards in wandb and as images/<kind>_<epoch>.png.
+
+        Kind is "epoch" or "eval"; the first and the last evaluation are kept for samples.png.
+        """
+        pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        pictures, rewards = [Image.fromarray(p) for p in pixels], [float(r) for r in rewards]
+        file_type = "png" if max(pictures[0].size) <= 256 else "jpg"
+        labels = [f"{caption} | {reward:.3f}" for caption, reward in zip(captions, rewards, strict=True)]
+        shown = [wandb.Image(p, caption=c, file_type=file_type) for p, c in zip(pictures, labels, strict=True)]
+        self.wandb_run.log({f"images/{kind}": shown, "epoch": epoch, "step": step}, step=self.lines)
+        pictures = [fit(picture) for picture in pictures]
+        sheet = contact_sheet(pictures, captions, rewards)
+        sheet.save(self.run_dir / "images" / f"{kind}_{epoch:06d}.png")
+        if kind == "eval":
+            keep_panel(self.run_dir, pictures, captions, rewards, epoch)
+
+    @on_main
+    def finish(self) -> None:
+        """Draw reward.png and samples.png, and close the wandb run."""
+        plot_reward(self.run_dir)
+        plot_samples(self.run_dir)
+        self.wandb_run.finish()
+
+
+def plain(value):
+    """The same value as valid JSON: NaN and infinities become the strings "nan", "inf", "-inf", which float() reads."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(run_dir) -> list[dict]:
+    """The whole lines of metrics.jsonl: `kind` a string, everything else a number."""
+    path = Path(run_dir, "metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{k: float(v) if isinstance(v, str) and k != "kind" else v for k, v in r.items()} for r in records]
+
+
+def plot_reward(run_dir) -> Path | None:
+    """Draw reward.png from metrics.jsonl, a panel per reward over epochs. None if there is no reward yet."""
+    records = read_metrics(run_dir)
+    training = {name[7:] for record in records for name in record if name.startswith("reward/")}
+    training = {name for name in training if not name.endswith(("group_std", "zero_std_share"))}
+    if len(training) == 2:
+        training.discard("avg")  # it says what the only reward says
+    names = sorted(training | {name[5:] for record in records for name in record if name.startswith("eval/")})
+    if not names:
+        return None
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(0.4 + 4 * columns, 3.3 * rows), dpi=160, layout="constrained")
+        first = None
+        for position, name in enumerate(names, start=1):
+            axes = figure.add_subplot(rows, columns, position, sharex=first)
+            draw_reward(axes, records, name)
+            first = first or axes
+        figure.savefig(Path(run_dir, "reward.png"))
+    return Path(run_dir, "reward.png")
+
+
+def draw_reward(axes, records: list[dict], name: str) -> None:
+    """One reward's panel: each epoch faint, their moving average, the evaluations; images so far on the upper axis."""
+    epochs, values = curve(records, "epoch", f"reward/{name}")
+    if len(epochs):
+        width = 2 * (len(values) // 30) + 1
+        window, present = np.ones(width), np.ones(len(values))
+        smooth = np.convolve(values, window, "same") / np.convolve(present, window, "same")
+        axes.plot(epochs, values, color=BLUE, alpha=0.3, linewidth=0.8)
+        axes.plot(epochs, smooth, color=BLUE, linewidth=1.8, label="training")
+    epochs, values = curve(records, "eval", f"eval/{name}")
+    if len(epochs):
+        axes.plot(epochs, values, color=ORANGE, linewidth=1.8, marker="o", markersize=4, label="evaluation")
+        axes.annotate(f"{values[-1]:.3g}", (epochs[-1], values[-1]), (4, 5), textcoords="offset points", color=ORANGE)
+    axes.set_title(name, loc="left", fontweight="bold", color=INK)
+    axes.set(xlabel="epoch", ylabel="mean reward")
+    axes.margins(x=0.08, y=0.1)
+    axes.grid(color="#e8e8e8")
+    axes.legend(frameon=False, labelcolor=INK)
+    epochs, images = curve(records, "epoch", "images")
+    if len(epochs):
+        per_epoch = images[-1] / (epochs[-1] + 1) / 1000
+        above = axes.secondary_xaxis("top", functions=(lambda x: x * per_epoch, lambda x: x / per_epoch))
+        above.set_xlabel("thousand images", color=GREY)
+        above.tick_params(colors=GREY, length=2)
+        above.spines["top"].set_visible(False)
+
+
+def curve(records: list[dict], kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs and values of one metric in the lines of one kind."""
+    points = [(record["epoch"], record[name]) for record in records if record["kind"] == kind and name in record]
+    return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
+
+
+def fit(picture: Image.Image) -> Image.Image:
+    """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
+    side = max(picture.size)
+    factor = math.ceil(128 / side) if side < 128 else min(1, 256 / side)
+    how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
+    return picture.resize([round(length * factor) for length in picture.size], how)
+
+
+def contact_sheet(pictures: list[Image.Image], captions: list[str], rewards: list[float]) -> Image.Image:
+    """The pictures in about twice as many columns as rows, prompt and reward under each."""
+    cells = [(p, wrap(c, p.width), f"{r:.3f}") for p, c, r in zip(pictures, captions, rewards, strict=True)]
+    columns = math.ceil(math.sqrt(2 * len(cells)))
+    return draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
+
+
+def keep_panel(run_dir, pictures: list[Image.Image], captions, rewards, epoch: int) -> None:
+    """Keep an evaluation's pictures as images/last.npz, and as images/first.npz unless an earlier one is there."""
+    folder = Path(run_dir, "images")
+    panel = dict(pixels=np.stack(pictures), captions=np.array(captions), rewards=np.array(rewards), epoch=epoch)
+    earlier = (folder / "first.npz").exists() and np.load(folder / "first.npz")["epoch"] < epoch
+    for name in ["last"] if earlier else ["last", "first"]:
+        np.savez_compressed(folder / "scratch.npz", **panel)
+        (folder / "scratch.npz").replace(folder / f"{name}.npz")  # a kill must not leave half a panel
+
+
+def plot_samples(run_dir) -> Path | None:
+    """Draw samples.png: each prompt's image at the first and at the last evaluation. None before there is one."""
+    paths = [Path(run_dir, "images", f"{name}.npz") for name in ("first", "last")]
+    if not all(path.exists() for path in paths):
+        return None
+    panels = [dict(np.load(path)) for path in paths]
+    same = [i for i, (a, b) in enumerate(zip(panels[0]["captions"], panels[1]["captions"])) if a == b]
+    prompts_per_row = 1 if len(same) <= 4 else 2
+    titles = ["", *(f"after {panel['epoch']} epochs" for panel in panels)]
+    rows = [[(None, [title], "") for title in titles * prompts_per_row]]
+    for i, index in enumerate(same):
+        pair = [(Image.fromarray(p["pixels"][index]), [], f"{p['rewards'][index]:.3f}") for p in panels]
+        rows += [[]] if i % prompts_per_row == 0 else []
+        rows[-1] += [(None, wrap(panels[0]["captions"][index], pair[0][0].width), ""), *pair]
+    draw_cells(rows).save(Path(run_dir, "samples.png"))
+    return Path(run_dir, "samples.png")
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Up to four lines that fit into `width` pixels."""
+    return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
+
+
+def draw_cells(rows: list[list[tuple]]) -> Image.Image:
+    """Draw rows of (picture or None, lines of ink under it, one more line in blue) on a white page."""
+    gap, line = 14, 15
+    width = max((picture.width for row in rows for picture, _, _ in row if picture), default=128)
+    cell_heights = [[(p.height + 4 if p else 0) + line * (len(t) + bool(figure)) for p, t, figure in r] for r in rows]
+    heights = [max(row) for row in cell_heights]
+    size = gap + max(map(len, rows)) * (width + gap), gap + sum(heights) + gap * len(rows)
+    page = Image.new("RGB", size, "white")
+    draw, top = ImageDraw.Draw(page), gap
+    for row, height in zip(rows, heights):
+        for column, (picture, lines, figure) in enumerate(row):
+            left, y = gap + column * (width + gap), top
+            if picture:
+                page.paste(picture, (left, top))
+                y += picture.height + 4
+            for text, colour in [*((text, INK) for text in lines), (figure, BLUE)]:
+                draw.text((left, y), text, colour, FONT)
+                y += line
+        top += height + gap
+    return page
+
+
+if __name__ == "__main__":
+    print(metrics_table())

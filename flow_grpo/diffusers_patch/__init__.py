@@ -1,0 +1,1 @@
+"""Diffusers pipelines that also return the log-probability of the steps they took."""

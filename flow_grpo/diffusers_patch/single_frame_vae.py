@@ -1,0 +1,25 @@
+"""Qwen-Image's VAE is a causal video model that here sees one frame: its 3-D convolutions are 2-D ones in disguise."""
+
+from functools import partial
+
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def convolve_in_2d(vae) -> None:
+    """Make the decoder skip the time slices of its kernels that meet nothing but zero padding, in place.
+
+    For one frame the padding comes before it, so only a kernel's last slice counts: a third of the work, same result up
+    to rounding. More frames than one go the usual way.
+    """
+    for module in [*vae.decoder.modules(), vae.post_quant_conv]:
+        if isinstance(module, QwenImageCausalConv3d):
+            module.forward = partial(_forward, module)
+
+
+def _forward(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    if x.shape[2] != 1 or cache_x is not None or conv.stride != (1, 1, 1):
+        return QwenImageCausalConv3d.forward(conv, x, cache_x)
+    left, _, top, *_ = conv._padding
+    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=(top, left))[:, :, None]

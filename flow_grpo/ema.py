@@ -1,0 +1,54 @@
+"""A running average of the trained weights, for evaluation and export."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def decay_at(step: int, maximum: float) -> float:
+    """min((1 + n) / (10 + n), maximum) after n = step optimizer steps: early averages follow the weights closely."""
+    return min((1 + step) / (10 + step), maximum)
+
+
+class Ema:
+    """Float32 shadows of float32 parameters, in the parameters' own layout (sharded ones stay sharded)."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float = 0.9, interval: int = 8):
+        self.parameters, self.decay, self.interval = parameters, decay, interval
+        self.shadows = {name: p.detach().clone() for name, p in parameters.items()}
+        self.is_applied = False
+        assert all(p.dtype == torch.float32 for p in parameters.values())
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Call after every optimizer step with the number taken so far; moves at every `interval`-th."""
+        assert not self.is_applied
+        if step % self.interval == 0:
+            for name, p in self.parameters.items():
+                self.shadows[name].lerp_(p, 1 - decay_at(step, self.decay))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model carries the averages inside this block, and the very same training weights after it."""
+        assert not self.is_applied
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The live shadows, for a checkpoint to save or to fill in place."""
+        assert not self.is_applied
+        return self.shadows
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange weights and shadows, tensor by tensor, so that no second copy of the model is needed."""
+        self.is_applied = not self.is_applied
+        for name, p in self.parameters.items():
+            weight = p.clone()
+            p.copy_(self.shadows[name])
+            self.shadows[name].copy_(weight)

@@ -1,0 +1,58 @@
+"""How good the policy is: deterministic images of fixed prompts from fixed noise, with EMA weights."""
+
+from functools import partial
+
+import torch
+
+from flow_grpo import fsdp_utils, rng
+
+
+@torch.no_grad()
+def evaluate(run, epoch: int) -> dict[str, float]:
+    """Score `eval.num_prompts` test prompts, log the means and a panel of images; the means by reward name.
+
+    Batches are the same on any number of ranks, and every rank makes equally many, so that sharded forwards meet.
+    """
+    settings = run.config.eval
+    prompts = spread(run.test_prompts, settings.num_prompts)
+    starts = range(0, len(prompts), settings.batch_size)
+    shown = set(spread(range(len(prompts)), settings.num_panel_images))
+    found = []
+    with run.ema.applied(), run.board.timed("eval"):
+        for turn in run.board.bar(range(0, len(starts), run.world_size), "evaluation"):
+            start = starts[min(turn + run.rank, len(starts) - 1)]
+            images, scores = _sample(run, prompts[start : start + settings.batch_size], start)
+            panel = {start + i: image.cpu() for i, image in enumerate(images) if start + i in shown}
+            found += [(start, scores, panel)] if turn + run.rank < len(starts) else []
+    found = sorted(fsdp_utils.gather_objects(found), key=lambda part: part[0])
+    scores = {name: torch.cat([part[1][name] for part in found]) for name in found[0][1]}
+    means = {f"eval/{name}": values.mean().item() for name, values in scores.items()}
+    panel = {number: image for part in found for number, image in part[2].items()}
+    where = dict(epoch=epoch, step=run.step)
+    run.board.log("eval", means, **where)
+    texts, rewards = [prompts[i].text for i in panel], scores["avg"][list(panel)]
+    run.board.log_images("eval", torch.stack(list(panel.values())), texts, rewards, **where)
+    return means
+
+
+def spread(items, count: int) -> list:
+    """`count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _sample(run, prompts, start: int):
+    config = run.config
+    texts = [prompt.text for prompt in prompts]
+    sampled = run.model.pipeline_with_logprob(
+        run.pipeline,
+        run.embed(texts),
+        [rng.generator(config.seed, "eval", start + i) for i in range(len(prompts))],
+        window=range(0),
+        noise_level=0.0,
+        velocity=partial(run.velocity, guidance_scale=config.eval.guidance_scale),
+        num_steps=config.eval.num_steps,
+        resolution=config.resolution,
+        vae_batch_size=config.vae_batch_size,
+    )
+    return sampled.images, run.score(sampled.images, texts, [prompt.metadata for prompt in prompts])

@@ -1,0 +1,349 @@
+"""Ranks: how they meet, split the transformer's weights between them, and agree. The only torch.distributed.
+
+Weights lie in one of three layouts, which differ in memory and traffic but not in numbers: `replicate` (every rank has
+all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every rank has 1/world of each tensor) and
+`hybrid` (sharded inside groups of ranks, replicated across groups).
+"""
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
+
+
+class Ranks(NamedTuple):
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def init_distributed() -> Ranks:
+    """Join the ranks that torchrun started; rank 0 of 1 without torchrun."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return Ranks(0, 1, device)
+    # gloo beside nccl, so that objects and CPU tensors travel without touching the GPU. The timeout covers the longest
+    # one-sided wait: rank 0 writing a checkpoint, or one rank's slow reward server.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def close() -> None:
+    """Leave, all ranks together."""
+    if dist.is_initialized():
+        barrier()  # under gloo a rank that leaves early aborts the others
+        dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    """Whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def on_main(function: Callable, *args: Any) -> None:
+    """Call on rank 0 while the others wait. An exception there is raised on every rank, so that none waits for ever."""
+    error = None
+    if is_main():
+        try:
+            function(*args)
+        except Exception as caught:
+            error = caught
+    message = broadcast_object(error and repr(error))
+    if message:
+        raise error or RuntimeError(f"rank 0 raised {message}")
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """[b, ...] on every rank -> [world * b, ...], in rank order, on every rank."""
+    if not dist.is_initialized():
+        return tensor
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+def mine(tensor: Tensor) -> Tensor:
+    """The inverse of `gather`: this rank's rows."""
+    return tensor if not dist.is_initialized() else tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather_objects(values: list) -> list:
+    """The ranks' lists one after the other, in rank order, on every rank. Lengths may differ."""
+    if not dist.is_initialized():
+        return values
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, values)
+    return [value for part in lists for value in part]
+
+
+def make_mesh(mode: str, device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
+    """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too.
+
+    Make one per run: each opens process groups of its own.
+
+    Args:
+        mode: "replicate", "shard", or "hybrid" with `shard_size` ranks to each copy of the weights.
+    Raises:
+        ValueError: an unknown mode, or a shard_size into which the ranks do not divide.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if mode not in ("replicate", "shard", "hybrid"):
+        raise ValueError(f"unknown layout {mode!r}; there are: replicate, shard, hybrid")
+    if mode == "hybrid" and (shard_size < 1 or world_size % shard_size):
+        raise ValueError(f"{world_size} ranks do not divide into groups of shard_size = {shard_size}")
+    if mode == "replicate" or world_size == 1:
+        return None
+    if mode == "shard":
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """What the optimizer steps and the EMA follows."""
+    return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+
+
+def learned_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
+    """Everything but the frozen base: trainable parameters and all adapters, those frozen for now too."""
+    return {name: p for name, p in transformer.named_parameters() if p.requires_grad or "lora_" in name}
+
+
+def prepare(
+    transformer: nn.Module,
+    mesh: DeviceMesh | None,
+    *,
+    units: tuple[str, ...],
+    device: torch.device,
+    precision: str,
+    weights: Path | str | None,
+    init: Callable[[str, torch.Size], Tensor] | None = None,
+    activation_checkpointing: bool = False,
+) -> nn.Module:
+    """Lay a diffusers transformer out over the ranks, in place, and fill it. Learned parameters become float32.
+
+    Args:
+        transformer: on the meta device, adapters attached; a real one when `weights` is None.
+        mesh: from `make_mesh`.
+        units: class names of the modules that gather their weights at once, e.g. ("QwenImageTransformerBlock",).
+        precision: "fp32", "bf16" or "fp16", of the frozen weights, and of all weights in a sharded forward. The caller
+            brings the inputs: autocast for float32 weights, in every layout, or inputs of that dtype.
+        weights: folder with diffusers' safetensors, of which each rank reads its own rows.
+        init: (name, shape) -> adapter weight f32, CPU. By name, so that ranks and layouts start equal.
+    Raises:
+        ValueError: names or shapes in `weights` that are not the transformer's, or names that are missing.
+    """
+    if weights is None and any(p.is_meta for p in transformer.parameters()):
+        raise ValueError("the transformer has no weights yet: pass the folder that holds them")
+    _set_dtypes(transformer, DTYPES[precision])
+    if activation_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if weights is None:
+        transformer.to(device)
+    if mesh is not None:
+        _shard(transformer, mesh, units, DTYPES[precision])
+    _materialise(transformer, device)
+    if weights is not None:
+        _read_weights(transformer, Path(weights))
+    if init is not None:
+        _init_adapters(transformer, init)
+    return transformer
+
+
+def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
+    learned = learned_parameters(transformer)
+    for name, p in transformer.named_parameters():
+        p.data = p.data.to(torch.float32 if name in learned else frozen)
+
+
+def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype) -> None:
+    """FSDP2 over each unit and the rest.
+
+    A unit may mix bf16 frozen and float32 trainable parameters, since FSDP2 asks only the trainable ones for one dtype.
+    So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
+    """
+    # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when
+    # something else than backward (the EMA, a checkpoint) writes new ones.
+    how = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    found = [module for module in transformer.modules() if type(module).__name__ in units]
+    if not found:
+        raise ValueError(f"no module of {type(transformer).__name__} is one of {units}")
+    for module in found:
+        fully_shard(module, **how)
+    fully_shard(transformer, **how)
+
+
+def _materialise(transformer: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory and move the rest. Unlike `to_empty` it leaves real buffers their values."""
+    transformer._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def _read_weights(transformer: nn.Module, folder: Path) -> None:
+    """Fill everything but adapters from `folder`. peft calls the adapted layers' own weights base_layer."""
+    targets = {n.replace(".base_layer.", "."): t for n, t in transformer.state_dict().items() if "lora_" not in n}
+    stored = _stored_names(folder)
+    wrong = {"missing": targets.keys() - stored.keys(), "unexpected": stored.keys() - targets.keys()}
+    if any(wrong.values()):
+        problems = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names)
+        raise ValueError(f"{folder} does not hold this {type(transformer).__name__}: {problems}")
+    for file in sorted(set(stored.values())):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                rows = tensors.get_slice(name)
+                if rows.get_shape() != list(targets[name].shape):
+                    raise ValueError(
+                        f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
+                    )
+                _copy_rows(targets[name], rows)
+
+
+def _stored_names(folder: Path) -> dict[str, Path]:
+    """Each weight's file, from the index or from the only file."""
+    index = folder / (WEIGHTS + ".index.json")
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+    absent = [name for name in sorted(names) if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"{folder} has no {', '.join(absent)}")
+    stored = {}
+    for file in names:
+        with safe_open(folder / file, framework="pt") as tensors:
+            stored |= dict.fromkeys(tensors.keys(), folder / file)
+    return stored
+
+
+def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Tensor]) -> None:
+    for name, p in learned_parameters(transformer).items():
+        if "lora_" in name:
+            _copy_rows(p.detach(), init(name, p.shape))
+
+
+def _copy_rows(target: Tensor, source: Any) -> None:
+    """This rank's rows of `source`, a tensor or a slice of a safetensors file, into `target`."""
+    if not isinstance(target, DTensor):
+        target.copy_(source[:])
+        return
+    num_ranks, rank = target.device_mesh.size(-1), target.device_mesh.get_local_rank(-1)
+    num_rows = -(-target.shape[0] // num_ranks)  # FSDP2 splits dim 0 like torch.chunk: the last ranks may get none
+    local = target.to_local()
+    if len(local):
+        local.copy_(source[rank * num_rows : rank * num_rows + len(local)])
+
+
+def gradient_sync(transformer: nn.Module, enabled: bool) -> None:
+    """Whether backward reduces sharded gradients over the ranks.
+
+    Off until an update's last backward saves traffic but keeps whole gradients: for adapters, not for full weights.
+    """
+    if isinstance(transformer, FSDPModule):
+        transformer.set_requires_gradient_sync(enabled)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Mean of the gradients over the ranks, in one all-reduce. FSDP has averaged sharded ones in backward."""
+    # Who has no gradient here has none anywhere (Qwen-Image's last text MLP). Zeros would let weight decay shrink it.
+    grads = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+    if not dist.is_initialized() or not grads:
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(mean.view_as(grad))
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients to a global norm of at most `max_norm`; returns the norm before, [] f32, without a host sync."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters]))
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor, on every rank; all ranks must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_state_dict(transformer: nn.Module, trainable_only: bool = True) -> dict[str, Tensor]:
+    """Whole tensors by name, on the CPU of rank 0 and {} elsewhere: learned parameters, or all and persistent buffers.
+
+    All ranks must call.
+    """
+    tensors = learned_parameters(transformer) if trainable_only else transformer.state_dict()
+    state = {}
+    for name, tensor in tensors.items():  # one at a time: more than one need not fit beside the shards
+        whole = full_tensor(tensor.detach())
+        if is_main():
+            state[name] = whole.to("cpu", copy=True)
+    return state
+
+
+def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
+    for p, state in optimizer.state.items():
+        for key in _moments(p, state):
+            moment = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
+            state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
+                moment, non_blocking=True
+            )
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `offload_optimizer_state`, if it was called."""
+    for p, state in optimizer.state.items():
+        for key in _moments(p, state):
+            moment = state[key].to(p.device, non_blocking=True)
+            if isinstance(p, DTensor) and not isinstance(moment, DTensor):
+                how = dict(run_check=False, shape=p.shape, stride=p.stride())
+                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
+            state[key] = moment
+
+
+def _moments(p: nn.Parameter, state: dict[str, Any]) -> list[str]:
+    """Keys of the parameter-shaped state; the step count stays where the optimizer wants it."""
+    shapes = (p.shape, p.to_local().shape if isinstance(p, DTensor) else p.shape)
+    return [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim and value.shape in shapes]
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

@@ -1,0 +1,118 @@
+"""From a minibatch to an optimizer step: what the policy says of stored steps, the gradient, and the checks before it
+moves any weight.
+"""
+
+import torch
+from torch import Tensor
+
+from flow_grpo import fsdp_utils, losses, parity, prompts
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.rollout import Minibatch
+
+
+def policy_step(run, rows: Minibatch) -> SDEStep:
+    """Score the stored outcomes under the present policy: one forward for R rows, R * J log-probs."""
+    velocity = run.velocity(rows.latents, rows.timesteps, rows.embeds)
+    outcomes = len(rows.log_probs) // len(rows.timesteps)
+    velocity, timesteps, latents = (
+        part.repeat_interleave(outcomes, 0) if outcomes > 1 else part
+        for part in (velocity, rows.timesteps, rows.latents)
+    )
+    return sde_step_with_logprob(
+        run.scheduler,
+        velocity,
+        timesteps,
+        latents,
+        noise_level=run.config.sample.noise_level,
+        sde_type=run.config.sample.sde_type,
+        prev_sample=rows.next_latents,
+    )
+
+
+@torch.no_grad()
+def reference_step(run, rows: Minibatch) -> SDEStep | None:
+    """What the reference policy would have done; None, and no forward, where train.beta is 0.
+
+    Call it before `policy_step`: full weights are swapped in place, which a graph that is waiting for its backward
+    would not survive.
+    """
+    if run.reference is None:
+        return None
+    with run.reference():
+        return policy_step(run, rows)
+
+
+def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
+    """train.beta * KL(policy || reference) of each outcome, [R * J]."""
+    if reference is None:
+        return 0.0
+    kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
+    run.meter.add(kl_reference=kl)
+    return run.config.train.beta * kl
+
+
+def accumulate(run, loss: Tensor, step: SDEStep, rows: Minibatch) -> None:
+    """Add the gradient of mean(loss) [R * J] to the update's, and note what the ratio looks like."""
+    run.losses.append((loss.detach(), rows))
+    (run.loss_scale * loss.mean() / run.plan.minibatches_per_update).backward()
+    run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
+    parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
+
+
+def optimizer_step(run) -> None:
+    """Average over ranks, clip by the norm over all of them, step, average the weights, log.
+
+    Raises:
+        FloatingPointError: a loss or gradient is not finite; no weight has moved, and the last checkpoint is intact.
+    """
+    parameters, offload = run.parameters, run.config.fsdp.offload_optimizer
+    fsdp_utils.average_gradients(parameters)
+    if run.loss_scale != 1:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / run.loss_scale)
+    grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
+    if offload:
+        fsdp_utils.reload_optimizer_state(run.optimizer)
+    if _may_step(run, grad_norm):
+        run.optimizer.step()
+    if offload:
+        fsdp_utils.offload_optimizer_state(run.optimizer)
+    run.optimizer.zero_grad()
+    run.step += 1
+    run.on_policy = False
+    run.ema.update(run.step)
+    run.losses.clear()
+    figures = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
+    run.board.log("update", run.meter.pop(_over_ranks) | figures, epoch=run.epoch, step=run.step)
+
+
+def _may_step(run, grad_norm: Tensor) -> bool:
+    """Stop the run before a step that would spoil the weights. The norm is over all ranks, so they decide alike."""
+    finite = bool(grad_norm.isfinite())
+    if not finite:
+        _name_the_row(run)
+        if run.loss_scale <= 1:
+            raise FloatingPointError(f"the gradient norm of update {run.step + 1} is {grad_norm.item()}; no step taken")
+    if run.config.precision == "fp16":  # an overflow of the scaled loss is no fault of the loss: skip, scale less
+        run.loss_scale = min(run.loss_scale * 2 ** (1 / 1000), 2.0**16) if finite else run.loss_scale / 2
+    return finite
+
+
+def _name_the_row(run) -> None:
+    """Raises FloatingPointError with prompt and step of the first row whose loss is not finite, if there is one."""
+    for loss, rows in run.losses:
+        bad = (~loss.isfinite()).nonzero().flatten().tolist()
+        if bad:
+            image, step = rows.where[bad[0] // (len(loss) // len(rows.where))].tolist()
+            plan, dataset = run.plan, run.train_prompts
+            picks = prompts.epoch_prompts(len(dataset), plan.num_groups, run.config.seed, run.epoch)
+            text = dataset[picks[image // plan.group_size]].text
+            raise FloatingPointError(
+                f"the loss is {loss[bad[0]].item()} for image {image} ({text!r}), trained step {step}, in update "
+                f"{run.step + 1}; no weight has moved, and the last checkpoint in {run.folder} is intact"
+            )
+
+
+def _over_ranks(sums: Tensor, counts: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Meter.pop's reduction: sums and counts add up over the ranks, maxima compete."""
+    sums, counts, maxima = (fsdp_utils.gather(part[None]) for part in (sums, counts, maxima))
+    return sums.sum(0), counts.sum(0), maxima.amax(0)

@@ -1,0 +1,104 @@
+"""The policies that live in one transformer: the trained one, and the reference it started from."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from flow_grpo import rng
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
+    """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
+    transformer.requires_grad_(lora.rank == 0)
+    if lora.rank:
+        transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
+
+
+def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
+    """(parameter name, shape) -> the adapter's first weights: those of lora.path, or A normal / rank and B zero.
+
+    By name, so that every rank and every layout of the weights starts from the same numbers.
+    """
+    stored = _read_lora(lora.path) if lora.path else None
+
+    def init(name: str, shape: torch.Size) -> Tensor:
+        if stored is not None:
+            return stored[name.replace(".default.", ".")]
+        if ".lora_B." in name:
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=rng.generator(seed, "lora", name)) / lora.rank
+
+    return init
+
+
+def check_lora(lora) -> None:
+    """Raises ValueError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha."""
+    if lora.rank < 0 or (lora.rank == 0 and lora.path):
+        raise ValueError(f"lora.rank is {lora.rank} with lora.path {lora.path!r}: 0 trains the full weights")
+    if not lora.path:
+        return
+    path = Path(lora.path, LORA_FILE)
+    if not path.is_file():
+        raise ValueError(f"lora.path: {path} does not exist")
+    with safe_open(path, framework="pt") as file:
+        found = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    rank, alpha = found.get("transformer.r", lora.rank), found.get("transformer.lora_alpha", lora.alpha)
+    if (rank, alpha) != (lora.rank, lora.alpha):
+        raise ValueError(f"{path} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
+
+
+def _read_lora(folder: str) -> dict[str, Tensor]:
+    with safe_open(Path(folder, LORA_FILE), framework="pt") as file:
+        return {name.removeprefix("transformer."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def adapters_off(transformer: nn.Module) -> Iterator[None]:
+    """The base model inside this block. Touches nothing but a flag of each adapted layer (peft's own switch would also
+    turn requires_grad off and on)."""
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def keep_reference(transformer: nn.Module) -> Callable:
+    """Remember the present policy; returns a context manager factory inside which the transformer is that policy again.
+
+    LoRA needs no memory for it; full weights keep a copy in their own layout (sharded ones stay sharded).
+    """
+    if any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
+        return lambda: adapters_off(transformer)
+    weights = list(transformer.parameters())
+    kept = [p.detach().clone() for p in weights]
+    return lambda: _exchanged(weights, kept)
+
+
+@contextmanager
+def _exchanged(weights: list[nn.Parameter], others: list[Tensor]) -> Iterator[None]:
+    _exchange(weights, others)
+    try:
+        yield
+    finally:
+        _exchange(weights, others)
+
+
+@torch.no_grad()
+def _exchange(weights: list[nn.Parameter], others: list[Tensor]) -> None:
+    for weight, other in zip(weights, others, strict=True):
+        present = weight.clone()
+        weight.copy_(other)
+        other.copy_(present)

@@ -1,0 +1,89 @@
+"""Prompt files, and which prompts an epoch draws on which rank."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo import rng
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    metadata: dict[str, Any]  # what the reward needs besides the text; {} for a plain text file
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The images that one rank samples together."""
+
+    prompts: list[str]  # B
+    metadata: list[dict[str, Any]]  # B
+    groups: list[int]  # B, number of the prompt within the epoch
+    images: range  # B global image numbers within the epoch
+    number: int  # of the batch within the epoch, over all ranks
+    round: int  # of the batch on its rank: equal on all ranks that sample at the same time
+
+
+def load_prompts(folder: str, split: str) -> list[Prompt]:
+    """`{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a line).
+
+    Raises:
+        ValueError: no such file, an empty one, or a malformed line; names file and line.
+    """
+    paths = [Path(folder, f"{split}_metadata.jsonl"), Path(folder, f"{split}.txt")]
+    path = next((p for p in paths if p.is_file()), None)
+    if path is None:
+        raise ValueError(f"config.dataset {folder!r} needs {paths[0].name} or {paths[1].name}; neither is there")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
+    prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not prompts:
+        raise ValueError(f"{path} is empty: it needs one prompt a line")
+    return prompts
+
+
+def _parse_json(line: str, where: str) -> Prompt:
+    try:
+        metadata = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}): {line[:80]!r}") from error
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
+        raise ValueError(f'{where}: needs an object with a "prompt" string, has {line[:80]!r}')
+    return Prompt(_parse_text(metadata["prompt"], where).text, metadata)
+
+
+def _parse_text(line: str, where: str) -> Prompt:
+    if not line.strip():
+        raise ValueError(f"{where}: empty prompt")
+    return Prompt(line.strip(), {})
+
+
+def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:
+    """Which `per_epoch` of `num_prompts` prompts an epoch draws, from shuffled passes over all of them."""
+    picks, passes = [], {}
+    for n in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+        number, position = divmod(n, num_prompts)
+        if number not in passes:
+            passes[number] = torch.randperm(num_prompts, generator=rng.generator(seed, "prompts", number)).tolist()
+        picks.append(passes[number][position])
+    return picks
+
+
+def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
+    """This rank's batches; each prompt is repeated `plan.group_size` times.
+
+    Neighbours in the order of all images share a batch, and batch n goes to rank n % world_size, so that a batch holds
+    the same images on any number of GPUs.
+    """
+    picks = epoch_prompts(len(dataset), plan.num_groups, seed, epoch)
+    for round_number in range(plan.batches_per_epoch):
+        number = round_number * world_size + rank
+        images = range(number * plan.batch_size, (number + 1) * plan.batch_size)
+        groups = [image // plan.group_size for image in images]
+        rows = [dataset[picks[group]] for group in groups]
+        yield Batch([r.text for r in rows], [r.metadata for r in rows], groups, images, number, round_number)

@@ -1,0 +1,39 @@
+"""Every random draw of a run, from one seed and a name.
+
+A stream is named by what it is for and where in the run it happens ("noise", epoch, image), never by how many draws
+came before it. So two ranks draw what one rank would have drawn, a resumed run sees the noise of the unbroken one, and
+there is no generator state to save.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int, stream: str, *where: int | str) -> torch.Generator:
+    """A CPU generator for one named stream: same arguments, same draws, on every machine."""
+    digest = hashlib.blake2b(repr((seed, stream, *where)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def normal(shape: Iterable[int], generators: list[torch.Generator], device=None) -> Tensor:
+    """Standard normal [B, *shape] float32, row b drawn from generators[b]."""
+    rows = torch.stack([torch.randn(tuple(shape), generator=g) for g in generators])
+    return rows.to(device, non_blocking=True)
+
+
+def draw_window(seed: int, epoch: int, batch: int, size: int, window_range: tuple[int, int]) -> range:
+    """The `size` consecutive denoising steps inside [first, last) that one round of batches samples with noise.
+
+    `batch` is the round's number, the same on every rank, so all images of a group share one window.
+
+    Raises:
+        ValueError: the window does not fit.
+    """
+    first, last = window_range
+    if not 0 < size <= last - first:
+        raise ValueError(f"an SDE window of {size} steps does not fit into steps [{first}, {last})")
+    start = torch.randint(first, last - size + 1, (), generator=generator(seed, "window", epoch, batch))
+    return range(int(start), int(start) + size)

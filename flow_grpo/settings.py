@@ -1,0 +1,84 @@
+"""What a config may say, beyond the counts that must divide (batching.py). Checked before any weight is loaded."""
+
+import math
+import runpy
+from pathlib import Path
+
+CHOICES = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "fsdp.mode": ("replicate", "shard", "hybrid"),
+    "sample.sde_type": ("sde", "dance", "cps"),
+    "train.step_weight": ("none", "sqrt3", "mean_one"),
+}
+AT_LEAST = {  # smallest value of a number
+    "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
+    "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "sample.num_steps": 2,
+    "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
+    "sample.sde_window_size": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
+    "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
+    "train.adv_clip_max": 0, "train.beta": 0, "train.max_grad_norm": 0, "train.weight_decay": 0,
+    "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 1,
+    "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
+}  # fmt: skip
+
+
+def check(config, ignored: tuple[str, ...]) -> None:
+    """Refuse what cannot be meant.
+
+    Args:
+        ignored: dotted keys that the calling script does not read; setting one of them is an error.
+
+    Raises:
+        ValueError: with the setting, its value, and what it may be.
+    """
+    for key, choices in CHOICES.items():
+        if _get(config, key) not in choices:
+            raise ValueError(f"config.{key} is {_get(config, key)!r}; it may be {', '.join(map(repr, choices))}")
+    for key, least in AT_LEAST.items():
+        if not least <= _get(config, key) < math.inf:  # NaN compares false too
+            raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
+    _check_meaning(config)
+    defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
+    for key in ignored:
+        if _get(config, key) != _get(defaults, key):
+            raise ValueError(f"config.{key} is set to {_get(config, key)}, but this script would ignore it")
+
+
+def _check_meaning(config) -> None:
+    if config.resolution % 16:
+        raise ValueError(f"config.resolution is {config.resolution}; it must be a multiple of 16 pixels")
+    if not 0 < config.train.timestep_fraction <= 1:
+        raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
+    if config.sample.noise_level == 0:
+        raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+
+
+def check_window(sample) -> None:
+    """Raises ValueError unless the SDE window lies within the steps; train_*.py."""
+    if sample.num_branches != 1:
+        raise ValueError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
+    first, last = sample.sde_window_range
+    inside = 0 <= first < last <= sample.num_steps - 1
+    if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
+        raise ValueError(
+            f"an SDE window of sde_window_size = {sample.sde_window_size} in sde_window_range = ({first}, {last}) does "
+            f"not fit into {sample.num_steps} steps; the range may be up to (0, {sample.num_steps - 1}), "
+            f"since the last step is never noisy"
+        )
+    if sample.num_images_per_prompt < 2:
+        raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+
+
+def check_branches(sample) -> None:
+    """Raises ValueError unless branches can be compared; train_*_pr.py."""
+    if sample.num_branches < 2:
+        raise ValueError(
+            f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
+            "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
+        )
+
+
+def _get(config, key: str):
+    for part in key.split("."):
+        config = config[part]
+    return config

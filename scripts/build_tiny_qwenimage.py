@@ -1,0 +1,397 @@
+"""Make the tiny Qwen-Image: the real classes at toy size, trained on rendered shapes until half its pictures are right.
+
+    python scripts/build_tiny_qwenimage.py --out flow_grpo/assets/tiny_qwenimage --device cuda --sheet sheet.png
+
+The text encoder stays as it was drawn; VAE and transformer (flow matching, arXiv:2210.02747) are trained for a given
+time each, on prompts of the training split. The base is imperfect on purpose: saved is the first evaluation at the
+target accuracy. Training goes on to the end of its time, for the curve; to ship another point of it, copy its snapshot
+over <out>/transformer.
+"""
+
+import argparse
+import copy
+import json
+import math
+import re
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from flow_grpo import rng, shapes
+from flow_grpo.rewards import shapes as shapes_reward
+
+RESOLUTION, TEXT_DIM = 64, 64
+NUM_STEPS = 10  # Euler steps of an evaluation
+NO_PROMPT = " "  # Qwen-Image's negative prompt, and what a dropped prompt becomes in training
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VAE_BATCH, VAE_LR, KL_WEIGHT, EDGE_WEIGHT, OBJECT_WEIGHT = 64, 2e-3, 1e-4, 1.0, 4.0
+READABLE = 0.95  # share of reconstructions that the reward must read right before it pays to go on
+BATCH, LR, WARMUP_STEPS, EMA_DECAY, PROMPT_DROPOUT = 512, 1e-3, 200, 0.999, 0.1
+
+
+def build_tokenizer(prompts: list[str]) -> Qwen2Tokenizer:
+    """A byte-level BPE to which every word of the template and of `prompts` is one token."""
+    bare = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
+    template, cut = bare.prompt_template_encode, bare.prompt_template_encode_start_idx
+    texts = [template.format(prompt) for prompt in (NO_PROMPT, *prompts)]
+
+    bpe = Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator((part for text in texts for part in re.split(r"<\|\w+\|>", text)), trainer)
+    learned = json.loads(bpe.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Qwen2Tokenizer(learned["vocab"], merges, extra_special_tokens=SPECIAL_TOKENS, padding_side="right")
+
+    prefix, suffix = (tokenizer(part).input_ids for part in template.split("{}"))
+    assert len(prefix) == cut, f"the template's prefix has {len(prefix)} tokens, the pipeline drops {cut}"
+    for prompt, ids in zip((NO_PROMPT, *prompts), tokenizer(texts).input_ids):
+        assert ids[:cut] == prefix, prompt
+        assert len(ids) == cut + max(len(prompt.split()), 1) + len(suffix), f"a word of {prompt!r} is not one token"
+    return tokenizer
+
+
+def build_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL with frozen random weights: unit-variance embeddings, layers that add a little of the words before."""
+    text = dict(vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=128, num_hidden_layers=2)
+    text |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=None)
+    text |= dict(eos_token_id=tokenizer.eos_token_id)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=TEXT_DIM)
+    vision["fullatt_block_indexes"] = [0]
+    token_id = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+    )
+    encoder = Qwen2_5_VLForConditionalGeneration(config).requires_grad_(False)
+    for name, weight in encoder.named_parameters():
+        if weight.ndim > 1:
+            std = 1 if "embed_tokens" in name else 0.5 / math.sqrt(weight[0].numel())
+            weight.normal_(0, std, generator=rng.generator(seed, "text encoder", name))
+    return rounded(encoder)
+
+
+def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
+    """Qwen-Image at toy size, float32, untrained. 64 x 64 pixels are 16 image tokens."""
+    tokenizer = build_tokenizer(prompts)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # diffusers draws initial weights from the global generator
+        vae = AutoencoderKLQwenImage(
+            base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1, temperal_downsample=[False, False, False]
+        )
+        transformer = QwenImageTransformer2DModel(
+            in_channels=64,
+            out_channels=16,
+            num_layers=4,
+            num_attention_heads=4,
+            attention_head_dim=32,
+            joint_attention_dim=TEXT_DIM,
+            axes_dims_rope=(8, 12, 12),
+        )
+        text_encoder = build_text_encoder(tokenizer, seed)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+    )
+    pipe = QwenImagePipeline(scheduler, vae.eval(), text_encoder.eval(), tokenizer, transformer.eval())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def rounded(module: torch.nn.Module) -> torch.nn.Module:
+    """The module in float32 with weights that bfloat16 can hold, so that what is measured is what is saved."""
+    with torch.no_grad():
+        for weight in module.parameters():  # not the buffers: rotary frequencies stay float32
+            weight.copy_(weight.bfloat16())
+    return module
+
+
+def with_transformer(pipe: QwenImagePipeline, transformer) -> QwenImagePipeline:
+    """The same pipeline around another transformer."""
+    pipe = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def save(pipe: QwenImagePipeline, folder: Path) -> None:
+    """The pipeline on disk, VAE and transformer in bfloat16.
+
+    The text encoder stays float32: transformers loads what it finds, diffusers loads float32 unless told otherwise.
+    """
+    halves = {name: copy.deepcopy(getattr(pipe, name)).to(torch.bfloat16) for name in ("vae", "transformer")}
+    QwenImagePipeline(**(pipe.components | halves)).save_pretrained(folder)
+
+
+def balanced(prompts: list[dict], count: int) -> list[dict]:
+    """About `count` prompts, equally many of each tag; a tag with fewer repeats its own."""
+    per_tag = math.ceil(count / len(shapes.TAGS))
+    by_tag = [[p for p in prompts if p["tag"] == tag] for tag in shapes.TAGS]
+    return [items[i % len(items)] for items in by_tag for i in range(per_tag)]
+
+
+def rendered(prompts: list[dict], batch: int, generator: torch.Generator):
+    """Endless (index into `prompts` [B], images [B, 3, R, R] in [-1, 1]), tags equally often."""
+    device = generator.device
+    table = shapes.prompt_table(prompts, device)
+    tags = [p["tag"] for p in prompts]
+    weights = torch.tensor([1 / tags.count(tag) for tag in tags], device=device)
+    while True:
+        index = torch.multinomial(weights, batch, replacement=True, generator=generator)
+        yield index, shapes.render(shapes.sample_layouts(table, index, generator), RESOLUTION) * 2 - 1
+
+
+def accuracy(images: torch.Tensor, prompts: list[dict]) -> dict:
+    """Strict accuracy of images in [0, 1]: {"all": mean over tags, tag: ...}."""
+    score = shapes_reward.load(images.device)
+    right = score(images, [p["prompt"] for p in prompts], prompts)["accuracy"].float().tolist()
+    per_tag = {tag: [r for r, p in zip(right, prompts) if p["tag"] == tag] for tag in shapes.TAGS}
+    means = {tag: round(sum(r) / len(r), 4) for tag, r in per_tag.items() if r}
+    return {"all": round(sum(means.values()) / len(means), 4)} | means
+
+
+def sample(pipe: QwenImagePipeline, prompts: list[dict], seed: int, guidance_scale: float = 1.0) -> torch.Tensor:
+    """Images [B, 3, R, R] in [0, 1] from the pipeline's own call; guidance is CFG with the norm rescaled."""
+    guidance = dict(true_cfg_scale=guidance_scale)
+    if guidance_scale > 1:
+        guidance["negative_prompt"] = [NO_PROMPT] * len(prompts)
+    texts, generator = [p["prompt"] for p in prompts], torch.Generator().manual_seed(seed)
+    size = dict(height=RESOLUTION, width=RESOLUTION, num_inference_steps=NUM_STEPS)
+    return pipe(texts, **size, **guidance, generator=generator, output_type="pt").images.float()
+
+
+def vae_loss(vae: AutoencoderKLQwenImage, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """L1 and L2 on pixels, those of objects weighted up, L1 on their differences (edges), and a little KL.
+
+    Most pixels are background: unweighted L1 is content with the median colour, and rare colours come out grey.
+    images [B, 3, R, R] in [-1, 1].
+    """
+    posterior = vae.encode(images[:, :, None]).latent_dist
+    noise = torch.randn(posterior.mean.shape, generator=generator, device=images.device)
+    latents = posterior.mean + posterior.std * noise
+    # The decoder itself: vae.decode clamps to [-1, 1], where a saturated pixel has no gradient.
+    error = vae.decoder(vae.post_quant_conv(latents))[:, :, 0].float() - images
+    background = 2 * torch.tensor(shapes.BACKGROUND, device=images.device)[:, None, None] - 1
+    weight = 1 + OBJECT_WEIGHT * ((images - background).abs().amax(1, keepdim=True) > 0.1)
+    edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
+    kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).float().mean()
+    return (weight * (error.abs() + error**2)).mean() + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+
+
+def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, generator: torch.Generator) -> int:
+    """Train for `seconds`, the learning rate falling to zero; record the latents' statistics. Returns the steps."""
+    device = generator.device.type
+    with torch.no_grad():  # a narrow posterior to begin with, or its noise drowns the means until they have grown
+        vae.quant_conv.bias[vae.config.z_dim :] -= 6
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, fused=device == "cuda")
+    step, start, batches = 0, time.monotonic(), rendered(prompts, VAE_BATCH, generator)
+    while (progress := (time.monotonic() - start) / seconds) < 1:
+        optimizer.param_groups[0]["lr"] = VAE_LR * min((step + 1) / 100, 1) * 0.5 * (1 + math.cos(math.pi * progress))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = vae_loss(vae, next(batches)[1], generator)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+    rounded(vae.requires_grad_(False))
+    means = torch.cat([vae.encode(next(batches)[1][:, :, None]).latent_dist.mean for _ in range(16)])
+    spread, mean = torch.std_mean(means, dim=(0, 2, 3, 4))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=spread.tolist())
+    return step
+
+
+def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: torch.Generator) -> dict:
+    """What the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
+    table = shapes.prompt_table(prompts, generator.device)
+    index = torch.arange(len(prompts), device=generator.device)
+    images = shapes.render(shapes.sample_layouts(table, index, generator), RESOLUTION)
+    with torch.no_grad():
+        latents = vae.encode(images[:, :, None] * 2 - 1).latent_dist.mean
+        decoded = (vae.decode(latents).sample[:, :, 0] + 1) / 2
+    error = 2 * (decoded - images).abs().mean().item()
+    return {"l1": round(error, 4), "renders": accuracy(images, prompts), "reconstructions": accuracy(decoded, prompts)}
+
+
+@torch.no_grad()
+def clean_latents(pipe: QwenImagePipeline, images: torch.Tensor) -> torch.Tensor:
+    """x_0 [B, 16, 64] of images [B, 3, R, R] in [-1, 1], normalised and packed as the pipeline has them."""
+    config = pipe.vae.config
+    statistics = torch.tensor([config.latents_mean, config.latents_std]).view(2, 1, -1, 1, 1, 1)
+    mean, std = statistics.to(images.device, non_blocking=True)
+    latents = (pipe.vae.encode(images[:, :, None]).latent_dist.mean - mean) / std
+    return pipe._pack_latents(latents, len(images), *latents.shape[1:2], *latents.shape[3:])
+
+
+def flow_matching_loss(pipe: QwenImagePipeline, x_0, embeds, mask, generator: torch.Generator) -> torch.Tensor:
+    """|v(x_sigma, sigma) - (noise - x_0)|^2, sigma logit-normal and then shifted as the scheduler shifts its grid."""
+    config = pipe.scheduler.config
+    lengths = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    normal = torch.randn(len(x_0), generator=generator, device=x_0.device)
+    sigma = pipe.scheduler.time_shift(
+        calculate_shift(x_0.shape[1], *lengths), 1.0, normal.sigmoid().clamp(1e-4, 1 - 1e-4)
+    )
+    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+    velocity = pipe.transformer(
+        hidden_states=torch.lerp(x_0, noise, sigma[:, None, None]),
+        timestep=sigma,
+        encoder_hidden_states=embeds,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, RESOLUTION // 16, RESOLUTION // 16)]] * len(x_0),
+    ).sample
+    return (velocity.float() - (noise - x_0)).square().mean()
+
+
+def transformer_steps(pipe: QwenImagePipeline, prompts: list[dict], generator: torch.Generator):
+    """Train pipe.transformer, endlessly: yields (steps done, loss, EMA transformer) after every step."""
+    device = generator.device
+    with torch.no_grad():
+        embeds, mask = pipe.encode_prompt([p["prompt"] for p in prompts] + [NO_PROMPT], device)
+    ema = copy.deepcopy(pipe.transformer).requires_grad_(False)
+    weights, averages = list(pipe.transformer.parameters()), list(ema.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=LR, fused=device.type == "cuda")
+    for step, (index, images) in enumerate(rendered(prompts, BATCH, generator), start=1):
+        dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
+        index = index.masked_fill(dropped, len(prompts))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            x_0 = clean_latents(pipe, images)
+            loss = flow_matching_loss(pipe, x_0, embeds[index], mask[index].bool(), generator)
+        optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, weights, 1 - min(EMA_DECAY, (1 + step) / (10 + step)))
+        yield step, loss.detach(), ema
+
+
+def report(log: Path, **row) -> None:
+    """One JSON line, to the log and to standard output."""
+    line = json.dumps(row)
+    with log.open("a") as file:
+        file.write(line + "\n")
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def train_transformer(pipe: QwenImagePipeline, train: list[dict], test: list[dict], args, generator) -> None:
+    """Train for args.transformer_s, compilation aside; save at each evaluation, until the accuracy is there."""
+    held_out, seen = balanced(test, args.eval_prompts), balanced(train, args.eval_prompts // 3)
+    if args.compile:
+        torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
+        pipe.transformer.compile_repeated_blocks(dynamic=False)
+    start, next_evaluation, reached = time.monotonic(), args.eval_every_s, False
+    for step, loss, ema in transformer_steps(pipe, train, generator):
+        if step == 1:
+            start = time.monotonic()
+        seconds = time.monotonic() - start
+        if seconds < min(next_evaluation, args.transformer_s):
+            continue
+        current = with_transformer(pipe, rounded(copy.deepcopy(ema)))
+        no_cfg = accuracy(sample(current, held_out, args.seed), held_out)
+        row = dict(part="transformer", seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4), no_cfg=no_cfg)
+        row["cfg_4"] = accuracy(sample(current, held_out, args.seed, 4.0), held_out)
+        row["training_prompts"] = accuracy(sample(current, seen, args.seed), seen)["all"]
+        if args.snapshots:
+            copy.deepcopy(current.transformer).bfloat16().save_pretrained(args.snapshots / f"step_{step:06d}")
+        if not reached:
+            save(current, args.out)
+            reached = no_cfg["all"] >= args.target_accuracy
+        report(args.log, **row, saved=reached)
+        if seconds >= args.transformer_s:
+            return
+        next_evaluation = time.monotonic() - start + args.eval_every_s
+
+
+def contact_sheet(images: torch.Tensor, prompts: list[dict], path: Path) -> None:
+    """A PNG of all images, eight to a row, each below its prompt."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 2.5 * math.ceil(len(images) / 8)), layout="constrained")
+    for i, (image, prompt) in enumerate(zip(images.cpu(), prompts), start=1):
+        axes = figure.add_subplot(math.ceil(len(images) / 8), 8, i)
+        axes.imshow(image.permute(1, 2, 0).numpy())
+        axes.set_title(textwrap.fill(prompt["prompt"], 26), fontsize=8)
+        axes.axis("off")
+    figure.savefig(path, dpi=70)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pipeline")
+    parser.add_argument("--log", type=Path, help="JSON lines; default: <out>_log.jsonl")
+    parser.add_argument("--snapshots", type=Path, help="folder for the EMA transformer of every evaluation")
+    parser.add_argument("--sheet", type=Path, help="PNG of 48 samples")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vae_s", type=float, default=150)
+    parser.add_argument("--transformer_s", type=float, default=270)
+    parser.add_argument("--eval_every_s", type=float, default=20)
+    parser.add_argument("--eval_prompts", type=int, default=576)
+    parser.add_argument(
+        "--target_accuracy", type=float, default=0.45, help="held-out, strict, no CFG: where the base stops"
+    )
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    args = parser.parse_args()
+    args.compile = args.device.startswith("cuda") if args.compile is None else args.compile
+    args.log = args.log or args.out.with_name(args.out.name + "_log.jsonl")
+    for folder in filter(None, (args.out, args.log.parent, args.snapshots, args.sheet and args.sheet.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main(args) -> None:
+    torch.backends.cudnn.benchmark = True
+    start, generator = time.monotonic(), torch.Generator(args.device).manual_seed(args.seed)
+    train, test = shapes.split(shapes.all_prompts())
+    pipe = build_pipeline([p["prompt"] for p in train + test], args.seed).to(args.device)
+    pipe.text_encoder.requires_grad_(False)
+    vae_steps = train_vae(pipe.vae, train, args.vae_s, generator)
+    held_out = balanced(test, args.eval_prompts)
+    std = [round(s, 3) for s in pipe.vae.config.latents_std]
+    reading = reconstruction(pipe.vae, held_out, generator)
+    report(args.log, part="vae", steps=vae_steps, latents_std=std, **reading)
+    if args.device != "cpu" and reading["reconstructions"]["all"] < READABLE:
+        raise RuntimeError(
+            f"the VAE loses what the reward looks for: {reading['reconstructions']}; give it more --vae_s"
+        )
+    train_transformer(pipe, train, test, args, generator)
+
+    saved = QwenImagePipeline.from_pretrained(args.out).to(args.device)
+    saved.set_progress_bar_config(disable=True)
+    images = sample(saved, held_out, args.seed)
+    size_mib = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file()) / 2**20
+    totals = dict(size_mib=round(size_mib, 2), total_s=round(time.monotonic() - start, 1))
+    report(args.log, part="saved", no_cfg=accuracy(images, held_out), **totals)
+    if args.sheet:
+        shown = range(0, len(held_out), max(len(held_out) // 48, 1))[:48]
+        contact_sheet(images[list(shown)], [held_out[i] for i in shown], args.sheet)
+
+
+if __name__ == "__main__":
+    main(parse_arguments())

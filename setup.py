@@ -1,0 +1,12 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="flow_grpo",
+    version="0.1.0",
+    description="Reinforcement learning and preference optimisation for flow-matching image models",
+    python_requires=">=3.11",
+    packages=find_packages(include=["flow_grpo", "flow_grpo.*"]),
+    package_data={"flow_grpo": ["assets/**/*"]},
+    install_requires=[line for line in open("requirements.txt").read().splitlines() if line and line[0] != "#"],
+    extras_require={"test": ["pytest>=9,<10", "ruff==0.17.5"]},
+)

@@ -1,0 +1,241 @@
+"""What a run logs: real wandb offline, real files, nothing pretended."""
+
+import errno
+import json
+import sys
+import time
+
+import pytest
+import torch
+from ml_collections import ConfigDict
+from PIL import Image
+
+from flow_grpo import dashboards
+from flow_grpo.dashboards import METRICS, Dashboard, Meter
+
+CONFIG = {"project": "shapes", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+@pytest.fixture
+def board(tmp_path):
+    board = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True)
+    yield board
+    board.wandb_run.finish()
+
+
+def draw(num_images, size=64, seed=0):
+    return torch.rand(num_images, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def epochs_of(run_dir):
+    return [json.loads(line)["epoch"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_meter_means_are_over_rows_however_batches_were_cut():
+    values, meter = normal(37), Meter()
+    for batch in values.split(10):
+        meter.add(loss=batch.requires_grad_())
+        meter.add_max(peak=batch)
+    meter.add(learning_rate=0.5)
+    popped = meter.pop()
+    assert popped == pytest.approx({"loss": values.mean().item(), "peak": values.max().item(), "learning_rate": 0.5})
+    assert meter.pop() == {}
+
+
+def test_meter_resolves_the_spread_of_a_ratio_near_one():
+    ratio, meter = 1 + 1e-5 * normal(1000).double(), Meter()
+    for batch in ratio.split(300):
+        meter.add_spread(ratio=batch)
+    popped = meter.pop()
+    assert popped["ratio_std"] == pytest.approx(ratio.std(correction=0).item(), rel=1e-4)
+    assert popped["ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-12)
+    meter.add_spread(ratio=torch.tensor([1.0, torch.nan]))
+    assert meter.pop()["ratio_std"] != 0
+
+
+def test_meter_over_two_ranks_equals_one():
+    values = normal(30)
+    ranks = [Meter(), Meter()]
+    for meter, rows in zip(ranks, values.split([7, 23])):
+        meter.add(loss=rows)
+        meter.add_spread(ratio=rows)
+        meter.add_max(peak=rows)
+    sent = []
+    ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
+
+    def reduce(sums, counts, maxima):
+        return sums + sent[0], counts + sent[1], torch.maximum(maxima, sent[2])
+
+    assert ranks[0].pop(reduce) == pytest.approx(
+        {
+            "loss": values.mean().item(),
+            "ratio_mean": values.mean().item(),
+            "ratio_std": values.std(correction=0).item(),
+            "peak": values.max().item(),
+        }
+    )
+
+
+def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
+    board.log("update", {"loss": 0.5, "grad_norm": float("nan")}, epoch=0, step=1)
+    board.log("eval", {"eval/shapes_accuracy": 0.25}, epoch=1, step=1)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(CONFIG))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0], parse_constant=pytest.fail) == {
+        "kind": "update", "epoch": 0, "step": 1, "loss": 0.5, "grad_norm": "nan"
+    }  # fmt: skip
+    assert str(dashboards.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
+    board.finish()
+    words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy")
+    recorded, deadline = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 20
+    while not all(word in recorded.read_bytes() for word in words):  # wandb's own process writes on after finish
+        assert time.monotonic() < deadline, recorded.read_bytes()
+        time.sleep(0.05)
+
+
+def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_path, board):
+    for epoch in range(4):
+        board.log("epoch", {"images": 10 * epoch + 10}, epoch=epoch, step=epoch)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "ep')
+    board.wandb_run.finish()
+    resumed = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True)
+    resumed.truncate(2)
+    assert resumed.wandb_run.id == board.wandb_run.id == (tmp_path / "wandb_id").read_text()
+    resumed.log("epoch", {}, epoch=2, step=2)
+    assert epochs_of(tmp_path) == [0, 1, 2]
+    assert (resumed.lines, resumed.latest["images"]) == (3, 20)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "images", "metrics.jsonl", "wandb", "wandb_id"]
+    resumed.wandb_run.finish()
+
+
+def test_a_name_that_nobody_explained_is_refused_with_its_neighbour(tmp_path, board):
+    with pytest.raises(AssertionError, match=r"'grad_nrom' is not in METRICS.*grad_norm"):
+        board.log("update", {"grad_nrom": 1.0}, epoch=0, step=0)
+    with pytest.raises(AssertionError, match="time/rolout_s"), board.timed("rolout"):
+        pass
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_readmes_table_has_a_row_of_four_cells_per_metric():
+    rows = dashboards.metrics_table().splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == list(METRICS)
+    assert {row.count("|") for row in rows} == {5}
+    assert all(metric.meaning and metric.expect for metric in METRICS.values())
+
+
+def test_phases_are_timed_into_the_epochs_line(tmp_path):
+    waited = []
+    board = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True, synchronize=lambda: waited.append(1))
+    for phase in ("rollout", "eval", "rollout"):
+        with board.timed(phase):
+            time.sleep(0.05)
+    board.log("epoch", {"images": 20}, epoch=0, step=1)
+    line = dashboards.read_metrics(tmp_path)[0]
+    assert 0.1 <= line["time/rollout_s"] < line["time/epoch_s"] - line["time/eval_s"]
+    assert 0.15 <= line["time/epoch_s"] < 1
+    assert line["images_per_s"] == pytest.approx(20 / (line["time/epoch_s"] - line["time/eval_s"]))
+    with board.timed("update"):
+        pass
+    board.log("epoch", {}, epoch=1, step=2)
+    assert "time/rollout_s" not in dashboards.read_metrics(tmp_path)[1]
+    assert len(waited) == 8
+    board.wandb_run.finish()
+
+
+def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
+    board.log("eval", {"eval/shapes": 0.25}, epoch=1, step=4)
+    with board.timed("rollout"):
+        board.log("update", {"loss": -0.5, "grad_norm": 2.0}, epoch=1, step=5)
+    board.log("epoch", {"reward/avg": 0.125}, epoch=1, step=5)
+    assert list(board.bar(range(3), "images")) == [0, 1, 2]
+    out, err = capsys.readouterr()
+    evaluation, epoch = out.splitlines()
+    assert evaluation == "evaluation after 1 epochs  eval/shapes 0.25"
+    assert epoch.startswith("epoch 2/3  reward/avg 0.125  eval/shapes 0.25  loss -0.5  grad_norm 2  ")
+    assert epoch.endswith("s/epoch  ETA 00:00")
+    assert err == ""
+
+
+def tiles(page, picture_size, columns, rows):
+    """How many cells of a page hold a picture: random pixels are never all white or all one colour."""
+    corners = [(14 + column * (picture_size + 14), row) for column in range(columns) for row in rows]
+    boxes = [page.crop((left, top, left + picture_size, top + picture_size)) for left, top in corners]
+    return sum(len(box.getcolors(1 << 20)) > 1000 for box in boxes)
+
+
+def test_contact_sheet_shows_every_image_enlarged(tmp_path, board):
+    board.log_images("epoch", draw(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
+    page = Image.open(tmp_path / "images" / "epoch_000010.png").convert("RGB")
+    assert page.size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
+    assert tiles(page, 128, 4, (14, 14 + 176)) == 6
+    pixel = draw(6)[0, :, 3, 5].mul(255).round().int().tolist()
+    assert list(page.getpixel((14 + 10, 14 + 6))) == pixel
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png"))) == 6
+
+
+def test_large_images_are_shrunk_for_the_sheet_and_whole_in_wandb(tmp_path, board):
+    board.log_images("epoch", draw(1, size=512), ["a"], [0.5], epoch=0, step=0)
+    assert Image.open(tmp_path / "images" / "epoch_000000.png").width == 14 + 2 * (256 + 14) - (256 + 14)
+    (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.jpg")
+    assert Image.open(sent).size == (512, 512)
+
+
+def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
+    prompts = ["a red circle", "two blue squares", "a star left of a triangle"]
+    for epoch in (0, 10, 20):
+        board.log_images("eval", draw(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
+    board.log_images("eval", draw(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)  # resumed from epoch 10
+    page = Image.open(dashboards.plot_samples(tmp_path))
+    tops = [14 + 15 + 14 + row * (128 + 4 + 15 + 14) for row in range(3)]
+    assert page.size == (14 + 3 * (128 + 14), tops[-1] + 128 + 4 + 15 + 14)
+    assert tiles(page, 128, 3, tops) == 6
+    for column, seed in ((1, 0), (2, 5)):
+        pixel = page.getpixel((14 + column * (128 + 14), tops[2]))
+        assert list(pixel) == draw(3, seed=seed)[2, :, 0, 0].mul(255).round().int().tolist()
+
+
+def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, board):
+    assert dashboards.plot_reward(tmp_path) is None
+    assert dashboards.plot_samples(tmp_path) is None
+    board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0}, epoch=0, step=0)
+    for epoch in range(3):
+        values = {"reward/avg": epoch / 3, "reward/shapes": epoch / 3, "images": 128 * (epoch + 1)}
+        board.log("epoch", values, epoch=epoch, step=epoch)
+    board.finish()
+    figure = Image.open(tmp_path / "reward.png").convert("RGB")
+    assert figure.width == pytest.approx(160 * (0.4 + 2 * 4), abs=1), "two panels: shapes and shapes_accuracy"
+    colours = {colour for _, colour in figure.getcolors(1 << 20)}
+    assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x28)} <= colours
+    before = (tmp_path / "reward.png").read_bytes()
+    dashboards.plot_reward(tmp_path)
+    assert (tmp_path / "reward.png").read_bytes() == before
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    board = Dashboard(tmp_path / "run", ConfigDict(CONFIG), "red", is_main=False)
+    board.truncate(0)
+    with board.timed("rollout"):
+        board.log("epoch", {"reward/avg": 1.0}, epoch=0, step=0)
+    board.log_images("eval", draw(1), ["a"], [1.0], epoch=0, step=0)
+    assert list(board.bar([1], "images")) == [1]
+    board.finish()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, board):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"no space left for the run folder .*last checkpoint") as caught:
+        board.log("update", {"loss": 0.0}, epoch=0, step=0)
+    assert caught.value.errno == errno.ENOSPC

@@ -1,0 +1,71 @@
+"""The average follows its closed form, and evaluation with it leaves no trace in training."""
+
+import pytest
+import torch
+
+from flow_grpo.ema import Ema, decay_at
+
+
+def linear(value):
+    layer = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(layer.weight, value)
+    torch.nn.init.constant_(layer.bias, -value)
+    return layer
+
+
+def ema_of(layer, **how):
+    return Ema(dict(layer.named_parameters()), **how)
+
+
+def weights(layer):
+    return torch.cat([p.detach().flatten() for p in layer.parameters()])
+
+
+def test_decay_warms_up_to_its_maximum():
+    assert [decay_at(n, 0.9) for n in (0, 8, 16)] == [1 / 10, 9 / 18, 17 / 26]
+    assert decay_at(80, 0.9) == pytest.approx(0.9)
+    assert decay_at(8000, 0.9) == 0.9
+
+
+def test_the_average_moves_at_every_intervalth_step_by_the_closed_form():
+    layer = linear(1.0)
+    ema, expected = ema_of(layer, decay=0.4, interval=2), 1.0
+    for step in range(1, 7):
+        torch.nn.init.constant_(layer.weight, float(step))
+        ema.update(step)
+        if step in (2, 4, 6):
+            decay = {2: 3 / 12, 4: 5 / 14, 6: 0.4}[step]
+            expected = decay * expected + (1 - decay) * step
+        torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2, 3), expected))
+
+
+def test_evaluation_sees_the_average_and_training_gets_its_bits_back():
+    layer = linear(1.0)
+    ema, average = ema_of(layer), weights(layer)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.ndim)))
+    trained, storage = weights(layer), layer.weight.data_ptr()
+    for _ in range(2):
+        with ema.applied():
+            assert torch.equal(weights(layer), average)
+        assert torch.equal(weights(layer), trained)
+    assert torch.equal(torch.cat([s.flatten() for s in ema.state_dict().values()]), average)
+    assert layer.weight.data_ptr() == storage
+    assert layer.weight.requires_grad
+
+
+def test_an_exception_in_evaluation_does_not_leave_the_average_behind():
+    layer = linear(1.0)
+    ema = ema_of(layer)
+    torch.nn.init.constant_(layer.weight, 5.0)
+    with pytest.raises(KeyError), ema.applied():
+        raise KeyError
+    assert bool((layer.weight == 5).all())
+
+
+@pytest.mark.parametrize("misuse", [lambda ema: ema.update(8), lambda ema: ema.state_dict()])
+def test_the_average_cannot_be_updated_or_saved_while_it_is_in_use(misuse):
+    ema = ema_of(linear(1.0))
+    with ema.applied(), pytest.raises(AssertionError):
+        misuse(ema)

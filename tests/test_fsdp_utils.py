@@ -1,0 +1,253 @@
+"""Layouts differ in memory, not in numbers; weights arrive whole; ranks agree. Under torchrun this is the two ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from safetensors.torch import load_file, save_file
+from two_ranks import (
+    CPU,
+    LORA,
+    MAX_NORM,
+    TINY,
+    UNITS,
+    adapter_weights,
+    base,
+    build,
+    launch,
+    optimizer_of,
+    train,
+    velocity,
+)
+
+from flow_grpo import fsdp_utils
+from flow_grpo.fsdp_utils import DTensor
+
+STEPS = range(3)
+LAYOUTS = {
+    "replicate": ("replicate", 0),
+    "shard": ("shard", 0),
+    "hybrid": ("hybrid", 1),
+    "hybrid of all": ("hybrid", 2),
+}
+
+
+def trained(weights, mesh, lora):
+    transformer = build(weights, mesh, lora=lora, activation_checkpointing=lora)
+    norms = train(transformer, optimizer_of(transformer), STEPS)
+    return {"norms": norms, "weights": fsdp_utils.full_state_dict(transformer)}
+
+
+def trained_with_offload(weights, mesh):
+    transformer = build(weights, mesh, lora=True)
+    optimizer = optimizer_of(transformer)
+    for step in STEPS:
+        train(transformer, optimizer, range(step, step + 1))
+        fsdp_utils.reload_optimizer_state(optimizer)  # nothing to undo
+        before = [state["exp_avg"] for state in optimizer.state.values()]
+        fsdp_utils.offload_optimizer_state(optimizer)
+        assert not any(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+        fsdp_utils.reload_optimizer_state(optimizer)
+        after = [state["exp_avg"] for state in optimizer.state.values()]
+        assert all(a is not b and type(a) is type(b) for a, b in zip(after, before))
+    return fsdp_utils.full_state_dict(transformer)
+
+
+def loaded(weights, mesh, precision, lora):
+    transformer = build(weights, mesh, lora=lora, precision=precision)
+    held = {name: p.to_local().numel() for name, p in transformer.named_parameters() if isinstance(p, DTensor)}
+    dtypes = {name: p.dtype for name, p in transformer.named_parameters()}
+    return {"held": held, "dtypes": dtypes, "weights": fsdp_utils.full_state_dict(transformer, trainable_only=False)}
+
+
+def new_weights_are_used(weights, mesh):
+    """A no-grad forward, then the last layer set to 0 as the EMA would: through references taken before the forward."""
+    transformer = build(weights, mesh, lora=False)
+    parameters, rows = fsdp_utils.trainable_parameters(transformer), torch.ones(2, 24, 64)
+    with torch.no_grad():
+        velocity(transformer, rows)
+        parameters["proj_out.weight"].zero_()
+        return bool((velocity(transformer, rows) == fsdp_utils.full_tensor(parameters["proj_out.bias"])).all())
+
+
+def agreement(rank):
+    def fail():
+        raise OSError("no space on rank 0")
+
+    try:
+        fsdp_utils.on_main(fail)
+    except (OSError, RuntimeError) as error:
+        message = str(error)
+    rows = torch.arange(6).view(2, 3) + 10 * rank
+    return {
+        "gather": fsdp_utils.gather(rows.T),  # not contiguous
+        "mine": fsdp_utils.mine(fsdp_utils.gather(rows)) - rows,
+        "objects": fsdp_utils.gather_objects(["a", {"b": 1}][: rank + 1]),
+        "broadcast": fsdp_utils.broadcast_object({"run": rank}),
+        "error": message,
+    }
+
+
+def main(folder):
+    rank, world_size, device = fsdp_utils.init_distributed()
+    assert (world_size, device) == (2, CPU)
+    meshes = {name: fsdp_utils.make_mesh(mode, device, size) for name, (mode, size) in LAYOUTS.items()}
+    seen = {(n, lora): trained(folder / "base", m, lora) for n, m in meshes.items() for lora in (True, False)}
+    seen["offload"] = {n: trained_with_offload(folder / "base", meshes[n]) for n in ("replicate", "shard")}
+    seen["loaded"] = {p: loaded(folder / "split", meshes["shard"], p, True) for p in ("fp32", "bf16")}
+    seen["new weights"] = new_weights_are_used(folder / "base", meshes["shard"])
+    seen["agreement"] = agreement(rank)
+    with pytest.raises(ValueError, match="2 ranks do not divide into groups of shard_size = 3"):
+        fsdp_utils.make_mesh("hybrid", device, 3)
+    torch.save(seen, folder / f"rank{rank}.pt")
+    fsdp_utils.barrier()
+    (folder / "done").touch()
+    fsdp_utils.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    base(folder / "base")
+    base(folder / "split", max_shard_size="300KB")
+    launch(__file__, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full weights"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
+    one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
+    assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
+    torch.testing.assert_close(two["norms"], one["norms"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)
+    assert ranks[1][layout, lora]["norms"] == two["norms"]
+    assert ranks[1][layout, lora]["weights"] == {}
+
+
+def test_training_moves_the_weights_far_more_than_layouts_may_differ(folder):
+    before = fsdp_utils.full_state_dict(build(folder / "base", lora=True))
+    after = trained(folder / "base", None, True)["weights"]
+    assert all((after[name] - before[name]).abs().max() > 1e-3 for name in before if "to_q" in name)
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_offloaded_moments_come_back_bit_for_bit(ranks, layout):
+    torch.testing.assert_close(
+        ranks[0]["offload"][layout], ranks[0][layout, True]["weights"], atol=0, rtol=0, msg="moments differ"
+    )
+
+
+def test_the_norm_is_that_of_all_gradients_in_a_row(folder):
+    transformer = build(folder / "base", lora=False)
+    velocity(transformer, torch.ones(2, 24, 64)).square().sum().backward()
+    parameters = [p for p in transformer.parameters() if p.grad is not None]
+    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm().float()
+    torch.testing.assert_close(fsdp_utils.clip_grad_norm(parameters, 0.5), expected)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in parameters]).norm(), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_are_filled_with_the_weights_that_diffusers_loads(folder, ranks, precision):
+    expected = QwenImageTransformer2DModel.from_pretrained(folder / "base", torch_dtype=fsdp_utils.DTYPES[precision])
+    assert len(list((folder / "split").glob("*.safetensors"))) > 2
+    seen = ranks[0]["loaded"][precision]
+    frozen = {name.replace(".base_layer", ""): w for name, w in seen["weights"].items() if "lora_" not in name}
+    torch.testing.assert_close(frozen, dict(expected.named_parameters()), atol=0, rtol=0)
+    for name, weight in seen["weights"].items():
+        if "lora_" in name:
+            torch.testing.assert_close(weight, adapter_weights(name, weight.shape), atol=0, rtol=0)
+        held = [rank["loaded"][precision]["held"][name] for rank in ranks]
+        assert sum(held) == weight.numel()
+        assert held[0] - held[1] in (0, weight[0].numel())
+
+
+@pytest.mark.parametrize("weights", ["base", "split"])
+def test_frozen_weights_take_the_precision_and_learned_ones_stay_float32(folder, weights):
+    frozen = loaded(folder / weights, None, "bf16", lora=True)
+    assert all(d == (torch.float32 if "lora_" in n else torch.bfloat16) for n, d in frozen["dtypes"].items())
+    full = loaded(folder / weights, None, "bf16", lora=False)
+    expected = dict(QwenImageTransformer2DModel.from_pretrained(folder / "base").named_parameters())
+    torch.testing.assert_close(full["weights"], expected, atol=0, rtol=0)
+
+
+def test_a_frozen_adapter_keeps_float32_and_is_part_of_the_state():
+    transformer = QwenImageTransformer2DModel(**TINY).requires_grad_(False)
+    transformer.add_adapter(LORA, adapter_name="old")
+    transformer.requires_grad_(False)
+    fsdp_utils.prepare(transformer, None, units=UNITS, device=CPU, precision="bf16", weights=None, init=adapter_weights)
+    state = fsdp_utils.full_state_dict(transformer)
+    assert state
+    assert all("lora_" in name and w.dtype == torch.float32 for name, w in state.items())
+
+
+def test_weights_written_between_forwards_are_seen(ranks):
+    assert ranks[0]["new weights"]
+    assert ranks[1]["new weights"]
+
+
+def test_ranks_agree(ranks):
+    a, b = (rank["agreement"] for rank in ranks)
+    rows = torch.arange(6).view(2, 3)
+    for rank in (a, b):
+        assert torch.equal(rank["gather"], torch.cat([rows.T, rows.T + 10]))
+        assert not rank["mine"].any()
+        assert rank["objects"] == ["a", "a", {"b": 1}]
+        assert rank["broadcast"] == {"run": 0}
+        assert "no space on rank 0" in rank["error"]
+
+
+def test_without_torchrun_there_is_one_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert fsdp_utils.init_distributed()[:2] == (0, 1)
+    assert fsdp_utils.make_mesh("shard", CPU) is None
+    assert fsdp_utils.gather_objects([1]) == [1]
+    assert fsdp_utils.peak_memory_gib(CPU) > 0.1
+
+
+def test_unknown_layouts_are_refused():
+    with pytest.raises(ValueError, match="'fsdp'"):
+        fsdp_utils.make_mesh("fsdp", CPU)
+
+
+def test_a_transformer_without_weights_is_refused():
+    with pytest.raises(ValueError, match="no weights"):
+        build(None, lora=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("proj_out.bias", {}, "missing: proj_out.bias"),
+        ("proj_out.bias", {"proj_out.bais": torch.zeros(64)}, "unexpected: proj_out.bais"),
+        ("proj_out.bias", {"proj_out.bias": torch.zeros(32)}, r"proj_out.bias is \[32\] in .*safetensors, \[64\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused(folder, tmp_path, name, replacement, message):
+    weights = load_file(folder / "base" / fsdp_utils.WEIGHTS)
+    del weights[name]
+    save_file(weights | replacement, tmp_path / fsdp_utils.WEIGHTS)
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, lora=True)
+
+
+def test_a_missing_file_is_named(folder, tmp_path):
+    with pytest.raises(ValueError, match=f"has no {fsdp_utils.WEIGHTS}"):
+        build(tmp_path, lora=False)
+    index = fsdp_utils.WEIGHTS + ".index.json"
+    (tmp_path / index).write_text((folder / "split" / index).read_text())
+    absent = sorted(json.loads((tmp_path / index).read_text())["weight_map"].values())[0]
+    with pytest.raises(ValueError, match=absent):
+        build(tmp_path, lora=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

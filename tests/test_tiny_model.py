@@ -1,0 +1,108 @@
+"""The tiny Qwen-Image is a Qwen-Image, and the shipped one is good enough to train and bad enough to be worth it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from tiny import tiny_qwenimage
+
+import flow_grpo
+from flow_grpo import shapes
+from scripts import build_tiny_qwenimage as build
+
+SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
+
+
+def load(folder):
+    pipe = QwenImagePipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return shapes.split(shapes.all_prompts())[1]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return load(tiny_qwenimage(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    if not (SHIPPED / "model_index.json").exists():
+        pytest.skip(f"no {SHIPPED}: scripts/build_tiny_qwenimage.py makes it, on a GPU")
+    return load(SHIPPED)
+
+
+def renders(prompts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    layouts = shapes.sample_layouts(shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
+    return shapes.render(layouts)
+
+
+@pytest.fixture(params=["tiny", "shipped"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_the_pipeline_drops_the_template_and_nothing_else(either, held_out):
+    prompts = [build.NO_PROMPT, *(p["prompt"] for p in held_out)]
+    _, mask = either.encode_prompt(prompts, "cpu")
+    suffix = len(either.tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+    assert mask.sum(1).tolist() == [1 + suffix, *(len(prompt.split()) + suffix for prompt in prompts[1:])]
+
+
+def test_prompt_embeddings_tell_the_words_apart(either):
+    embeds, _ = either.encode_prompt(["a photo of a red circle", "a photo of a red square"], "cpu")
+    same, word = slice(0, 5), 5
+    torch.testing.assert_close(embeds[0, same], embeds[1, same])
+    assert (embeds[0, word] - embeds[1, word]).norm() > 0.5 * embeds[0, word].norm()
+
+
+def test_same_seed_same_weights(tiny, tmp_path):
+    again, other = load(tiny_qwenimage(tmp_path / "0")), load(tiny_qwenimage(tmp_path / "1", seed=1))
+    for name in ("text_encoder", "vae", "transformer"):
+        ours, equal, different = (list(getattr(pipe, name).parameters()) for pipe in (tiny, again, other))
+        assert all(map(torch.equal, ours, equal)), name
+        assert not all(map(torch.equal, ours, different)), name
+
+
+def test_clean_latents_are_what_the_pipeline_decodes(tmp_path, held_out):
+    pipe = load(tiny_qwenimage(tmp_path))
+    mean, std = torch.linspace(-1, 1, 16).tolist(), torch.linspace(0.2, 3, 16).tolist()
+    pipe.vae.register_to_config(latents_mean=mean, latents_std=std)
+    for weight in pipe.transformer.proj_out.parameters():  # a velocity of zero: what goes in is what is decoded
+        torch.nn.init.zeros_(weight)
+    images = renders(held_out[:3], seed=0) * 2 - 1
+    latents = build.clean_latents(pipe, images)
+    size = dict(height=64, width=64, num_inference_steps=2, output_type="pt")
+    decoded = pipe(["a", "a", "a"], latents=latents, true_cfg_scale=1.0, **size).images
+    with torch.no_grad():
+        expected = pipe.vae.decode(pipe.vae.encode(images[:, :, None]).latent_dist.mean).sample[:, :, 0]
+    torch.testing.assert_close(decoded, (expected + 1) / 2, rtol=0, atol=1e-4)
+
+
+def test_shipped_fits_into_10_mb(shipped):
+    assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) <= 10e6
+
+
+def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
+    config, images = shipped.vae.config, renders(build.balanced(held_out, 600), seed=1) * 2 - 1
+    with torch.no_grad():
+        std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))
+    torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.1)
+    torch.testing.assert_close((mean - torch.tensor(config.latents_mean)) / std, torch.zeros(16), rtol=0, atol=0.1)
+
+
+def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):
+    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 300), torch.Generator().manual_seed(2))
+    assert measured["reconstructions"]["all"] >= 0.97, measured
+
+
+def test_shipped_base_is_right_about_half_the_time(shipped, held_out):
+    prompts = build.balanced(held_out, 120)
+    measured = build.accuracy(build.sample(shipped, prompts, seed=3), prompts)
+    assert 0.30 <= measured["all"] <= 0.60, measured

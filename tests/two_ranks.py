@@ -1,0 +1,103 @@
+"""A small training run on a tiny real transformer, for one process or for two CPU ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import QwenImageTransformer2DModel
+from peft import LoraConfig
+
+from flow_grpo import fsdp_utils
+from flow_grpo.ema import Ema
+
+TINY = dict(
+    num_layers=2,
+    attention_head_dim=32,
+    num_attention_heads=2,
+    joint_attention_dim=64,
+    axes_dims_rope=(8, 12, 12),
+    in_channels=64,
+    out_channels=16,
+)
+UNITS = ("QwenImageTransformerBlock",)
+LORA = LoraConfig(r=3, lora_alpha=12, target_modules=["to_q", "to_k", "to_v", "net.2"])  # 3 rows do not halve
+MAX_NORM = 0.03
+CPU = torch.device("cpu")
+
+
+def launch(program: str, folder: Path, timeout_s: int = 300) -> None:
+    """Run a Python file on two gloo ranks, which write to `folder`, and wait for rank 0's last word, `folder`/done.
+
+    The exit status says nothing: gloo may abort at interpreter exit after all the work.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        program,
+        str(folder),
+    ]
+    root = Path(__file__).parent.parent
+    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert (folder / "done").exists(), ran.stderr[-4000:]
+
+
+def base(folder: Path, **how) -> Path:
+    """Write the tiny transformer's random weights. how: save_pretrained's, e.g. max_shard_size."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        QwenImageTransformer2DModel(**TINY).save_pretrained(folder, **how)
+    return folder
+
+
+def adapter_weights(name: str, shape: torch.Size) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 8
+
+
+def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", **how) -> QwenImageTransformer2DModel:
+    with init_empty_weights():
+        transformer = QwenImageTransformer2DModel(**TINY)
+        if lora:
+            transformer.requires_grad_(False)
+            transformer.add_adapter(LORA)
+    how = dict(units=UNITS, device=CPU, precision=precision, weights=weights, init=adapter_weights) | how
+    return fsdp_utils.prepare(transformer, mesh, **how)
+
+
+def velocity(transformer, rows: torch.Tensor) -> torch.Tensor:
+    """The output for rows [B, 24, 64]: 16 image tokens, then 8 text tokens."""
+    image, text = rows[:, :16], rows[:, 16:]
+    timestep = rows[:, 0, 0].sigmoid()  # a row's own, whichever rank has it
+    return transformer(image, text, timestep=timestep, img_shapes=[[(1, 4, 4)]] * len(rows), return_dict=False)[0]
+
+
+def optimizer_of(transformer) -> torch.optim.AdamW:
+    return torch.optim.AdamW(fsdp_utils.trainable_parameters(transformer).values(), lr=1e-3)
+
+
+def ema_of(transformer) -> Ema:
+    return Ema(fsdp_utils.trainable_parameters(transformer), interval=2)
+
+
+def train(transformer, optimizer, steps: range, ema: Ema | None = None) -> list[float]:
+    """Clipped AdamW steps on 8 rows each, in two accumulated halves that the ranks share. Gradient norms."""
+    parameters = list(fsdp_utils.trainable_parameters(transformer).values())
+    norms = []
+    for step in steps:
+        rows = torch.randn(2, 4, 24, 64, generator=torch.Generator().manual_seed(step))
+        for i, half in enumerate(rows):
+            fsdp_utils.gradient_sync(transformer, i == 1)
+            (velocity(transformer, fsdp_utils.mine(half)) - 1).square().mean().div(2).backward()
+        fsdp_utils.average_gradients(parameters)
+        norms.append(float(fsdp_utils.clip_grad_norm(parameters, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if ema is not None:
+            ema.update(step + 1)
+    return norms
