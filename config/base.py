@@ -24,7 +24,7 @@ def get_config():
     config.dataset = "dataset/shapes"  # folder with {train,test}_metadata.jsonl or {train,test}.txt
     config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight in the average
     config.resolution = 64  # pixels, square
-    config.text_tokens = 32  # every prompt embedding is padded to this width, in rollout and update alike
+    config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
     config.vae_batch_size = 64  # images per decode
 

@@ -14,12 +14,7 @@ class BatchPlan:
     num_trained_steps: int  # denoising steps of an image that are trained
     num_branches: int  # scored outcomes per row; 1 without branching
     updates_per_epoch: int  # optimizer steps per inner epoch
-    minibatches_per_update: int  # forwards of one rank behind one optimizer step
-
-    @property
-    def rows_per_batch_and_update(self) -> int:
-        """Rows that each rollout batch gives to each optimizer step."""
-        return self.batch_size * self.num_trained_steps // self.updates_per_epoch
+    rows_per_update: int  # of one rank, an equal share of each of its batches
 
 
 def num_trained_steps(config) -> int:
@@ -49,11 +44,10 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     if steps < 1:
         raise ValueError(f"train.timestep_fraction {config.train.timestep_fraction} leaves no denoising step to train")
     rows = sample.batch_size * steps
-    if rows % updates or batches * steps % updates:
+    if rows % updates:
         raise ValueError(
-            f"{batches} batches of {sample.batch_size} images x {steps} trained steps do not divide into "
-            f"train.updates_per_epoch {updates}; updates that do: "
-            f"{[u for u in _divisors(rows) if batches * steps % u == 0]}"
+            f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows do not divide into "
+            f"train.updates_per_epoch {updates}; updates that do: {_divisors(rows)}"
         )
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
@@ -63,7 +57,7 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=updates,
-        minibatches_per_update=batches * steps // updates,
+        rows_per_update=batches * rows // updates,
     )
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 import time
 import uuid
 from collections import defaultdict
@@ -19,13 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import numpy as np
 import torch
 import wandb
-from matplotlib.figure import Figure
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from tqdm import tqdm
+
+from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
 
 
 class Metric(NamedTuple):
@@ -70,9 +68,6 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "step": Metric("", "optimizer steps taken", "counts up"),
     "images": Metric("", "training images sampled so far, all GPUs", "counts up"),
 }
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
-BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
-FONT = ImageFont.load_default(12)
 
 
 def metrics_table() -> str:
@@ -292,140 +287,6 @@ def plain(value):
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_metrics(run_dir) -> list[dict]:
-    """The whole lines of metrics.jsonl: `kind` a string, everything else a number."""
-    path = Path(run_dir, "metrics.jsonl")
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: float(v) if isinstance(v, str) and k != "kind" else v for k, v in r.items()} for r in records]
-
-
-def plot_reward(run_dir) -> Path | None:
-    """Draw reward.png from metrics.jsonl, a panel per reward over epochs. None if there is no reward yet."""
-    records = read_metrics(run_dir)
-    training = {name[7:] for record in records for name in record if name.startswith("reward/")}
-    training = {name for name in training if not name.endswith(("group_std", "zero_std_share"))}
-    if len(training) == 2:
-        training.discard("avg")  # it says what the only reward says
-    names = sorted(training | {name[5:] for record in records for name in record if name.startswith("eval/")})
-    if not names:
-        return None
-    columns = min(3, len(names))
-    rows = math.ceil(len(names) / columns)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.4 + 4 * columns, 3.3 * rows), dpi=160, layout="constrained")
-        first = None
-        for position, name in enumerate(names, start=1):
-            axes = figure.add_subplot(rows, columns, position, sharex=first)
-            draw_reward(axes, records, name)
-            first = first or axes
-        figure.savefig(Path(run_dir, "reward.png"))
-    return Path(run_dir, "reward.png")
-
-
-def draw_reward(axes, records: list[dict], name: str) -> None:
-    """One reward's panel: each epoch faint, their moving average, the evaluations; images so far on the upper axis."""
-    epochs, values = curve(records, "epoch", f"reward/{name}")
-    if len(epochs):
-        width = 2 * (len(values) // 30) + 1
-        window, present = np.ones(width), np.ones(len(values))
-        smooth = np.convolve(values, window, "same") / np.convolve(present, window, "same")
-        axes.plot(epochs, values, color=BLUE, alpha=0.3, linewidth=0.8)
-        axes.plot(epochs, smooth, color=BLUE, linewidth=1.8, label="training")
-    epochs, values = curve(records, "eval", f"eval/{name}")
-    if len(epochs):
-        axes.plot(epochs, values, color=ORANGE, linewidth=1.8, marker="o", markersize=4, label="evaluation")
-        axes.annotate(f"{values[-1]:.3g}", (epochs[-1], values[-1]), (4, 5), textcoords="offset points", color=ORANGE)
-    axes.set_title(name, loc="left", fontweight="bold", color=INK)
-    axes.set(xlabel="epoch", ylabel="mean reward")
-    axes.margins(x=0.08, y=0.1)
-    axes.grid(color="#e8e8e8")
-    axes.legend(frameon=False, labelcolor=INK)
-    epochs, images = curve(records, "epoch", "images")
-    if len(epochs):
-        per_epoch = images[-1] / (epochs[-1] + 1) / 1000
-        above = axes.secondary_xaxis("top", functions=(lambda x: x * per_epoch, lambda x: x / per_epoch))
-        above.set_xlabel("thousand images", color=GREY)
-        above.tick_params(colors=GREY, length=2)
-        above.spines["top"].set_visible(False)
-
-
-def curve(records: list[dict], kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs and values of one metric in the lines of one kind."""
-    points = [(record["epoch"], record[name]) for record in records if record["kind"] == kind and name in record]
-    return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
-
-
-def fit(picture: Image.Image) -> Image.Image:
-    """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
-    side = max(picture.size)
-    factor = math.ceil(128 / side) if side < 128 else min(1, 256 / side)
-    how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
-    return picture.resize([round(length * factor) for length in picture.size], how)
-
-
-def contact_sheet(pictures: list[Image.Image], captions: list[str], rewards: list[float]) -> Image.Image:
-    """The pictures in about twice as many columns as rows, prompt and reward under each."""
-    cells = [(p, wrap(c, p.width), f"{r:.3f}") for p, c, r in zip(pictures, captions, rewards, strict=True)]
-    columns = math.ceil(math.sqrt(2 * len(cells)))
-    return draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
-
-
-def keep_panel(run_dir, pictures: list[Image.Image], captions, rewards, epoch: int) -> None:
-    """Keep an evaluation's pictures as images/last.npz, and as images/first.npz unless an earlier one is there."""
-    folder = Path(run_dir, "images")
-    panel = dict(pixels=np.stack(pictures), captions=np.array(captions), rewards=np.array(rewards), epoch=epoch)
-    earlier = (folder / "first.npz").exists() and np.load(folder / "first.npz")["epoch"] < epoch
-    for name in ["last"] if earlier else ["last", "first"]:
-        np.savez_compressed(folder / "scratch.npz", **panel)
-        (folder / "scratch.npz").replace(folder / f"{name}.npz")  # a kill must not leave half a panel
-
-
-def plot_samples(run_dir) -> Path | None:
-    """Draw samples.png: each prompt's image at the first and at the last evaluation. None before there is one."""
-    paths = [Path(run_dir, "images", f"{name}.npz") for name in ("first", "last")]
-    if not all(path.exists() for path in paths):
-        return None
-    panels = [dict(np.load(path)) for path in paths]
-    same = [i for i, (a, b) in enumerate(zip(panels[0]["captions"], panels[1]["captions"])) if a == b]
-    prompts_per_row = 1 if len(same) <= 4 else 2
-    titles = ["", *(f"after {panel['epoch']} epochs" for panel in panels)]
-    rows = [[(None, [title], "") for title in titles * prompts_per_row]]
-    for i, index in enumerate(same):
-        pair = [(Image.fromarray(p["pixels"][index]), [], f"{p['rewards'][index]:.3f}") for p in panels]
-        rows += [[]] if i % prompts_per_row == 0 else []
-        rows[-1] += [(None, wrap(panels[0]["captions"][index], pair[0][0].width), ""), *pair]
-    draw_cells(rows).save(Path(run_dir, "samples.png"))
-    return Path(run_dir, "samples.png")
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Up to four lines that fit into `width` pixels."""
-    return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
-
-
-def draw_cells(rows: list[list[tuple]]) -> Image.Image:
-    """Draw rows of (picture or None, lines of ink under it, one more line in blue) on a white page."""
-    gap, line = 14, 15
-    width = max((picture.width for row in rows for picture, _, _ in row if picture), default=128)
-    cell_heights = [[(p.height + 4 if p else 0) + line * (len(t) + bool(figure)) for p, t, figure in r] for r in rows]
-    heights = [max(row) for row in cell_heights]
-    size = gap + max(map(len, rows)) * (width + gap), gap + sum(heights) + gap * len(rows)
-    page = Image.new("RGB", size, "white")
-    draw, top = ImageDraw.Draw(page), gap
-    for row, height in zip(rows, heights):
-        for column, (picture, lines, figure) in enumerate(row):
-            left, y = gap + column * (width + gap), top
-            if picture:
-                page.paste(picture, (left, top))
-                y += picture.height + 4
-            for text, colour in [*((text, INK) for text in lines), (figure, BLUE)]:
-                draw.text((left, y), text, colour, FONT)
-                y += line
-        top += height + gap
-    return page
 
 
 if __name__ == "__main__":

@@ -11,22 +11,27 @@ from flow_grpo.rollout import Minibatch
 
 
 def policy_step(run, rows: Minibatch) -> SDEStep:
-    """Score the stored outcomes under the present policy: one forward for R rows, R * J log-probs."""
-    velocity = run.velocity(rows.latents, rows.timesteps, rows.embeds)
-    outcomes = len(rows.log_probs) // len(rows.timesteps)
-    velocity, timesteps, latents = (
-        part.repeat_interleave(outcomes, 0) if outcomes > 1 else part
-        for part in (velocity, rows.timesteps, rows.latents)
-    )
-    return sde_step_with_logprob(
+    """Score the stored outcomes under the present policy: one forward for R rows, R * J log-probs.
+
+    An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
+    kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
+    """
+    size, outcomes = run.plan.batch_size, run.plan.num_branches
+    row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
+    latents, timesteps = rows.latents[row], rows.timesteps[row]
+    velocity = run.velocity(latents, timesteps, rows.embeds.take(row))
+    if outcomes > 1:
+        latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
+    step = sde_step_with_logprob(
         run.scheduler,
         velocity,
         timesteps,
         latents,
         noise_level=run.config.sample.noise_level,
         sde_type=run.config.sample.sde_type,
-        prev_sample=rows.next_latents,
+        prev_sample=rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1),
     )
+    return SDEStep(*(part[: len(rows.log_probs)] for part in step))
 
 
 @torch.no_grad()
@@ -52,9 +57,9 @@ def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
 
 
 def accumulate(run, loss: Tensor, step: SDEStep, rows: Minibatch) -> None:
-    """Add the gradient of mean(loss) [R * J] to the update's, and note what the ratio looks like."""
+    """Add the gradient of loss [R * J], a part of the update's mean, and note what the ratio looks like."""
     run.losses.append((loss.detach(), rows))
-    (run.loss_scale * loss.mean() / run.plan.minibatches_per_update).backward()
+    (run.loss_scale * loss.sum() / (run.plan.rows_per_update * run.plan.num_branches)).backward()
     run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
     parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
 

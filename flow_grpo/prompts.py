@@ -1,6 +1,7 @@
 """Prompt files, and which prompts an epoch draws on which rank."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class Batch:
     groups: list[int]  # B, number of the prompt within the epoch
     images: range  # B global image numbers within the epoch
     number: int  # of the batch within the epoch, over all ranks
-    round: int  # of the batch on its rank: equal on all ranks that sample at the same time
+    block: int  # smallest run of batches that holds whole groups; its images share an SDE window
 
 
 def load_prompts(folder: str, split: str) -> list[Prompt]:
@@ -81,9 +82,9 @@ def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int,
     the same images on any number of GPUs.
     """
     picks = epoch_prompts(len(dataset), plan.num_groups, seed, epoch)
-    for round_number in range(plan.batches_per_epoch):
-        number = round_number * world_size + rank
+    for number in range(rank, plan.batches_per_epoch * world_size, world_size):
         images = range(number * plan.batch_size, (number + 1) * plan.batch_size)
         groups = [image // plan.group_size for image in images]
         rows = [dataset[picks[group]] for group in groups]
-        yield Batch([r.text for r in rows], [r.metadata for r in rows], groups, images, number, round_number)
+        block = images.start // math.lcm(plan.batch_size, plan.group_size)
+        yield Batch([r.text for r in rows], [r.metadata for r in rows], groups, images, number, block)

@@ -24,10 +24,10 @@ def normal(shape: Iterable[int], generators: list[torch.Generator], device=None)
     return rows.to(device, non_blocking=True)
 
 
-def draw_window(seed: int, epoch: int, batch: int, size: int, window_range: tuple[int, int]) -> range:
-    """The `size` consecutive denoising steps inside [first, last) that one round of batches samples with noise.
+def draw_window(seed: int, epoch: int, block: int, size: int, window_range: tuple[int, int]) -> range:
+    """The `size` consecutive denoising steps inside [first, last) that the images of one block sample with noise.
 
-    `batch` is the round's number, the same on every rank, so all images of a group share one window.
+    A block (prompts.Batch) holds whole groups and does not depend on the number of ranks.
 
     Raises:
         ValueError: the window does not fit.
@@ -35,5 +35,5 @@ def draw_window(seed: int, epoch: int, batch: int, size: int, window_range: tupl
     first, last = window_range
     if not 0 < size <= last - first:
         raise ValueError(f"an SDE window of {size} steps does not fit into steps [{first}, {last})")
-    start = torch.randint(first, last - size + 1, (), generator=generator(seed, "window", epoch, batch))
+    start = torch.randint(first, last - size + 1, (), generator=generator(seed, "window", epoch, block))
     return range(int(start), int(start) + size)

@@ -118,6 +118,7 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
     )
     if checkpoint:
         _resume(run, checkpoint)
+    run.board.truncate(run.epoch)
     return run
 
 
@@ -179,7 +180,6 @@ def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     run.epoch, run.step = checkpoints.load(checkpoint, state, config=run.config.to_dict(), may_differ=MAY_DIFFER)
-    run.board.truncate(run.epoch)
 
 
 def epochs(run: Run) -> Iterator[int]:

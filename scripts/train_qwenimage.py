@@ -7,7 +7,7 @@ Paper: arXiv:2505.05470; noise inside a random window of steps as in Flow-GRPO-F
 """
 
 import torch
-from absl import app, flags
+from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import fsdp_utils, losses, rng, settings
@@ -17,16 +17,15 @@ from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, polic
 from flow_grpo.rollout import concat, from_trace, minibatches
 from flow_grpo.run import batches, epochs, finish, gather_rewards, sampling, score_images, start
 
-config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-IGNORED = ("sample.num_branches", "sample.completion_batch_size")
+IGNORED = ("sample.completion_batch_size",)
 
 
 def window_of(config, epoch, batch):
-    """The steps that are sampled with noise: the same for all images of a round, on every rank."""
+    """The steps that are sampled with noise: the same for all images of a group, on whatever rank they are."""
     sample = config.sample
     if sample.sde_window_size == 0:
         return range(sample.num_steps - 1)
-    return rng.draw_window(config.seed, epoch, batch.round, sample.sde_window_size, sample.sde_window_range)
+    return rng.draw_window(config.seed, epoch, batch.block, sample.sde_window_size, sample.sde_window_range)
 
 
 def rollout(run, batch, epoch):
@@ -82,4 +81,5 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    app.run(lambda _: main(flags.FLAGS.config))
+    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
+    app.run(lambda _: main(flag.value))

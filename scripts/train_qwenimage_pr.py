@@ -8,7 +8,7 @@ and steps are weighted by how noisy they are. Without arguments it trains the sh
 """
 
 import torch
-from absl import app, flags
+from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import run as runs
@@ -22,7 +22,6 @@ from flow_grpo.rollout import concat, from_trace, minibatches
 from flow_grpo.settings import check_branches
 
 IGNORED = ("sample.sde_window_size", "sample.sde_window_range")
-config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which experiment to run.")
 
 
 def rollout(run, batch, epoch):
@@ -81,4 +80,5 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    app.run(lambda _: main(flags.FLAGS.config))
+    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which experiment to run.")
+    app.run(lambda _: main(flag.value))

@@ -1,0 +1,37 @@
+"""Runs small enough for tests, and what they logged."""
+
+import json
+import os
+import runpy
+from pathlib import Path
+
+import train_qwenimage
+import train_qwenimage_pr
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {"shapes_qwenimage": train_qwenimage, "shapes_qwenimage_pr": train_qwenimage_pr}
+ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
+CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
+
+
+def config_of(name, output_dir=None, **overrides):
+    """The `,smoke` variant of a run, with settings by dotted name ("." written as "__")."""
+    config = runpy.run_path(str(ROOT / "config" / "grpo.py"))["get_config"](f"{name},smoke")
+    if output_dir is not None:
+        config.output_dir = str(output_dir)
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in overrides.items()})
+    return config
+
+
+def train(name, output_dir, **overrides):
+    """Run a script's main in this process; its run folder."""
+    config = config_of(name, output_dir, **overrides)
+    SCRIPTS[name].main(config)
+    return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
+
+
+def lines_of(folder, kind=None):
+    """The lines of metrics.jsonl without clocks."""
+    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if kind in (None, row["kind"])]
+    return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]

@@ -1,0 +1,139 @@
+"""What a user can get wrong is said before any weight is loaded, and a number that went wrong stops the run in time."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small import config_of, lines_of, train
+
+from flow_grpo import rewards
+
+WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+TINY = "flow_grpo/assets/tiny_qwenimage"
+
+
+@pytest.fixture
+def weightless(tmp_path):
+    """The tiny model with weights that no one can read."""
+    folder = tmp_path / "weightless"
+    shutil.copytree(TINY, folder)
+    for path in folder.rglob("*.safetensors"):
+        path.write_bytes(b"not weights")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "says"),
+    [
+        (
+            WINDOW,
+            dict(sample__num_prompts_per_epoch=3, sample__num_images_per_prompt=3),
+            r"3 prompts x 3 images = 9 .*\[1, 3, 9\]",
+        ),
+        (WINDOW, dict(train__updates_per_epoch=5), r"4 images x 2 trained steps = 8 rows .* 5; .*\[1, 2, 4, 8\]"),
+        (WINDOW, dict(sample__sde_window_range=(0, 4)), r"range = \(0, 4\) .* 4 steps; .* up to \(0, 3\)"),
+        (WINDOW, dict(sample__sde_window_size=4), r"sde_window_size = 4 in sde_window_range = \(0, 3\)"),
+        (WINDOW, dict(sample__num_branches=2), r"num_branches is 2; branches are for train_\*_pr.py"),
+        (BRANCHES, dict(sample__num_branches=1), r"num_branches is 1; .* at least 2"),
+        (
+            BRANCHES,
+            dict(sample__sde_window_size=1),
+            r"sample.sde_window_size is set to 1, but this script would ignore",
+        ),
+        (WINDOW, dict(sample__completion_batch_size=7), r"completion_batch_size is set to 7, .* ignore"),
+        (WINDOW, dict(sample__sde_type="sda"), r"sample.sde_type is 'sda'; it may be 'sde', 'dance', 'cps'"),
+        (WINDOW, dict(train__step_weight="sqrt2"), r"train.step_weight is 'sqrt2'"),
+        (WINDOW, dict(sample__noise_level=0.0), r"noise_level is 0"),
+        (WINDOW, dict(train__learning_rate=float("nan")), r"train.learning_rate is nan"),
+        (WINDOW, dict(train__timestep_fraction=0.1), r"timestep_fraction 0.1 leaves no denoising step"),
+        (WINDOW, dict(resolution=72), r"resolution is 72; it must be a multiple of 16"),
+        (WINDOW, dict(fsdp__mode="zero"), r"fsdp.mode is 'zero'"),
+        (WINDOW, dict(lora__path="nowhere"), r"nowhere/pytorch_lora_weights.safetensors does not exist"),
+        (WINDOW, dict(model="nowhere/at/all"), r"'nowhere/at/all' is no diffusers folder and no hub id"),
+        (WINDOW, dict(dataset="nowhere"), r"'nowhere' needs train_metadata.jsonl or train.txt"),
+        (WINDOW, dict(resume_from="nowhere"), r"no checkpoint at nowhere"),
+    ],
+)
+def test_settings_are_checked_before_any_weight_is_loaded(name, how, says, weightless, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        train(name, tmp_path / "runs", **({"model": weightless} | how))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_prompt_that_is_too_long_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens, over config.text_tokens = 8: 'a photo"):
+        train(WINDOW, tmp_path, text_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"shape": 1.0}, r"no reward 'shape' .* nearest: shapes"),
+        ({"shapes": "1"}, r"reward_fn.shapes is '1'"),
+        ({"shapes": True}, r"reward_fn.shapes is True"),
+        ({"shapes": float("inf")}, r"reward_fn.shapes is inf"),
+        ({}, r"reward_fn is empty; there are: .*shapes"),
+    ],
+)
+def test_unknown_rewards_and_wrong_weights(weights, says):
+    with pytest.raises(ValueError, match=says):
+        rewards.check_rewards(weights)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("train_metadata.jsonl", "", r"train_metadata.jsonl is empty"),
+        ("train_metadata.jsonl", '{"prompt": "a"}\n{"prompt": ', r"train_metadata.jsonl, line 2: not JSON"),
+        ("train_metadata.jsonl", '{"prompt": "a"}\n\n', r"train_metadata.jsonl, line 2"),
+        ("train_metadata.jsonl", '{"text": "a"}\n', r'train_metadata.jsonl, line 1: needs an object with a "prompt"'),
+        ("train.txt", "a circle\n \n", r"train.txt, line 2: empty prompt"),
+    ],
+)
+def test_prompt_files_name_file_and_line(file, text, says, weightless, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / file).write_text(text)
+    (folder / "test.txt").write_text("a circle\n")
+    with pytest.raises(ValueError, match=says):
+        train(WINDOW, tmp_path / "runs", model=weightless, dataset=str(folder))
+
+
+def test_a_folder_with_another_pipeline(weightless, tmp_path):
+    (tmp_path / "weightless" / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match="holds a FluxPipeline, not a QwenImagePipeline"):
+        train(WINDOW, tmp_path / "runs", model=weightless)
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no run 'shapes_qwenimag,smoke' .* nearest: shapes_qwenimage"):
+        config_of("shapes_qwenimag")
+    with pytest.raises(AttributeError, match='Did you mean "num_steps"'):
+        config_of(WINDOW).sample.num_stepz = 3
+
+
+def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(
+        '"""NaN for every circle."""\n\n\ndef load(device):\n'
+        '    return lambda images, prompts, metadata: [float("nan") if "a" in p else 1.0 for p in prompts]\n'
+    )
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    with pytest.raises(ValueError, match=r"reward 'broken' is nan for 'a"):
+        train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0})
+
+
+def test_a_loss_that_is_no_number_stops_before_the_step_and_names_prompt_and_step(tmp_path):
+    folder = train(BRANCHES, tmp_path / "first", num_epochs=1, eval_freq=0)
+    path = folder / "pytorch_lora_weights.safetensors"
+    weights = load_file(path)
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    name = next(name for name in weights if "lora_B" in name)
+    save_file(weights | {name: torch.full_like(weights[name], float("nan"))}, path, metadata)
+    with pytest.raises((FloatingPointError, ValueError), match=r"nan for image \d+ \('a.*'\), trained step \d"):
+        train(BRANCHES, tmp_path / "second", lora__path=str(folder), eval_freq=0)
+    assert lines_of(tmp_path / "second" / f"{BRANCHES}_smoke", "update") == []

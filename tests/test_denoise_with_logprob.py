@@ -1,0 +1,115 @@
+"""The walks against loops written out by hand, with a velocity that is a formula."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flow_grpo import rng
+from flow_grpo.diffusers_patch.denoise_with_logprob import branch_with_logprob, denoise_with_logprob
+from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+
+T, B, J, SHAPE = 6, 3, 4, (5, 2)
+SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.6, 0.4, 0.15, 0.0])
+SCHEDULER = SimpleNamespace(sigmas=SIGMAS, timesteps=1000 * SIGMAS[:-1])
+PROMPTS = torch.tensor([0.3, -0.5, 0.8]).view(-1, 1, 1)  # what the velocity makes of each row's prompt
+HOW = dict(noise_level=0.7, sde_type="sde")
+
+
+def formula(x, t, rows):
+    return torch.tanh(2 * x) * PROMPTS[rows] + 0.3 * x - (t / 1000).view(-1, 1, 1)
+
+
+def generators():
+    return [rng.generator(0, "noise", b) for b in range(B)]
+
+
+def start():
+    """Latents, the walk's noise function, and a velocity that writes down the rows of its calls."""
+    streams, calls = generators(), []
+
+    def velocity(x, t, rows):
+        calls.append(len(x))
+        return formula(x, t, rows)
+
+    latents = rng.normal(SHAPE, streams)
+    return latents, lambda num: rng.normal((num, *SHAPE), streams).flatten(0, 1), velocity, calls
+
+
+def noisy_step(x, i, b, noise):
+    t = SCHEDULER.timesteps[i : i + 1]
+    return sde_step_with_logprob(SCHEDULER, formula(x, t, slice(b, b + 1)), t, x, noise=noise, **HOW)
+
+
+def ode_steps(x, steps, b):
+    for i in steps:
+        x = x + formula(x, SCHEDULER.timesteps[i : i + 1], slice(b, b + 1)) * (SIGMAS[i + 1] - SIGMAS[i])
+    return x
+
+
+@pytest.mark.parametrize("window", [range(0), range(2), range(2, 4), range(T - 1)])
+def test_a_window_walk_is_the_loop_one_would_write(window):
+    latents, noise, velocity, calls = start()
+    found, trace = denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, **HOW)
+    assert [step.timestep.tolist() for step in trace] == [[SCHEDULER.timesteps[i].item()] * B for i in window]
+    assert calls == [B] * T
+    for b, stream in enumerate(generators()):
+        x = torch.randn(1, *SHAPE, generator=stream)
+        for i in range(T):
+            if i not in window:
+                x = ode_steps(x, [i], b)
+                continue
+            step, traced = noisy_step(x, i, b, torch.randn(1, *SHAPE, generator=stream)), trace[i - window.start]
+            torch.testing.assert_close(traced.latents[b], x[0])
+            torch.testing.assert_close(traced.step.log_prob[b], step.log_prob[0])
+            torch.testing.assert_close(traced.step.prev_sample[b], step.prev_sample[0])
+            x = step.prev_sample
+        torch.testing.assert_close(found[b], x[0])
+
+
+def branched(steps, batch_size=1000):
+    latents, noise, velocity, calls = start()
+    branching = dict(steps=steps, num_branches=J, batch_size=batch_size, noise=noise)
+    found, trace = branch_with_logprob(velocity, SCHEDULER, latents, **branching, **HOW)
+    return found, trace, calls
+
+
+@pytest.mark.parametrize("steps", [range(T - 1), range(3), range(1, 4)])
+def test_branches_are_what_one_gets_one_at_a_time(steps):
+    found, trace, _ = branched(steps)
+    assert found.shape == (B, len(steps), J, *SHAPE)
+    for b, stream in enumerate(generators()):
+        latents = torch.randn(1, *SHAPE, generator=stream)
+        for k, i in enumerate(steps):
+            trunk, noise = ode_steps(latents, range(i), b), torch.randn(J, *SHAPE, generator=stream)
+            torch.testing.assert_close(trace[k].latents[b], trunk[0])
+            for j in range(J):
+                step, row = noisy_step(trunk, i, b, noise[j : j + 1]), b * J + j
+                torch.testing.assert_close(trace[k].step.log_prob[row], step.log_prob[0])
+                torch.testing.assert_close(trace[k].step.prev_sample[row], step.prev_sample[0])
+                torch.testing.assert_close(found[b, k, j], ode_steps(step.prev_sample, range(i + 1, T), b)[0])
+
+
+def test_branches_of_a_step_share_the_trunks_velocity():
+    _, trace, _ = branched(range(T - 1))
+    for traced in trace:
+        mean = traced.step.prev_sample_mean.unflatten(0, (B, J))
+        assert torch.equal(mean, mean[:, :1].expand_as(mean))
+        assert traced.step.prev_sample.unflatten(0, (B, J)).std(dim=1).min() > 0
+
+
+@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
+def test_no_forward_is_made_twice_and_none_for_nothing(steps):
+    _, _, calls = branched(steps)
+    assert sum(calls) == B * len(steps) + B * J * sum(T - 1 - i for i in steps)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, B * J])
+def test_the_branches_batch_size_changes_nothing_but_the_calls(batch_size):
+    found, trace, calls = branched(range(T - 1), batch_size)
+    expected, expected_trace, expected_calls = branched(range(T - 1))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for traced, other in zip(trace, expected_trace, strict=True):
+        assert torch.equal(traced.step.log_prob, other.step.log_prob)
+    assert max(calls) == max(batch_size, B)
+    assert sum(calls) == sum(expected_calls)

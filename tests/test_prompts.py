@@ -1,0 +1,97 @@
+"""Every prompt has its turn, on any number of ranks, and a bad prompt file says where it is bad."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from flow_grpo.batching import BatchPlan
+from flow_grpo.prompts import Prompt, epoch_batches, epoch_prompts, load_prompts
+
+DATASET = [Prompt(f"prompt {i}", {"id": i}) for i in range(11)]
+PLAN = BatchPlan(
+    num_groups=8,
+    group_size=6,
+    batch_size=4,
+    batches_per_epoch=12,
+    num_trained_steps=2,
+    num_branches=1,
+    updates_per_epoch=2,
+    rows_per_update=48,
+)
+
+
+def picks(num_prompts, per_epoch, epochs, seed=0):
+    return [pick for epoch in range(epochs) for pick in epoch_prompts(num_prompts, per_epoch, seed, epoch)]
+
+
+@pytest.mark.parametrize("per_epoch", [4, 10, 25])
+def test_epochs_go_on_through_shuffled_passes_over_all_prompts(per_epoch):
+    drawn = picks(10, per_epoch, 10)
+    passes = [drawn[i : i + 10] for i in range(0, len(drawn), 10)]
+    assert all(sorted(one) == list(range(10)) for one in passes)
+    assert len({tuple(one) for one in passes}) == len(passes)
+
+
+def test_prompts_follow_from_the_seed():
+    assert picks(10, 4, 3) == picks(10, 4, 3)
+    assert picks(10, 4, 3) != picks(10, 4, 3, seed=1)
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 12])
+def test_ranks_share_the_batches_of_one_rank(batch_size):
+    def dealt(world_size):
+        rounds = 48 // batch_size // world_size
+        plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=rounds)
+        ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
+        for rank in ranks:
+            assert [batch.round for batch in rank] == list(range(rounds))
+        batches = [batch for rank in ranks for batch in rank]
+        return sorted((replace(batch, round=0) for batch in batches), key=lambda batch: batch.number)
+
+    one = dealt(1)
+    assert [image for batch in one for image in batch.images] == list(range(48))
+    assert dealt(2) == one
+    assert dealt(4) == one
+
+
+def test_a_group_is_one_prompt_and_its_number_of_images():
+    batches = list(epoch_batches(DATASET, PLAN, 0, 1, 0, 1))
+    rows = [row for b in batches for row in zip(b.groups, b.prompts, (m["id"] for m in b.metadata), strict=True)]
+    assert set(Counter(rows).values()) == {6}
+    drawn = epoch_prompts(len(DATASET), 8, 0, 1)
+    assert sorted(set(rows)) == [(group, f"prompt {pick}", pick) for group, pick in enumerate(drawn)]
+
+
+def test_both_kinds_of_file(tmp_path):
+    (tmp_path / "test.txt").write_text("a red circle\n  a blue square \n")
+    assert load_prompts(str(tmp_path), "test") == [Prompt("a red circle", {}), Prompt("a blue square", {})]
+    metadata = {"prompt": "two circles", "tag": "counting"}
+    (tmp_path / "train_metadata.jsonl").write_text(json.dumps(metadata) + "\n")
+    assert load_prompts(str(tmp_path), "train") == [Prompt("two circles", metadata)]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("train_metadata.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
+        ("train_metadata.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', "line 2: needs an object"),
+        ("train_metadata.jsonl", '["a"]\n', "line 1: needs an object"),
+        ("train_metadata.jsonl", '{"prompt": 3}\n', "line 1: needs an object"),
+        ("train_metadata.jsonl", '{"prompt": " "}\n', "line 1: empty prompt"),
+        ("train.txt", "a\nb\n\nc\n", "line 3: empty prompt"),
+        ("train.txt", "", "is empty"),
+    ],
+)
+def test_a_bad_file_says_where(file, text, problem, tmp_path):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=problem) as error:
+        load_prompts(str(tmp_path), "train")
+    assert str(tmp_path / file) in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"train_metadata\.jsonl or train\.txt") as error:
+        load_prompts(str(tmp_path), "train")
+    assert str(tmp_path) in str(error.value)

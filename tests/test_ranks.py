@@ -1,0 +1,50 @@
+"""Two ranks do what one does, however the weights are laid out over them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from small import ENV, ROOT, lines_of, train
+
+SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
+HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2)  # 16 images: two batches of 4 for each rank
+
+
+def on_two_ranks(name, output_dir, **how):
+    script = name.replace("shapes", "scripts/train") + ".py"
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in (HOW | how).items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    command += [f"--config=config/grpo.py:{name},smoke", f"--config.output_dir={output_dir}", *flags]
+    env = ENV | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    folder = output_dir / f"{name}_smoke"
+    assert (folder / "reward.png").exists(), ran.stderr[-3000:]  # gloo may abort at exit, after all the work
+    return folder
+
+
+def assert_same(folder, other):
+    for kind, keys in {"update": SAME, "epoch": ("reward/avg", "reward/group_std"), "eval": ("eval/avg",)}.items():
+        ours, theirs = lines_of(folder, kind), lines_of(other, kind)
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs):
+            for key in keys:
+                torch.testing.assert_close(a[key], b[key], rtol=1e-4, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr"])
+def test_two_ranks_equal_one(name, tmp_path):
+    one = train(name, tmp_path / "one", **HOW)
+    assert_same(one, on_two_ranks(name, tmp_path / "two"))
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(rank, tmp_path):
+    name, how = "shapes_qwenimage_pr", dict(lora__rank=rank, train__learning_rate=1e-4)
+    one = train(name, tmp_path / "one", **HOW, **how)
+    shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **how)
+    assert_same(one, shard)
+    longer = HOW | how | dict(num_epochs=3)
+    train(name, tmp_path / "one", resume_from="latest", **longer)
+    train(name, tmp_path / "shard", resume_from="latest", **longer)
+    assert_same(one, shard)

@@ -1,0 +1,68 @@
+"""Killed at any moment and resumed, a run logs what it would have logged."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from small import ENV, ROOT, lines_of, train
+
+NAME = "shapes_qwenimage_pr"
+NUM_KILLS, NUM_EPOCHS = 10, 12
+
+
+def command(output_dir):
+    script = "scripts/train_qwenimage_pr.py"
+    how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
+    flags = [f"--config.{key}={value}" for key, value in how.items()]
+    return [sys.executable, script, f"--config=config/grpo.py:{NAME},smoke", *flags]
+
+
+def started(folder, process):
+    """Wait until training runs or is over."""
+    size = folder.stat().st_size if folder.exists() else 0
+    while process.poll() is None and (not folder.exists() or folder.stat().st_size == size):
+        time.sleep(0.02)
+
+
+def test_ten_kills_change_nothing(tmp_path):
+    unbroken = train(NAME, tmp_path / "unbroken", num_epochs=NUM_EPOCHS, eval_freq=4)
+    delays = 2.0 * torch.rand(NUM_KILLS, generator=torch.Generator().manual_seed(0))
+    folder, kills = tmp_path / "broken" / f"{NAME}_smoke", 0
+    for delay in delays.tolist():
+        process = subprocess.Popen(command(tmp_path / "broken"), cwd=ROOT, env=ENV, stdout=-3, stderr=-3)
+        started(folder / "metrics.jsonl", process)
+        time.sleep(delay)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    assert kills == NUM_KILLS
+    subprocess.run(command(tmp_path / "broken"), cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=200)
+    assert lines_of(folder) == lines_of(unbroken)
+    assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]
+
+
+def test_a_new_run_leaves_an_older_one_alone(tmp_path):
+    first = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
+    before = (first / "metrics.jsonl").read_bytes()
+    second = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
+    assert second.name == first.name + "-2"
+    assert (first / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_with_another_config_names_the_settings(tmp_path):
+    folder = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
+    checkpoint = folder / "checkpoints" / "epoch_000001"
+    with pytest.raises(ValueError, match=r"train\.learning_rate: 0\.001 -> 0\.5"):
+        train(NAME, tmp_path, resume_from=str(checkpoint), train__learning_rate=0.5)
+    resumed = train(NAME, tmp_path, resume_from=str(checkpoint), num_epochs=2, eval_freq=0)
+    assert resumed == folder
+    assert [row["epoch"] for row in lines_of(folder, "epoch")] == [0, 1]
+    assert json.loads((folder / "config.json").read_text())["num_epochs"] == 2
+
+
+def test_latest_with_nothing_there_is_a_new_run(tmp_path):
+    folder = train(NAME, tmp_path, resume_from="latest", num_epochs=1, eval_freq=0)
+    assert len(lines_of(folder, "epoch")) == 1

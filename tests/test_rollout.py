@@ -1,0 +1,120 @@
+"""What the update sees of a rollout: every row once, with its own numbers, on any number of ranks."""
+
+import pytest
+import torch
+
+from flow_grpo.batching import BatchPlan
+from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+from flow_grpo.rollout import concat, from_trace, minibatches
+
+BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
+STD = (0.5, 0.25, 0.125, 0.1)
+PLAN = BatchPlan(
+    num_groups=8,
+    group_size=2,
+    batch_size=BATCH,
+    batches_per_epoch=BATCHES,
+    num_trained_steps=STEPS,
+    num_branches=OUTCOMES,
+    updates_per_epoch=UPDATES,
+    rows_per_update=24,
+)
+
+
+def sampled(images, step_weight="none"):
+    """A batch of which every number says where it belongs: image + step / 10 (+ outcome / 100)."""
+    image, trace = torch.tensor(images).float(), []
+    for step, std in enumerate(STD):
+        rows = image + step / 10
+        outcomes = (rows[:, None] + torch.arange(OUTCOMES) / 100).flatten()
+        latent = outcomes[:, None, None].expand(-1, 2, 3)
+        noisy = SDEStep(latent, -outcomes, latent, *[torch.full((len(outcomes), 1, 1), std)] * 2)
+        trace.append(TracedStep(1000 * rows, rows[:, None, None].expand(-1, 2, 3), noisy))
+    embeds = PromptEmbeds(image[:, None, None].expand(-1, 5, 7), torch.ones(len(images), 5).bool(), None)
+    return from_trace(trace, embeds, images, num_trained_steps=STEPS, step_weight=step_weight)
+
+
+def rank(number, world_size):
+    """All batches of one rank, with advantages that are their log-probs' negatives."""
+    mine = range(number, BATCHES, world_size)
+    rollout = concat([sampled(range(BATCH * n, BATCH * (n + 1))) for n in mine])
+    rollout.advantages -= rollout.log_probs
+    return rollout
+
+
+def updates(rollout, *where):
+    """The rows (image, step) of each optimizer step, in order."""
+    return [
+        [tuple(row) for minibatch in update for row in minibatch.where.tolist()]
+        for update in minibatches(rollout, PLAN, 0, *where)
+    ]
+
+
+def test_the_first_steps_of_the_trace_are_kept_with_their_shapes():
+    rollout = sampled(range(4, 8), "sqrt3")
+    assert rollout.latents.shape == (4, STEPS, 2, 3)
+    assert rollout.next_latents.shape == (4, STEPS, OUTCOMES, 2, 3)
+    assert rollout.log_probs.shape == rollout.advantages.shape == (4, STEPS, OUTCOMES)
+    assert rollout.images.tolist() == [4, 5, 6, 7]
+    torch.testing.assert_close(rollout.weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
+
+
+def test_weights_of_mean_one_are_over_the_trained_steps():
+    torch.testing.assert_close(sampled(range(4), "mean_one").weights.mean(1), torch.ones(4))
+
+
+def test_every_row_once_per_inner_epoch_in_equal_shares_of_each_batch():
+    by_update = updates(rank(0, 1), 0, 0)
+    assert sorted(row for rows in by_update for row in rows) == [(i, k) for i in range(16) for k in range(STEPS)]
+    for rows in by_update:
+        shares = torch.bincount(torch.tensor([image // BATCH for image, _ in rows]))
+        assert shares.tolist() == [BATCH * STEPS // UPDATES] * BATCHES
+
+
+def test_an_optimizer_step_trains_the_same_rows_on_one_rank_and_on_two():
+    one = updates(rank(0, 1), 7, 1)
+    two = [first + second for first, second in zip(updates(rank(0, 2), 7, 1), updates(rank(1, 2), 7, 1), strict=True)]
+    assert [sorted(rows) for rows in two] == [sorted(rows) for rows in one]
+
+
+@pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["inner epoch", "epoch"])
+def test_epochs_and_inner_epochs_are_shuffled_anew(other):
+    rollout = rank(0, 1)
+    assert updates(rollout, 0, 0) == updates(rollout, 0, 0)
+    assert [set(rows) for rows in updates(rollout, 0, 0)] != [set(rows) for rows in updates(rollout, *other)]
+
+
+def test_batches_are_shuffled_apart():
+    first, *_ = updates(rank(0, 1), 0, 0)
+    shares = [{(i % BATCH, k) for i, k in first if i // BATCH == batch} for batch in range(BATCHES)]
+    assert any(share != shares[0] for share in shares[1:])
+
+
+def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
+    for update in minibatches(rank(1, 2), PLAN, 0, 0, 0):
+        for part in update:
+            image, step = part.where[:, 0].float(), part.where[:, 1]
+            rows = image + step / 10
+            outcomes = (rows[:, None] + torch.arange(OUTCOMES) / 100).flatten()
+            assert torch.equal(part.latents, rows[:, None, None].expand(-1, 2, 3))
+            assert torch.equal(part.timesteps, 1000 * rows)
+            assert torch.equal(part.next_latents, outcomes[:, None, None].expand(-1, 2, 3))
+            assert torch.equal(part.log_probs, -outcomes)
+            assert torch.equal(part.advantages, outcomes)
+            assert torch.equal(part.embeds.embeds[:, 0, 0], image)
+            assert part.embeds.mask.shape == (len(rows), 5)
+            assert part.weights.shape == part.log_probs.shape
+
+
+def test_a_rows_weight_is_its_steps():
+    for update in minibatches(sampled(range(BATCH), "sqrt3"), PLAN, 0):
+        for part in update:
+            expected = 3**0.5 * torch.tensor(STD)[part.where[:, 1]]
+            torch.testing.assert_close(part.weights, expected.repeat_interleave(OUTCOMES))
+
+
+def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
+    sizes = [[len(part.timesteps) for part in update] for update in minibatches(sampled(range(BATCH)), PLAN, 0)]
+    assert sizes == [[4, 2], [4, 2]]

@@ -1,0 +1,123 @@
+"""The training scripts, end to end on the shipped tiny model."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from small import ENV, ROOT, config_of, lines_of, train
+
+from flow_grpo import prompts, rng
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.evaluation import spread
+
+WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+TINY = "flow_grpo/assets/tiny_qwenimage"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+def test_the_users_command_leaves_everything_in_the_runs_folder(name, launcher, tmp_path):
+    script = name.replace("shapes", "scripts/train") + ".py"
+    command = [sys.executable, *launcher, script, f"--config=config/grpo.py:{name},smoke"]
+    done = subprocess.run(
+        [*command, f"--config.output_dir={tmp_path}"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300
+    )
+    folder = tmp_path / f"{name}_smoke"
+    for file in ("metrics.jsonl", "config.json", "reward.png", "samples.png", "pytorch_lora_weights.safetensors"):
+        assert (folder / file).stat().st_size > 0, done.stderr[-2000:]
+    assert (folder / "checkpoints" / "epoch_000002" / "pytorch_lora_weights.safetensors").is_file()
+    assert json.loads((folder / "config.json").read_text())["name"] == f"{name}_smoke"
+    assert list(folder.glob("wandb/offline-run-*"))
+    assert [row["epoch"] for row in lines_of(folder, "eval")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+@pytest.mark.parametrize("rank", [0, 32], ids=["full weights", "LoRA"])
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_first_update_of_an_epoch_has_the_rollouts_log_probs_bit_for_bit(name, rank, guidance, tmp_path):
+    how = dict(lora__rank=rank, sample__guidance_scale=guidance, train__clip_range=1e-2, eval_freq=0)
+    updates = lines_of(train(name, tmp_path, **how), "update")
+    assert len(updates) == 4
+    for first, second in (updates[:2], updates[2:]):
+        assert first["parity/log_prob_abs_diff_max"] == 0
+        assert first["ratio_std"] == 0
+        assert second["ratio_std"] > 0
+        assert first["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(sample__sde_type="dance", sample__noise_level=0.3, sample__sde_window_size=0),
+        dict(sample__sde_type="cps", sample__global_std=True, train__step_weight="mean_one"),
+        dict(train__inner_epochs=2, train__updates_per_epoch=4, train__timestep_fraction=0.5),
+        dict(sample__num_prompts_per_epoch=1, fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True),
+        dict(precision="bf16"),
+        dict(precision="fp16"),
+    ],
+    ids=["dance", "cps", "inner epochs", "last minibatch filled up", "bf16", "fp16"],
+)
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_options_run_and_log_finite_numbers(name, how, tmp_path):
+    how = {k: v for k, v in how.items() if not (name == BRANCHES and "window" in k)}
+    updates = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
+    assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
+    assert all(math.isfinite(value) for row in updates for value in row.values() if isinstance(value, float))
+    assert updates[0]["parity/log_prob_abs_diff_max"] == 0
+    assert [row["parity/log_prob_abs_diff_max"] for row in updates if "parity/log_prob_abs_diff_max" in row] == [0]
+
+
+@pytest.mark.parametrize("rank", [0, 32], ids=["full weights", "LoRA"])
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
+    folder = train(name, tmp_path, lora__rank=rank, train__beta=0.1, num_epochs=2, eval_freq=0)
+    kl = [row["kl_reference"] for row in lines_of(folder, "update")]
+    assert kl[0] == 0
+    assert min(kl[1:]) > 0
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_golden_first_losses(name, tmp_path):
+    folder = train(name, tmp_path, num_epochs=1, eval_freq=0)
+    found = {key: [row[key] for row in lines_of(folder, "update")] for key in ("loss", "grad_norm", "ratio_std")}
+    found["reward"] = [lines_of(folder, "epoch")[0]["reward/avg"]]
+    golden = json.loads(Path(__file__).with_name("golden").joinpath("first_losses.json").read_text())[name]
+    for key, values in golden.items():
+        torch.testing.assert_close(found[key], values, rtol=2e-2, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
+    folder = train(BRANCHES, tmp_path, train__learning_rate=1e-2, num_epochs=2)
+    kept = np.load(folder / "images" / "last.npz")
+    config = config_of(BRANCHES)
+    rows = spread(prompts.load_prompts(config.dataset, "test"), config.eval.num_prompts)
+    shown = spread(range(len(rows)), config.eval.num_panel_images)
+    assert [rows[i].text for i in shown] == kept["captions"].tolist()
+
+    def images(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        sampled = qwenimage.pipeline_with_logprob(
+            pipeline,
+            qwenimage.encode_prompts(pipeline, [row.text for row in rows], width=config.text_tokens),
+            [rng.generator(0, "eval", i) for i in range(len(rows))],
+            window=range(0),
+            noise_level=0.0,
+            num_steps=config.eval.num_steps,
+            guidance_scale=config.eval.guidance_scale,
+            resolution=config.resolution,
+        )
+        pixels = sampled.images[list(shown)].mul(255).round().permute(0, 2, 3, 1)
+        return pixels.repeat_interleave(2, 1).repeat_interleave(2, 2).numpy()  # the panel enlarges 64 px twice
+
+    pipeline = QwenImagePipeline.from_pretrained(TINY)
+    base = images(pipeline)
+    pipeline.load_lora_weights(folder)
+    assert np.abs(images(pipeline) - kept["pixels"].astype(float)).max() <= 1
+    assert np.abs(base - kept["pixels"].astype(float)).max() > 20

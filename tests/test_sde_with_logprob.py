@@ -1,0 +1,114 @@
+"""The step and its log-probability: golden numbers, torch's own densities, and what must never happen."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Normal
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
+STEPS = sorted({key.rsplit("/", 1)[0] for key in GOLDEN.files if key.startswith("step/")})
+
+
+def golden(key):
+    return torch.tensor(GOLDEN[key]).float()
+
+
+def schedule(name):
+    sigmas = golden(f"sigmas/{name}")
+    return SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1])
+
+
+@pytest.mark.parametrize("group", sorted({key.rsplit("/", 1)[0] for key in STEPS}))
+def test_golden_steps_in_one_call_with_rows_at_different_timesteps(group):
+    _, name, sde_type, eta = group.split("/")
+    keys = [key for key in STEPS if key.rsplit("/", 1)[0] == group]
+    scheduler = schedule(name)
+    rows = [len(golden(f"{key}/sample")) for key in keys]
+    index = torch.tensor([int(key.rsplit("/", 1)[1]) for key in keys]).repeat_interleave(torch.tensor(rows))
+    x, v, after = (torch.cat([golden(f"{key}/{n}") for key in keys]) for n in ("sample", "model_output", "prev_sample"))
+    how = dict(noise_level=float(eta), sde_type=sde_type)
+    step = sde_step_with_logprob(scheduler, v, scheduler.timesteps[index], x, prev_sample=after, **how)
+    found = dict(mean=step.prev_sample_mean, log_prob=step.log_prob)
+    found |= dict(std_dev_t=step.std_dev_t, noise_scale=step.transition_std)
+    for name, values in found.items():
+        for key, part in zip(keys, values.split(rows), strict=True):
+            expected = golden(f"{key}/{name}")
+            expected = expected.expand(len(part)) if expected.ndim == 0 else expected
+            torch.testing.assert_close(part.reshape(expected.shape), expected, atol=2e-5, rtol=0)
+
+
+def drawn(sde_type, index=3, rows=2, dtype=torch.float32):
+    scheduler = schedule("qwen512")
+    x, v, noise = torch.randn(3, rows, 4, 3, generator=torch.Generator().manual_seed(0))
+    t = scheduler.timesteps[index].expand(rows)
+    how = dict(noise_level=0.7, sde_type=sde_type)
+    arguments = scheduler, v.to(dtype), t, x.to(dtype)
+    return arguments, how, sde_step_with_logprob(*arguments, noise=noise, **how)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance"])
+def test_log_prob_is_the_normal_density_of_the_step(sde_type):
+    _, _, step = drawn(sde_type)
+    density = Normal(step.prev_sample_mean, step.transition_std).log_prob(step.prev_sample)
+    torch.testing.assert_close(step.log_prob, density.flatten(1).mean(1))
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps"])
+def test_scoring_what_was_drawn_gives_the_same_bits(sde_type):
+    arguments, how, step = drawn(sde_type)
+    replayed = sde_step_with_logprob(*arguments, prev_sample=step.prev_sample, **how)
+    assert torch.equal(replayed.log_prob, step.log_prob)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps"])
+def test_noise_changes_the_path_not_the_marginal(sde_type):
+    sigmas = torch.linspace(1, 0, 1001)
+    scheduler, n = SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 500
+    # x_0 = 0, so x_t = sigma * eps, and the exact velocity is x_t / sigma
+    x = sigmas[n] * torch.randn(200_000, 1, 1, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    t = scheduler.timesteps[n].expand(len(x))
+    step = sde_step_with_logprob(scheduler, x / sigmas[n], t, x, noise_level=0.7, sde_type=sde_type, noise=noise)
+    assert step.prev_sample.std() == pytest.approx(sigmas[n + 1].item(), abs=2e-3)
+
+
+@pytest.mark.parametrize("how", [dict(noise_level=0.0), dict(noise_level=0.7, sde_type="ode")])
+def test_an_ode_step_reaches_the_end_with_log_prob_zero(how):
+    scheduler = schedule("qwen512")
+    x, v = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
+    step = sde_step_with_logprob(scheduler, v, scheduler.timesteps[-1:].expand(2), x, **how)
+    torch.testing.assert_close(step.prev_sample, x - scheduler.sigmas[-2] * v)
+    assert torch.equal(step.log_prob, torch.zeros(2))
+    assert torch.equal(step.transition_std.flatten(), torch.zeros(2))
+
+
+def test_bf16_inputs_are_stepped_in_float32():
+    _, _, step = drawn("sde", dtype=torch.bfloat16)
+    assert {part.dtype for part in step} == {torch.float32}
+
+
+class NoHostSync(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "a tensor's value was read on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps"])
+def test_no_host_sync(sde_type):
+    arguments, how, step = drawn(sde_type)
+    with NoHostSync():
+        sde_step_with_logprob(*arguments, prev_sample=step.prev_sample, **how)
+
+
+def test_what_a_caller_can_get_wrong():
+    arguments, how, _ = drawn("sde")
+    with pytest.raises(ValueError, match=r"'sdee'.*sde, dance, cps, ode"):
+        sde_step_with_logprob(*arguments, noise_level=0.7, sde_type="sdee")
+    with pytest.raises(ValueError, match="noise"):
+        sde_step_with_logprob(*arguments, **how)
