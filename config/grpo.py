@@ -18,14 +18,14 @@ def shapes_qwenimage():
 def shapes_qwenimage_pr():
     """Per-step branch exploration on the shipped tiny model: `make demo`, minutes on two CPU cores."""
     config = base()
-    config.num_epochs = 32
-    config.eval_freq = config.save_freq = 8
-    config.sample.num_steps = 8
-    config.sample.noise_level = 1.0
-    config.sample.num_prompts_per_epoch = 32
-    config.sample.num_images_per_prompt = 1
+    config.num_epochs, config.eval_freq, config.save_freq = 56, 14, 14
+    config.lora.rank, config.lora.alpha = 8, 16
+    config.sample.num_steps, config.sample.noise_level = 8, 1.0
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 1
     config.sample.num_branches = 6
-    config.train.learning_rate = 1e-3
+    config.sample.global_std = True
+    config.train.learning_rate = 5e-4
+    config.train.updates_per_epoch = 7
     config.train.step_weight = "sqrt3"
     config.train.ema_interval = 1
     return config
@@ -72,6 +72,7 @@ def smoke(config):
     config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 2, 4, 4
     config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8
+    config.train.updates_per_epoch = 2
     if config.sample.num_branches == 1:
         config.sample.sde_window_range = (0, 3)
     return config

@@ -32,17 +32,18 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         ValueError: the numbers do not divide; the message says which and what would.
     """
     sample, updates = config.sample, config.train.updates_per_epoch
-    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
-    batches, rest = divmod(images, sample.batch_size * world_size)
-    if rest or not batches:
-        raise ValueError(
-            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} do not divide "
-            f"over {world_size} GPUs x sample.batch_size {sample.batch_size} = {sample.batch_size * world_size}; "
-            f"a batch size that does: {_divisors(images // world_size) if images % world_size == 0 else 'none'}"
-        )
     steps = num_trained_steps(config)
     if steps < 1:
         raise ValueError(f"train.timestep_fraction {config.train.timestep_fraction} leaves no denoising step to train")
+    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    batches, rest = divmod(images, sample.batch_size * world_size)
+    if rest or not batches:
+        share = _divisors(images // world_size) if images % world_size == 0 else []
+        raise ValueError(
+            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} do not divide "
+            f"over {world_size} GPUs x sample.batch_size {sample.batch_size} = {sample.batch_size * world_size}; "
+            f"batch sizes that do: {[size for size in share if size * steps % updates == 0] or 'none'}"
+        )
     rows = sample.batch_size * steps
     if rows % updates:
         raise ValueError(

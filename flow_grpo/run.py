@@ -87,29 +87,23 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
     """
     settings.check(config, ignored)
     check(config.sample)
-    policies.check_lora(config.lora)
-    rewards.check_rewards(config.reward_fn)
-    splits = [prompts.load_prompts(config.dataset, split) for split in ("train", "test")]
-    model.check_folder(config.model)
+    train_prompts, test_prompts = _check_files(config, model)
     ranks = fsdp_utils.init_distributed()
     plan = batching.plan_batches(config, ranks.world_size)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
-    if checkpoint:
-        checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
 
     pipeline = model.load_pipeline(config.model, ranks.device)
-    model.check_prompts(pipeline, [p.text for split in splits for p in split], config.text_tokens)
-    score = rewards.multi_score(ranks.device, config.reward_fn)
+    model.check_prompts(pipeline, [p.text for p in train_prompts + test_prompts], config.text_tokens)
     run = Run(
         config=config,
         plan=plan,
         **ranks._asdict(),
         model=model,
         pipeline=pipeline,
-        train_prompts=splits[0],
-        test_prompts=splits[1],
-        score=score,
+        train_prompts=train_prompts,
+        test_prompts=test_prompts,
+        score=rewards.multi_score(ranks.device, config.reward_fn),
         **_learner(config, model, pipeline, mesh, ranks.device),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
@@ -120,6 +114,15 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
         _resume(run, checkpoint)
     run.board.truncate(run.epoch)
     return run
+
+
+def _check_files(config, model) -> list[list[prompts.Prompt]]:
+    """That everything the config names is there; the prompts of both splits."""
+    policies.check_lora(config.lora)
+    rewards.check_rewards(config.reward_fn)
+    splits = [prompts.load_prompts(config.dataset, split) for split in ("train", "test")]
+    model.check_folder(config.model)
+    return splits
 
 
 def _learner(config, model, pipeline, mesh, device) -> dict[str, Any]:
@@ -163,16 +166,23 @@ def _synchronize(device: torch.device) -> Callable | None:
 
 
 def _choose_folder(config) -> tuple[Path, Path | None]:
-    """Where this run writes and what it resumes from. A new run never writes into the folder of an older one."""
+    """Where this run writes and what it resumes from. A new run never writes into the folder of an older one.
+
+    Raises ValueError for a checkpoint that is not there, or of another config.
+    """
     first = Path(config.output_dir, config.run_name or config.name)
     if config.resume_from not in ("", "latest"):
         checkpoint = checkpoints.find(first, config.resume_from)
+        checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
         return checkpoint.parents[1], checkpoint
     taken = [first] if first.exists() else []
     while (following := first.with_name(f"{first.name}-{len(taken) + 1}")).exists():
         taken.append(following)
     if config.resume_from == "latest" and taken:
-        return taken[-1], checkpoints.find(taken[-1] / "checkpoints")
+        checkpoint = checkpoints.find(taken[-1] / "checkpoints")
+        if checkpoint:
+            checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
+        return taken[-1], checkpoint
     return (following if taken else first), None
 
 

@@ -1,5 +1,6 @@
 """Every run divides over the GPUs, or its message says which numbers do not and which would."""
 
+import copy
 import re
 import runpy
 from pathlib import Path
@@ -10,33 +11,33 @@ from flow_grpo.batching import plan_batches
 
 GRPO = runpy.run_path(str(Path(__file__).parents[1] / "config" / "grpo.py"))
 NAMES = [run.__name__ + variant for run in GRPO["RUNS"] for variant in ("", ",smoke")]
+CONFIGS = {name: GRPO["get_config"](name) for name in NAMES}
 
 
-def planned(name, world_size, **sample):
-    config = GRPO["get_config"](name)
-    config.sample.update(sample)
-    return config, plan_batches(config, world_size)
-
-
-def suggested(message):
-    return [int(number) for number in re.findall(r"\d+", message[message.rindex("[") :])]
+def problem(config, world_size):
+    """What the message says; "" where there is a plan."""
+    try:
+        plan_batches(config, world_size)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", range(1, 33))
 def test_every_run_plans_or_says_what_would(name, world_size):
-    try:
-        config, plan = planned(name, world_size)
-    except ValueError as error:
-        sample = GRPO["get_config"](name).sample
-        numbers = (sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, sample.batch_size)
-        assert set(numbers) <= {int(number) for number in re.findall(r"\d+", str(error))}
-        assert str(error).endswith("]") == (numbers[0] * numbers[1] % world_size == 0)
-        for batch_size in suggested(str(error)) if str(error).endswith("]") else []:
-            planned(name, world_size, batch_size=batch_size)
-        return
-    sample = config.sample
+    config = copy.deepcopy(CONFIGS[name])
+    sample, message = config.sample, problem(config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    if message:
+        numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, sample.batch_size}
+        assert numbers <= {int(number) for number in re.findall(r"\d+", message)}
+        works = []
+        for sample.batch_size in range(1, images + 1):
+            works += [sample.batch_size] if not problem(config, world_size) else []
+        assert message.endswith(f"batch sizes that do: {works or 'none'}")
+        return
+    plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images
     assert world_size * plan.batches_per_epoch * plan.batch_size == images
     assert world_size * plan.rows_per_update * plan.updates_per_epoch == images * plan.num_trained_steps
@@ -46,41 +47,42 @@ def test_every_run_plans_or_says_what_would(name, world_size):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_run_plans_on_one_gpu_and_on_two(name, world_size):
-    planned(name, world_size)
+    plan_batches(CONFIGS[name], world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16])
 def test_the_published_runs_plan_on_the_usual_numbers_of_gpus(world_size):
     for name in ("pickscore_qwenimage", "pickscore_qwenimage_pr"):
-        planned(name, world_size)
+        plan_batches(CONFIGS[name], world_size)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "steps"),
     [
-        ("shapes_qwenimage", {}, 2),
-        ("shapes_qwenimage", {"sample.sde_window_size": 0}, 9),
+        ("shapes_qwenimage", {"sample.sde_window_size": 3}, 3),
+        ("shapes_qwenimage", {"sample.sde_window_size": 0, "sample.num_steps": 10}, 9),
         ("shapes_qwenimage", {"sample.sde_window_size": 4, "train.timestep_fraction": 0.5}, 2),
-        ("shapes_qwenimage_pr", {}, 7),
-        ("shapes_qwenimage_pr", {"train.timestep_fraction": 0.6}, 4),
+        ("shapes_qwenimage_pr", {"sample.num_steps": 8}, 7),
+        ("shapes_qwenimage_pr", {"sample.num_steps": 8, "train.timestep_fraction": 0.6}, 4),
     ],
 )
 def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps):
     config = GRPO["get_config"](name)
-    config.update_from_flattened_dict(changes)
+    config.update_from_flattened_dict(changes | {"train.updates_per_epoch": 1})
     assert plan_batches(config, 1).num_trained_steps == steps
 
 
 def test_updates_that_do_not_divide_are_told_which_do():
     config = GRPO["get_config"]("shapes_qwenimage_pr")
-    config.train.updates_per_epoch = 3
-    with pytest.raises(ValueError, match=r"16 images x 7 trained steps = 112 rows .*updates_per_epoch 3") as error:
+    config.sample.batch_size, config.sample.num_steps, config.train.updates_per_epoch = 4, 8, 3
+    with pytest.raises(
+        ValueError, match=r"4 images x 7 trained steps = 28 rows .*_epoch 3; .*: \[1, 2, 4, 7, 14, 28\]"
+    ):
         plan_batches(config, 1)
-    assert suggested(str(error.value)) == [1, 2, 4, 7, 8, 14, 16, 28, 56, 112]
 
 
 def test_a_fraction_that_leaves_no_step_is_refused():
     config = GRPO["get_config"]("shapes_qwenimage")
-    config.train.timestep_fraction = 0.4
+    config.sample.sde_window_size, config.train.timestep_fraction = 2, 0.4
     with pytest.raises(ValueError, match=r"timestep_fraction 0\.4"):
         plan_batches(config, 1)

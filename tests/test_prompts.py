@@ -45,10 +45,9 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
         rounds = 48 // batch_size // world_size
         plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=rounds)
         ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
-        for rank in ranks:
-            assert [batch.round for batch in rank] == list(range(rounds))
-        batches = [batch for rank in ranks for batch in rank]
-        return sorted((replace(batch, round=0) for batch in batches), key=lambda batch: batch.number)
+        for rank, batches in enumerate(ranks):
+            assert [batch.number for batch in batches] == list(range(rank, rounds * world_size, world_size))
+        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.number)
 
     one = dealt(1)
     assert [image for batch in one for image in batch.images] == list(range(48))
@@ -59,9 +58,17 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
 def test_a_group_is_one_prompt_and_its_number_of_images():
     batches = list(epoch_batches(DATASET, PLAN, 0, 1, 0, 1))
     rows = [row for b in batches for row in zip(b.groups, b.prompts, (m["id"] for m in b.metadata), strict=True)]
+    assert [group for group, *_ in rows] == [group for group in range(8) for _ in range(6)]
     assert set(Counter(rows).values()) == {6}
     drawn = epoch_prompts(len(DATASET), 8, 0, 1)
     assert sorted(set(rows)) == [(group, f"prompt {pick}", pick) for group, pick in enumerate(drawn)]
+
+
+@pytest.mark.parametrize(("batch_size", "images_per_block"), [(2, 6), (4, 12), (6, 6), (12, 12)])
+def test_a_block_is_the_smallest_run_of_whole_batches_that_holds_whole_groups(batch_size, images_per_block):
+    plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=48 // batch_size)
+    for batch in epoch_batches(DATASET, plan, 0, 0, 0, 1):
+        assert {image // images_per_block for image in batch.images} == {batch.block}
 
 
 def test_both_kinds_of_file(tmp_path):

@@ -74,14 +74,15 @@ def transformer_folder(folder: str) -> Path:
 def load_pipeline(folder: str, device: torch.device, vae_dtype=torch.float32) -> QwenImagePipeline:
     """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
 
-    The text encoder is loaded in the dtype it was saved in (float32 on a CPU), the VAE in `vae_dtype`.
+    The text encoder is float32 on a CPU and bfloat16 elsewhere, the VAE `vae_dtype`.
     """
     with init_empty_weights():  # real RoPE tables, meta weights
         config = QwenImageTransformer2DModel.load_config(folder, subfolder="transformer")
         transformer = QwenImageTransformer2DModel.from_config(config)
     encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    pipeline = PIPELINE.from_pretrained(folder, transformer=transformer, torch_dtype=encoder_dtype)
-    pipeline.vae.to(device, vae_dtype).requires_grad_(False).eval()
+    dtypes = {"vae": vae_dtype, "default": encoder_dtype}
+    pipeline = PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes)
+    pipeline.vae.to(device).requires_grad_(False).eval()
     convolve_in_2d(pipeline.vae)
     pipeline.text_encoder.to(device).requires_grad_(False).eval()
     pipeline.set_progress_bar_config(disable=True)

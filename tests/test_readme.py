@@ -1,0 +1,55 @@
+"""README says what is there."""
+
+import re
+
+from small import ROOT, train
+
+from flow_grpo.dashboards import metrics_table
+
+README = (ROOT / "README.md").read_text()
+FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks")
+
+
+def test_the_table_of_metrics_is_the_programs():
+    table = README.split("<!-- metrics: python -m flow_grpo.dashboards -->")[1].split("<!-- /metrics -->")[0]
+    assert table.strip() == metrics_table(), "paste what `python -m flow_grpo.dashboards` prints"
+
+
+def test_every_path_that_is_named_exists():
+    named = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", README))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_script_config_and_make_target_that_is_named_exists():
+    for script in re.findall(r"`(train_\w+?)(?:\.py)?`", README):
+        assert (ROOT / "scripts" / f"{script}.py").exists(), script
+    runs = re.findall(r"^def (\w+)\(\)", (ROOT / "config" / "grpo.py").read_text(), re.MULTILINE)
+    assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", README)) == set(runs)
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"^make (\w+)|`make (?:PYTHON=\S+ )?(\w+)", README, re.MULTILINE)
+    assert {first or second for first, second in named} <= set(targets)
+
+
+def test_the_tests_that_it_names_are_there():
+    named = re.findall(r'ARGS="?((?:tests/\S+?\.py ?)+)(?:-k (\w+))?["`]', README)
+    assert len(named) == README.count("ARGS=") - README.count("ARGS=FILE")
+    for files, word in named:
+        text = "".join((ROOT / file).read_text() for file in files.split())
+        assert re.search(rf"def test_\w*{word}", text), (files, word)
+
+
+def test_no_figure_is_missing():
+    assert re.findall(r"TODO-FIGURE \w+|@@\w+@@", README) == []
+
+
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "flow_grpo").symlink_to(ROOT / "flow_grpo")
+    train("shapes_qwenimage_pr", tmp_path / "runs", run_name="shapes_qwenimage_pr", num_epochs=1, eval_freq=0)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, {})
+    shown = capsys.readouterr().out
+    assert "torch.Size([2, 3, 64, 64]) [tensor([" in shown
+    assert "torch.Size([2, 7, 6, 3, 64, 64])" in shown

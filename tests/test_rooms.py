@@ -1,0 +1,118 @@
+"""Which room may import which, and how large it may grow. The dict is the architecture: a new edge is a decision."""
+
+import ast
+import itertools
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATCH = "diffusers_patch."
+ROOMS = {  # module -> the flow_grpo modules it may import
+    "rng": set(),
+    "batching": set(),
+    "losses": set(),
+    "advantages": set(),
+    "settings": set(),
+    "parity": set(),
+    "shapes": set(),
+    "pictures": set(),
+    "fsdp_utils": set(),
+    "ema": set(),
+    "rewards": set(),
+    "rewards.shapes": {"shapes"},
+    "rewards.pickscore": set(),
+    "prompts": {"rng"},
+    "policies": {"rng"},
+    "rollout": {"losses", "rng"},
+    "dashboards": {"pictures"},
+    "checkpoints": {"fsdp_utils", "ema"},
+    "evaluation": {"fsdp_utils", "rng"},
+    "optimization": {"fsdp_utils", "losses", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
+    "run": {
+        *("advantages", "batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils"),
+        *("policies", "prompts", "rewards", "rollout", "settings"),
+    },
+    "diffusers_patch": set(),
+    PATCH + "sde_with_logprob": set(),
+    PATCH + "single_frame_vae": set(),
+    PATCH + "denoise_with_logprob": {PATCH + "sde_with_logprob"},
+    PATCH + "qwenimage_pipeline_with_logprob": {"rng", PATCH + "denoise_with_logprob", PATCH + "single_frame_vae"},
+}
+OUTSIDE = {  # packages that live in one room
+    "wandb": {"dashboards"},
+    "torch.distributed": {"fsdp_utils", "checkpoints"},
+    "matplotlib": {"pictures"},
+    "scipy": {"rewards.shapes"},
+}
+
+
+def path_of(room):
+    path = ROOT.joinpath("flow_grpo", *room.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imports(path):
+    """Dotted names of everything a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def rooms_in(names):
+    ours = {name.removeprefix("flow_grpo.") for name in names if name.startswith("flow_grpo.")}
+    return {name for name in ours if name in ROOMS and name != "diffusers_patch"}
+
+
+def test_every_module_has_a_room():
+    found = {path.relative_to(ROOT / "flow_grpo").with_suffix("") for path in (ROOT / "flow_grpo").rglob("*.py")}
+    names = {".".join(path.parts).removesuffix(".__init__") for path in found} - {"__init__"}
+    assert names == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_they_may(room):
+    assert rooms_in(imports(path_of(room))) <= ROOMS[room]
+
+
+@pytest.mark.parametrize("package", OUTSIDE)
+def test_a_dependency_lives_in_one_room(package):
+    users = {room for room in ROOMS if any((n + ".").startswith(package + ".") for n in imports(path_of(room)))}
+    assert users == OUTSIDE[package]
+
+
+def test_no_module_names_a_model():
+    for room in ROOMS:
+        if "pipeline_with_logprob" not in room and room != PATCH + "single_frame_vae":
+            tree = ast.parse(path_of(room).read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports(path_of(room))
+            assert not [name for name in names if re.search("qwen|sd3|flux", name, re.IGNORECASE)], room
+
+
+def functions(path):
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def test_functions_are_short():
+    files = [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "config").glob("*.py")]
+    lengths = {f"{p.name}:{f.name}": f.end_lineno - f.lineno + 1 for p in files for f in functions(p)}
+    assert {name: length for name, length in lengths.items() if length > 40} == {}
+    assert statistics.median(lengths.values()) < 15
+
+
+def test_scripts_are_the_algorithm_and_share_few_lines():
+    scripts = sorted((ROOT / "scripts").glob("train_*.py"))
+    for script in scripts:
+        assert {"rollout", "update", "main"} <= {f.name for f in functions(script)}
+    for a, b in itertools.combinations(scripts, 2):
+        ours, theirs = ([line for line in p.read_text().splitlines() if line.strip()] for p in (a, b))
+        runs = {tuple(ours[i : i + 9]) for i in range(len(ours) - 8)}
+        assert not runs & {tuple(theirs[i : i + 9]) for i in range(len(theirs) - 8)}
