@@ -22,7 +22,7 @@ def num_trained_steps(config) -> int:
     sample = config.sample
     windowed = sample.num_branches == 1 and sample.sde_window_size > 0
     steps = sample.sde_window_size if windowed else sample.num_steps - 1
-    return int(steps * config.train.timestep_fraction)
+    return int(steps * config.train.timestep_fraction + 1e-9)  # 50 * 0.58 is 28.99...
 
 
 def plan_batches(config, world_size: int) -> BatchPlan:
