@@ -9,8 +9,8 @@ demo: .venv/ready  ## per-step branch exploration on the shipped tiny model; ARG
 	$(TRAIN) $(ARGS)
 	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}reward.png and $${folder}samples.png."
 
-test: .venv/ready  ## ARGS="tests/test_losses.py -x"
-	$(VENV) -m pytest -p no:cacheprovider $(ARGS)
+test: .venv/ready  ## ARGS="tests/test_losses.py -x"; one thread, as in the ranks that some tests start
+	OMP_NUM_THREADS=1 $(VENV) -m pytest -p no:cacheprovider $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff check .
