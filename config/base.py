@@ -26,7 +26,7 @@ def get_config():
     config.resolution = 64  # pixels, square
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
-    config.vae_batch_size = 64  # images per decode
+    config.vae_batch_size = 32  # images per decode
 
     config.lora = lora()
     config.fsdp = fsdp()
@@ -70,6 +70,7 @@ def sample():
     sample.sde_window_range = (0, 5)  # train_*.py: the window lies in steps [first, last)
     sample.num_branches = 1  # train_*_pr.py: noisy branches per step of a trunk, at least 2
     sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
+    sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights
     return sample
 
 

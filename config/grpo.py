@@ -18,16 +18,15 @@ def shapes_qwenimage():
 def shapes_qwenimage_pr():
     """Per-step branch exploration on the shipped tiny model: `make demo`, minutes on two CPU cores."""
     config = base()
-    config.num_epochs, config.eval_freq, config.save_freq = 56, 14, 14
-    config.lora.rank, config.lora.alpha = 8, 16
-    config.sample.num_steps, config.sample.noise_level = 8, 1.0
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 1
-    config.sample.num_branches = 6
-    config.sample.global_std = True
-    config.train.learning_rate = 5e-4
-    config.train.updates_per_epoch = 7
+    config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
+    config.sample.noise_level, config.sample.num_branches = 1.0, 6
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 1
+    config.sample.batch_size = 24
+    config.sample.merge_adapter = True
+    config.train.learning_rate = 1e-3
     config.train.step_weight = "sqrt3"
-    config.train.ema_interval = 1
+    config.train.timestep_fraction = 0.67
+    config.train.ema_decay, config.train.ema_interval = 0.95, 1
     return config
 
 

@@ -1,6 +1,7 @@
 """A run: everything that lives as long as it, and what all training scripts do between their own lines."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -94,7 +95,6 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
 
     pipeline = model.load_pipeline(config.model, ranks.device)
-    model.check_prompts(pipeline, [p.text for p in train_prompts + test_prompts], config.text_tokens)
     run = Run(
         config=config,
         plan=plan,
@@ -122,6 +122,8 @@ def _check_files(config, model) -> list[list[prompts.Prompt]]:
     rewards.check_rewards(config.reward_fn)
     splits = [prompts.load_prompts(config.dataset, split) for split in ("train", "test")]
     model.check_folder(config.model)
+    texts = [prompt.text for split in splits for prompt in split]
+    model.check_prompts(model.without_weights(config.model), texts, config.text_tokens)
     return splits
 
 
@@ -214,15 +216,17 @@ def batches(run: Run, epoch: int) -> Iterator[prompts.Batch]:
     return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
 
 
-def sampling(config) -> dict[str, Any]:
-    """What the entry points of a model file take from the config."""
-    sample = config.sample
+def sampling(run: Run) -> dict[str, Any]:
+    """What the entry points of a model file take from the run."""
+    config, sample = run.config, run.config.sample
+    merge = sample.merge_adapter and config.lora.rank
     return dict(
         num_steps=sample.num_steps,
         noise_level=sample.noise_level,
         sde_type=sample.sde_type,
         resolution=config.resolution,
         vae_batch_size=config.vae_batch_size,
+        unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext,
     )
 
 

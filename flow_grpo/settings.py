@@ -49,6 +49,11 @@ def _check_meaning(config) -> None:
         raise ValueError(f"config.resolution is {config.resolution}; it must be a multiple of 16 pixels")
     if not 0 < config.train.timestep_fraction <= 1:
         raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
+    if config.sample.merge_adapter and config.fsdp.mode != "replicate":
+        raise ValueError(
+            f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: "
+            "only replicated weights are merged"
+        )
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
 

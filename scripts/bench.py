@@ -98,6 +98,7 @@ def main(args):
     if args.size == "full":
         config = full_config(get_config(f"pickscore_{suffix}"))
         replaced = dict(load_pipeline=full_pipeline, check_folder=lambda _: None, transformer_folder=lambda _: None)
+        replaced["without_weights"] = lambda _: qwenimage.without_weights(TINY)
         model = SimpleNamespace(**(vars(qwenimage) | replaced))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)

@@ -38,7 +38,7 @@ def rollout(run, batch, epoch):
         [rng.generator(config.seed, "noise", epoch, image) for image in batch.images],
         window=window_of(config, epoch, batch),
         velocity=run.velocity,
-        **sampling(config),
+        **sampling(run),
     )
     kept = dict(num_trained_steps=run.plan.num_trained_steps, step_weight=config.train.step_weight)
     return from_trace(sampled.trace, embeds, batch.images, **kept), sampled.images

@@ -35,7 +35,7 @@ def rollout(run, batch, epoch):
         num_branches=sample.num_branches,
         completion_batch_size=sample.completion_batch_size,
         velocity=run.velocity,
-        **runs.sampling(run.config),
+        **runs.sampling(run),
     )
     how = dict(num_trained_steps=run.plan.num_trained_steps, step_weight=run.config.train.step_weight)
     return from_trace(branched.trace, embeds, batch.images, **how), branched.images

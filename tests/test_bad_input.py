@@ -1,14 +1,16 @@
 """What a user can get wrong is said before any weight is loaded, and a number that went wrong stops the run in time."""
 
 import json
+import runpy
 import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from small import config_of, lines_of, train
 
-from flow_grpo import rewards
+from flow_grpo import checkpoints, rewards
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -22,6 +24,11 @@ def weightless(tmp_path):
     for path in folder.rglob("*.safetensors"):
         path.write_bytes(b"not weights")
     return str(folder)
+
+
+def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
+    with pytest.raises((SafetensorError, OSError)):  # as diffusers' or our own loader meets them first
+        train(WINDOW, tmp_path, model=weightless)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +57,10 @@ def weightless(tmp_path):
         (WINDOW, dict(train__timestep_fraction=0.1), r"timestep_fraction 0.1 leaves no denoising step"),
         (WINDOW, dict(resolution=72), r"resolution is 72; it must be a multiple of 16"),
         (WINDOW, dict(fsdp__mode="zero"), r"fsdp.mode is 'zero'"),
+        (WINDOW, dict(fsdp__mode="hybrid", fsdp__shard_size=2), r"1 ranks do not divide into groups of shard_size = 2"),
+        (BRANCHES, dict(fsdp__mode="shard"), r"merge_adapter with config.fsdp.mode 'shard': only replicated"),
+        (WINDOW, dict(reward_fn={"shapes": float("nan")}), r"reward_fn.shapes is nan"),
+        (BRANCHES, dict(reward_fn={"shape": 1.0}), r"no reward 'shape'"),
         (WINDOW, dict(lora__path="nowhere"), r"nowhere/pytorch_lora_weights.safetensors does not exist"),
         (WINDOW, dict(model="nowhere/at/all"), r"'nowhere/at/all' is no diffusers folder and no hub id"),
         (WINDOW, dict(dataset="nowhere"), r"'nowhere' needs train_metadata.jsonl or train.txt"),
@@ -62,9 +73,9 @@ def test_settings_are_checked_before_any_weight_is_loaded(name, how, says, weigh
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_prompt_that_is_too_long_is_named(tmp_path):
+def test_a_prompt_that_is_too_long_is_named(weightless, tmp_path):
     with pytest.raises(ValueError, match=r"a prompt has \d+ tokens, over config.text_tokens = 8: 'a photo"):
-        train(WINDOW, tmp_path, text_tokens=8)
+        train(WINDOW, tmp_path, model=weightless, text_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,22 @@ def test_unknown_names_are_answered_with_the_nearest():
         config_of(WINDOW).sample.num_stepz = 3
 
 
+def test_an_unknown_key_on_the_command_line_is_answered_with_the_nearest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_qwenimage.py", "--config.sample.num_stepz=3"])
+    with pytest.raises(AttributeError, match='Did you mean "num_steps"'):
+        runpy.run_path("scripts/train_qwenimage.py", run_name="__main__")
+
+
+def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
+    config = config_of(WINDOW, tmp_path, model=weightless)
+    checkpoint = tmp_path / config.name / "checkpoints" / "epoch_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
+    (checkpoint / "progress.json").write_text(json.dumps({"epoch": 1, "step": 2}))
+    with pytest.raises(ValueError, match=r"another config \(lora\.rank: 32 -> 4, train\.beta: 0\.0 -> 0\.5\)"):
+        train(WINDOW, tmp_path, model=weightless, resume_from="latest", train__beta=0.5, lora__rank=4)
+
+
 def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(
         '"""NaN for every circle."""\n\n\ndef load(device):\n'
@@ -128,8 +155,6 @@ def test_a_loss_that_is_no_number_stops_before_the_step_and_names_prompt_and_ste
     folder = train(BRANCHES, tmp_path / "first", num_epochs=1, eval_freq=0)
     path = folder / "pytorch_lora_weights.safetensors"
     weights = load_file(path)
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     name = next(name for name in weights if "lora_B" in name)
@@ -137,3 +162,21 @@ def test_a_loss_that_is_no_number_stops_before_the_step_and_names_prompt_and_ste
     with pytest.raises((FloatingPointError, ValueError), match=r"nan for image \d+ \('a.*'\), trained step \d"):
         train(BRANCHES, tmp_path / "second", lora__path=str(folder), eval_freq=0)
     assert lines_of(tmp_path / "second" / f"{BRANCHES}_smoke", "update") == []
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(name, tmp_path, monkeypatch):
+    """Rewards are finite, but from the second epoch on (two batches each) their sum is not."""
+    (tmp_path / "brightness.py").write_text(
+        "from itertools import count\n\n\ndef load(device):\n    calls = count()\n"
+        "    return lambda images, *_: images.mean((1, 2, 3)) * (1 if next(calls) < 2 else 3e38)\n"
+    )
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
+        train(name, tmp_path / "runs", reward_fn={"brightness": 1.0}, eval_freq=0)
+    run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
+    checkpoint = checkpoints.find(run.folder / "checkpoints")
+    state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
+    after = {key: tensor.clone() for key, tensor in state.items()}
+    assert checkpoints.load(checkpoint, state, config=run.config.to_dict()) == (1, 2)
+    torch.testing.assert_close(after, state, rtol=0, atol=0)

@@ -1,5 +1,6 @@
 """The policies that share a transformer: each is what it was when one comes back to it."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,21 @@ def test_adapters_off_is_the_base_and_leaves_everything_as_it_was(base):
         assert torch.equal(velocity(transformer), base)
         assert flags(transformer) == trained
     assert torch.equal(velocity(transformer), before)
+    assert flags(transformer) == trained
+
+
+def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(base):
+    transformer = pipeline_with(lora()).transformer
+    move(transformer)
+    before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
+    inside = policies.merged(transformer)
+    for _ in range(2):
+        with inside():
+            fast = velocity(transformer)
+        torch.testing.assert_close(fast, before, rtol=0, atol=1e-4)
+        assert not torch.equal(fast, before)
+        assert torch.equal(velocity(transformer), before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in transformer.state_dict().items())
     assert flags(transformer) == trained
 
 

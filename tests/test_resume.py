@@ -1,5 +1,6 @@
 """Killed at any moment and resumed, a run logs what it would have logged."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,18 +28,32 @@ def started(folder, process):
         time.sleep(0.02)
 
 
+def writes(folder, since):
+    """Whether a checkpoint has been begun since then and is not complete."""
+    with contextlib.suppress(FileNotFoundError):  # complete by now
+        return any(path.stat().st_mtime >= since for path in folder.glob(".tmp-epoch_*"))
+
+
 def test_ten_kills_change_nothing(tmp_path):
+    """Every third one while a checkpoint is being written, the others at random moments."""
     unbroken = train(NAME, tmp_path / "unbroken", num_epochs=NUM_EPOCHS, eval_freq=4)
     delays = 2.0 * torch.rand(NUM_KILLS, generator=torch.Generator().manual_seed(0))
-    folder, kills = tmp_path / "broken" / f"{NAME}_smoke", 0
-    for delay in delays.tolist():
+    folder, kills, kills_in_save = tmp_path / "broken" / f"{NAME}_smoke", 0, 0
+    for number, delay in enumerate(delays.tolist()):
+        since = time.time()
         process = subprocess.Popen(command(tmp_path / "broken"), cwd=ROOT, env=ENV, stdout=-3, stderr=-3)
         started(folder / "metrics.jsonl", process)
-        time.sleep(delay)
+        if number % 3 == 1:
+            while process.poll() is None and not writes(folder / "checkpoints", since):
+                time.sleep(0.001)
+        else:
+            time.sleep(delay)
         kills += process.poll() is None
         process.kill()
         process.wait()
+        kills_in_save += bool(writes(folder / "checkpoints", since))
     assert kills == NUM_KILLS
+    assert kills_in_save >= 2
     subprocess.run(command(tmp_path / "broken"), cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=200)
     assert lines_of(folder) == lines_of(unbroken)
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]

@@ -5,6 +5,7 @@ an index tensor) says to which rows of the prompt embeddings the latents belong.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,15 @@ class TracedStep(NamedTuple):
     step: SDEStep  # of B * J rows; the J outcomes of a latent are neighbours
 
 
-def denoise_with_logprob(velocity: Callable, scheduler, latents: Tensor, *, window: range, noise: Callable, **how):
+def denoise_with_logprob(
+    velocity: Callable, scheduler, latents: Tensor, *, window: range, noise: Callable, unscored=nullcontext, **how
+):
     """Walk from noise to image: SDE steps inside `window`, ODE steps outside it (Flow-GRPO-Fast; MixGRPO).
 
     Args:
         latents: [B, N, C] f32, standard normal.
         noise: noise(num) -> standard normal [B * num, N, C] for the next noisy step.
+        unscored: () -> context for the forwards whose velocity enters no log-prob; they may be faster than exact.
         how: noise_level and sde_type of the noisy steps.
 
     Returns:
@@ -36,7 +40,9 @@ def denoise_with_logprob(velocity: Callable, scheduler, latents: Tensor, *, wind
     for i, t in enumerate(scheduler.timesteps):
         timestep, noisy = t.expand(len(x)), i in window
         kind = how | {"noise": noise(1)} if noisy else {"noise_level": 0.0}
-        step = sde_step_with_logprob(scheduler, velocity(x, timestep, slice(None)), timestep, x, **kind)
+        with nullcontext() if noisy else unscored():
+            v = velocity(x, timestep, slice(None))
+        step = sde_step_with_logprob(scheduler, v, timestep, x, **kind)
         if noisy:
             trace.append(TracedStep(timestep, x, step))
         x = step.prev_sample
@@ -44,11 +50,20 @@ def denoise_with_logprob(velocity: Callable, scheduler, latents: Tensor, *, wind
 
 
 def branch_with_logprob(
-    velocity: Callable, scheduler, latents: Tensor, *, steps: range, num_branches: int, batch_size: int, noise, **how
+    velocity: Callable,
+    scheduler,
+    latents: Tensor,
+    *,
+    steps: range,
+    num_branches: int,
+    batch_size: int,
+    noise: Callable,
+    unscored: Callable = nullcontext,
+    **how,
 ):
     """Walk a deterministic trunk, leave it at each of `steps` in `num_branches` noisy steps, and finish every branch by
     the ODE (TempFlow-GRPO, arXiv:2508.04324). The branches of a step share the trunk's velocity, and all branches that
-    are on their way take each denoising step together, at most `batch_size` rows per forward.
+    are on their way take each denoising step together, at most `batch_size` rows per forward, inside `unscored()`.
 
     Returns:
         The branches' latents [B, K, J, N, C] f32 (the trunk is not finished) and a TracedStep per step of `steps`.
@@ -59,7 +74,8 @@ def branch_with_logprob(
     for i, t in enumerate(scheduler.timesteps):
         if len(branches):
             rows = origin.repeat(len(branches) // len(origin))
-            branches = _ode_steps(velocity, scheduler, branches, t, rows, batch_size)
+            with unscored():
+                branches = _ode_steps(velocity, scheduler, branches, t, rows, batch_size)
         if i > steps[-1]:
             continue
         timestep = t.expand(len(trunk))

@@ -71,6 +71,11 @@ def transformer_folder(folder: str) -> Path:
     return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
 
 
+def without_weights(folder: str) -> QwenImagePipeline:
+    """The pipeline's tokenizer and scheduler alone, for checks that need no weight."""
+    return PIPELINE.from_pretrained(folder, transformer=None, text_encoder=None, vae=None)
+
+
 def load_pipeline(folder: str, device: torch.device, vae_dtype=torch.float32) -> QwenImagePipeline:
     """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
 
@@ -214,7 +219,7 @@ def pipeline_with_logprob(
         generators: B CPU generators; each draws its image's noise, then its steps' in order.
         window: the noisy steps, within [0, num_steps); empty for a deterministic image.
         velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
-        how: noise_level and sde_type of sde_step_with_logprob.
+        how: noise_level and sde_type of sde_step_with_logprob; unscored of denoise_with_logprob.
     """
     walk = _Walk.start(pipeline, prompts, generators, velocity, num_steps, resolution, guidance_scale)
     latents, trace = denoise_with_logprob(**vars(walk), window=window, **how)
