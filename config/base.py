@@ -33,6 +33,7 @@ def get_config():
     config.sample = sample()
     config.train = train()
     config.eval = evaluation()
+    config.trouble = trouble()
     return config.lock()  # a name that is not in this file is an error from here on
 
 
@@ -61,15 +62,20 @@ def sample():
     sample.num_steps = 10  # denoising steps of a rollout
     sample.guidance_scale = 1.0  # > 1 costs a second forward per step
     sample.noise_level = 0.7  # eta of the SDE step
-    sample.sde_type = "sde"  # "sde" | "dance" | "cps"
+    sample.sde_type = "sde"  # "sde" | "dance" | "cps" | "cps_gaussian" (cps with its true log-density)
     sample.num_prompts_per_epoch = 16
     sample.num_images_per_prompt = 8  # group size; in train_*_pr.py: trunks per prompt
     sample.batch_size = 16  # rows per forward and GPU wherever a log-prob is born: rollout and update alike
     sample.global_std = False  # advantages over the std of the whole epoch instead of the group's own
     sample.sde_window_size = 2  # train_*.py: steps sampled with noise and trained; 0 = all but the last
     sample.sde_window_range = (0, 5)  # train_*.py: the window lies in steps [first, last)
+    sample.sde_window_schedule = "random"  # train_*.py: "random" per batch | "progressive" | "decay" | "exp_decay"
+    sample.sde_window_interval = 25  # train_*.py: updates between a schedule's moves; decay's and exp_decay's longest
+    sample.sde_window_stride = 1  # train_*.py: steps of a move; from the end of the range back to its start
+    sample.same_latent = False  # train_*.py: a group starts from one noise and is one image until the window
     sample.num_branches = 1  # train_*_pr.py: noisy branches per step of a trunk, at least 2
     sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
+    sample.flash_ratio = 0.0  # above 0: after the noise, DPM-Solver++ over this share of the steps that are left
     sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights
     return sample
 
@@ -85,8 +91,11 @@ def train():
     train.max_grad_norm = 1.0
     train.updates_per_epoch = 2  # optimizer steps per epoch and inner epoch
     train.inner_epochs = 1  # passes over one rollout, reshuffled
+    train.objective = "clip"  # "clip" | "guard" (ratios normalised per step, GRPO-Guard)
     train.clip_range = 1e-4  # of the ratio; log-probs are means over elements, so ratios stay near 1
     train.adv_clip_max = 5.0
+    train.reward_aggregation = "sum"  # "sum" of weighted rewards | "gdpo": of their advantages
+    train.filter_groups = False  # leave groups whose rewards are all alike out of the mean that is the loss
     train.beta = 0.0  # weight of the KL to the reference policy
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
@@ -98,9 +107,21 @@ def train():
 def evaluation():
     """The evaluation: deterministic, with averaged weights."""
     evaluation = ml_collections.ConfigDict()
+    evaluation.rewards = ()  # names of rewards that are measured too but not trained on: they show what is hacked
     evaluation.num_prompts = 272  # of the test set, evenly spread; one image each, always from the same noise
     evaluation.num_steps = 10  # deterministic
     evaluation.guidance_scale = 1.0
     evaluation.batch_size = 64  # rows per forward and GPU
     evaluation.num_panel_images = 12  # shown in wandb and samples.png
     return evaluation
+
+
+def trouble():
+    """When a run is in trouble, against its own first epoch, and what follows; 0 = no limit."""
+    trouble = ml_collections.ConfigDict()
+    trouble.action = "log"  # "log" | "lower_learning_rate" (halve it) | "stop" (save and end)
+    trouble.x0_norm_change = 1.5  # factor, either way, of trouble/x0_norm
+    trouble.high_frequency_change = 2.0  # factor, upwards, of trouble/high_frequency
+    trouble.diversity_change = 5.0  # factor, downwards, of trouble/diversity
+    trouble.grad_norm_spike = 10.0  # of trouble/grad_norm_spike
+    return trouble

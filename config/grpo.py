@@ -1,4 +1,4 @@
-"""Runs of train_qwenimage.py and train_qwenimage_pr.py: --config config/grpo.py:NAME, or NAME,smoke for seconds.
+"""Runs of train_*.py and train_*_pr.py: --config config/grpo.py:NAME, with variants NAME,mixgrpo,guard or NAME,smoke.
 
 A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
 """
@@ -20,13 +20,13 @@ def shapes_qwenimage_pr():
     config = base()
     config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.sample.noise_level, config.sample.num_branches = 1.0, 6
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 1
-    config.sample.batch_size = 24
-    config.sample.merge_adapter = True
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
+    config.sample.batch_size = 36
+    config.sample.flash_ratio, config.sample.merge_adapter = 0.4, True
     config.train.learning_rate = 1e-3
     config.train.step_weight = "sqrt3"
     config.train.timestep_fraction = 0.67
-    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    config.train.ema_decay, config.train.ema_interval = 0.93, 1
     return config
 
 
@@ -41,56 +41,163 @@ def pickscore_qwenimage():
 
 def pickscore_qwenimage_pr():
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
-    config = qwenimage_512(base())
-    config.sample.num_prompts_per_epoch = 16
-    config.sample.num_images_per_prompt = 4
-    config.sample.batch_size = 4
-    config.sample.num_branches = 6
-    config.sample.completion_batch_size = 24
-    config.train.step_weight = "sqrt3"
+    return branching(qwenimage_512(base()))
+
+
+def pickscore_sd3():
+    """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
+    config = sd3_512(base())
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
+    config.sample.batch_size, config.sample.sde_window_size = 12, 0
+    config.train.beta = 0.01
     return config
+
+
+def pickscore_sd3_fast():
+    """The same without guidance, in training and evaluation, with noise in 3 of the first 5 steps by Flow-CPS."""
+    config = pickscore_sd3()
+    config.sample.guidance_scale = config.eval.guidance_scale = 1.0
+    config.sample.sde_type, config.sample.noise_level = "cps", 0.8
+    config.sample.sde_window_size = 3
+    config.train.clip_range, config.train.beta = 1e-5, 0.0
+    return config
+
+
+def pickscore_sd3_pr():
+    """TempFlow-GRPO on SD3.5-medium, 512 px."""
+    return branching(sd3_512(base()))
+
+
+def pickscore_flux():
+    """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
+    config = flux_512(base())
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
+    config.sample.batch_size, config.sample.sde_window_size = 12, 0
+    return config
+
+
+def pickscore_flux_pr():
+    """TempFlow-GRPO on FLUX.1-dev, 512 px."""
+    return branching(flux_512(base()))
 
 
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
-    config.model, config.dataset, config.reward_fn = "Qwen/Qwen-Image", "dataset/pickscore", {"pickscore": 1.0}
-    config.resolution, config.text_tokens, config.precision, config.vae_batch_size = 512, 128, "bf16", 8
+    config = large(config, QWEN)
     config.lora.rank, config.lora.alpha = 64, 128
     config.fsdp.activation_checkpointing = True
-    config.sample.guidance_scale, config.sample.noise_level = 4.0, 1.2
-    config.eval.guidance_scale, config.eval.num_steps, config.eval.batch_size = 4.0, 50, 8
+    config.sample.guidance_scale = config.eval.guidance_scale = 4.0
+    config.sample.noise_level = 1.2
+    config.eval.num_steps = 50
+    return config
+
+
+def sd3_512(config):
+    """What every run of SD3.5-medium shares."""
+    config = large(config, SD3)
+    config.lora.rank, config.lora.alpha = 32, 64
+    config.sample.guidance_scale = config.eval.guidance_scale = 4.5
+    config.eval.num_steps = 40
+    return config
+
+
+def flux_512(config):
+    """What every run of FLUX.1-dev shares."""
+    config = large(config, FLUX)
+    config.lora.rank, config.lora.alpha = 64, 128
+    config.fsdp.activation_checkpointing = True
+    config.sample.guidance_scale = config.eval.guidance_scale = 3.5
+    config.sample.num_steps, config.sample.noise_level = 6, 0.9
+    config.eval.num_steps = 28
+    return config
+
+
+def large(config, model):
+    """What every run of a published model shares: 512 px, bf16, PickScore."""
+    config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
+    config.resolution, config.text_tokens, config.precision, config.vae_batch_size = 512, 128, "bf16", 8
+    config.eval.batch_size = 8
+    return config
+
+
+def branching(config):
+    """4 trunks per prompt, 6 branches at every step but the last."""
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
+    config.sample.num_branches, config.sample.completion_batch_size = 6, 24
+    config.train.step_weight = "sqrt3"
+    return config
+
+
+def mixgrpo(config):
+    """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
+    config.sample.sde_window_size, config.sample.sde_window_range = 4, (0, config.sample.num_steps - 2)
+    config.sample.sde_window_schedule = "progressive"
+    return config
+
+
+def flash(config):
+    """MixGRPO-Flash: DPM-Solver++ after the noise, in 0.4 of the steps."""
+    config.sample.flash_ratio = 0.4
+    return config
+
+
+def fast(config):
+    """Flow-GRPO-Fast: a group is one image until the window; train_*.py."""
+    config.sample.same_latent = True
+    return config
+
+
+def guard(config):
+    """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
+    config.train.objective, config.train.clip_range = "guard", 4e-6
+    config.train.learning_rate, config.train.beta = 1e-4, 0.0
     return config
 
 
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
     tiny = base()
-    for key in ("model", "dataset", "resolution", "text_tokens", "precision"):
+    if config.model in TINY_MODELS:
+        config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
+    config.model = TINY_MODELS.get(config.model, tiny.model)
+    for key in ("dataset", "resolution", "text_tokens", "precision"):
         config[key] = tiny[key]
-    config.reward_fn = dict(tiny.reward_fn)
+    if "jpeg_compressibility" not in config.reward_fn:
+        config.reward_fn = dict(tiny.reward_fn)
     config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 2, 4, 4
     config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8
     config.train.updates_per_epoch = 2
     if config.sample.num_branches == 1:
         config.sample.sde_window_range = (0, 3)
+        config.sample.sde_window_size = min(config.sample.sde_window_size, 2)
     return config
 
 
-RUNS = (shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr)
+QWEN, SD3, FLUX = "Qwen/Qwen-Image", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
+TINY_MODELS = {SD3: "runs/tiny_sd3", FLUX: "runs/tiny_flux"}  # from scripts/build_random_pipeline.py
+RUNS = (
+    *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
+    *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
+)
+VARIANTS = (smoke, mixgrpo, flash, fast, guard)
 
 
 def get_config(name="shapes_qwenimage"):
     runs = {run.__name__: run for run in RUNS}
-    run, *variants = name.split(",")
-    if run not in runs or set(variants) - {"smoke"}:
+    variants = {variant.__name__: variant for variant in VARIANTS}
+    run, *chosen = name.split(",")
+    if run not in runs or set(chosen) - set(variants):
         near = difflib.get_close_matches(run, runs, cutoff=0) or runs
-        raise ValueError(f"no run {name!r} in config/grpo.py; nearest: {', '.join(near)}; each also as NAME,smoke")
+        raise ValueError(
+            f"no run {name!r} in config/grpo.py; nearest: {', '.join(near)}; each also with variants of it, as "
+            f"NAME,smoke: {', '.join(variants)}"
+        )
     try:
         config = runs[run]()
+        for variant in chosen:
+            config = variants[variant](config)
     except (AttributeError, KeyError, TypeError) as error:  # ml_collections' own words name the nearest key
         raise ValueError(f"{run} in config/grpo.py sets what config/base.py does not know: {error}") from error
-    if variants:
-        config = smoke(config)
     config.name = name.replace(",", "_")
     return config

@@ -22,6 +22,34 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     return GroupStats(mean, variance.sqrt(), group)
 
 
+def combined_advantages(
+    rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str, global_std: bool = False
+) -> Tensor:
+    """Advantages of several rewards, [B], over ALL ranks.
+
+    Args:
+        rewards: name -> [B]; those that `weights` names count.
+        aggregation: "sum" compares weighted sums of rewards; "gdpo" compares each reward by itself, so that none is
+            drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
+
+    Raises:
+        ValueError: unknown aggregation.
+    """
+    if aggregation == "sum":
+        total = sum(weight * rewards[name] for name, weight in weights.items())
+        return group_advantages(total, groups, global_std)
+    if aggregation == "gdpo":
+        total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
+        return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
+    raise ValueError(f"train.reward_aggregation is {aggregation!r}; there are: sum, gdpo")
+
+
+def kept_rows(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
+    """[B] bool: False in groups in which every reward that counts is the same for all, so that nothing is learned."""
+    stds = [group_stats(rewards[name], groups) for name in weights]
+    return torch.stack([stats.std[stats.group] > 1e-6 for stats in stds]).any(0)
+
+
 def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, eps: float = 1e-4) -> Tensor:
     """(reward - mean of its group) / (std + eps), Flow-GRPO (arXiv:2505.05470) eq. 4. Same shape as `rewards`.
 

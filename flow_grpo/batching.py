@@ -14,7 +14,6 @@ class BatchPlan:
     num_trained_steps: int  # denoising steps of an image that are trained
     num_branches: int  # scored outcomes per row; 1 without branching
     updates_per_epoch: int  # optimizer steps per inner epoch
-    rows_per_update: int  # of one rank, an equal share of each of its batches
 
 
 def num_trained_steps(config) -> int:
@@ -45,6 +44,12 @@ def plan_batches(config, world_size: int) -> BatchPlan:
             f"batch sizes that do: {[size for size in share if size * steps % updates == 0] or 'none'}"
         )
     rows = sample.batch_size * steps
+    if moves(config) and sample.batch_size % updates:
+        raise ValueError(
+            f"a window that moves by {sample.sde_window_schedule!r} is cut off at the end of its range, so each number "
+            f"of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no multiple of "
+            f"train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
+        )
     if rows % updates:
         raise ValueError(
             f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows do not divide into "
@@ -58,8 +63,13 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=updates,
-        rows_per_update=batches * rows // updates,
     )
+
+
+def moves(config) -> bool:
+    """Whether the SDE window follows a schedule that cuts it off at the end of its range."""
+    sample = config.sample
+    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_schedule != "random"
 
 
 def _divisors(number: int) -> list[int]:

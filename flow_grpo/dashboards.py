@@ -39,6 +39,8 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/<name>": Metric("", "one reward, mean over the epoch's images", "rises, or holds while another does"),
     "reward/group_std": Metric("", "standard deviation within a group, mean over groups", "falls slowly, never to 0"),
     "reward/zero_std_share": Metric("", "share of groups whose images all score alike: no signal", "below 0.5"),
+    "reward/<name>_group_std": Metric("", "reward/group_std of one reward", "like reward/group_std"),
+    "reward/<name>_zero_std_share": Metric("", "reward/zero_std_share of one reward", "like reward/zero_std_share"),
     "eval/<name>": Metric("", "one reward over the fixed evaluation prompts", "rises with reward/; else it is hacked"),
     "loss": Metric("", "what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
     "policy_loss": Metric("", "the algorithm's own objective", "GRPO: near 0 in an epoch's first update"),
@@ -56,6 +58,12 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
     "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0 in float32, else below clip_range / 10"),
     "parity/ratio_minus_one_e4": Metric("1e-4", "mean absolute ratio - 1 before any update", "0 in float32"),
+    "trouble/x0_norm": Metric("", "root mean square of the final latents", "steady; drift announces washed-out images"),
+    "trouble/high_frequency": Metric("", "share of their energy above half Nyquist", "steady; a rise is grid or noise"),
+    "trouble/diversity": Metric("", "spread within a group over x0_norm", "falls slowly; near 0 is mode collapse"),
+    "trouble/grad_norm_spike": Metric("", "largest gradient norm over the median of the last 20", "1 to 3"),
+    "trouble/crossed": Metric("", "limits of config.trouble that the epoch crossed", "0"),
+    "trouble/learning_rate_factor": Metric("", "what trouble.action has left of train.learning_rate", "1"),
     "time/rollout_s": Metric("s", "sampling the epoch's images", "steady"),
     "time/reward_s": Metric("s", "waiting for rewards that the rollout did not hide", "near 0"),
     "time/update_s": Metric("s", "forward, backward and optimizer steps", "steady"),
@@ -184,6 +192,15 @@ class Dashboard:
         records = read_metrics(self.run_dir)
         self.lines = len(records)  # wandb's own step, so that a resumed run goes on where it was
         self.latest = {name: value for record in records for name, value in record.items()}
+
+    def history(self, kind: str) -> list[dict[str, float]]:
+        """The lines of one kind so far; [] on other ranks than the main one."""
+        return [record for record in read_metrics(self.run_dir) if record["kind"] == kind] if self.is_main else []
+
+    @on_main
+    def say(self, text: str) -> None:
+        """Print a line above the progress bars."""
+        tqdm.write(text, file=sys.stdout)
 
     @on_main
     def truncate(self, epoch: int) -> None:

@@ -56,4 +56,5 @@ def _sample(run, prompts, start: int):
         resolution=config.resolution,
         vae_batch_size=config.vae_batch_size,
     )
-    return sampled.images, run.score(sampled.images, texts, [prompt.metadata for prompt in prompts])
+    metadata = [prompt.metadata for prompt in prompts]
+    return sampled.images, run.score(sampled.images, texts, metadata, everything=True)

@@ -15,6 +15,30 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
+def guard_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    transition_std: Tensor,
+    dt: Tensor,
+    advantages: Tensor,
+    clip_range: float,
+) -> Tensor:
+    """GRPO-Guard's objective (arXiv:2510.22319): the log-ratio is freed of its negative bias and of its step's noise
+    scale, so that one clip range fits all steps, and 1 / |dt| evens out the steps' gradients.
+
+    Args:
+        log_prob, old_log_prob, advantages: [B]; log-probs must be Gaussian densities, means over elements.
+        mean, old_mean: [B, ...], means of the step under the policy and under the one that drew it.
+        transition_std, dt: [B, 1...].
+    """
+    std, dt = transition_std.flatten(), dt.flatten()
+    bias = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)
+    log_ratio = (log_prob - old_log_prob + bias) * std
+    return clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range) / dt.abs()
+
+
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     """KL of two Gaussians of one std, averaged over the latent's elements. mean [B, ...], std [B, 1...]."""
     return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)

@@ -47,6 +47,17 @@ def reference_step(run, rows: Minibatch) -> SDEStep | None:
         return policy_step(run, rows)
 
 
+def surrogate(run, step: SDEStep, rows: Minibatch) -> Tensor:
+    """The policy objective of each outcome, [R * J], as train.objective says: PPO's, or GRPO-Guard's."""
+    train = run.config.train
+    advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    if train.objective == "clip":
+        return losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
+    means = step.prev_sample_mean, rows.means
+    scales = step.transition_std, step.dt
+    return losses.guard_surrogate(step.log_prob, rows.log_probs, *means, *scales, advantages, train.clip_range)
+
+
 def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
     """train.beta * KL(policy || reference) of each outcome, [R * J]."""
     if reference is None:
@@ -58,8 +69,9 @@ def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
 
 def accumulate(run, loss: Tensor, step: SDEStep, rows: Minibatch) -> None:
     """Add the gradient of loss [R * J], a part of the update's mean, and note what the ratio looks like."""
+    loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
-    (run.loss_scale * loss.sum() / (run.plan.rows_per_update * run.plan.num_branches)).backward()
+    (run.loss_scale * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
     parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
 

@@ -22,18 +22,3 @@ def normal(shape: Iterable[int], generators: list[torch.Generator], device=None)
     """Standard normal [B, *shape] float32, row b drawn from generators[b]."""
     rows = torch.stack([torch.randn(tuple(shape), generator=g) for g in generators])
     return rows.to(device, non_blocking=True)
-
-
-def draw_window(seed: int, epoch: int, block: int, size: int, window_range: tuple[int, int]) -> range:
-    """The `size` consecutive denoising steps inside [first, last) that the images of one block sample with noise.
-
-    A block (prompts.Batch) holds whole groups and does not depend on the number of ranks.
-
-    Raises:
-        ValueError: the window does not fit.
-    """
-    first, last = window_range
-    if not 0 < size <= last - first:
-        raise ValueError(f"an SDE window of {size} steps does not fit into steps [{first}, {last})")
-    start = torch.randint(first, last - size + 1, (), generator=generator(seed, "window", epoch, block))
-    return range(int(start), int(start) + size)

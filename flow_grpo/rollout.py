@@ -23,7 +23,9 @@ class Rollout:
     timesteps: Tensor  # [B, K] f32, scheduler units (1000 * sigma)
     log_probs: Tensor  # [B, K, J] f32, under the policy that drew the step
     weights: Tensor  # [B, K] f32, loss weight of the step
-    advantages: Tensor  # [B, K, J] f32, set once every rank has its rewards
+    advantages: Tensor  # [B, K, J] f32, 0 until `credit`
+    kept: Tensor  # [B, K, J] f32, share in the update's mean: 1, or of a filtered rollout 0 and more than 1
+    means: Tensor | None  # [B, K, N, C] f32, of the Gaussians that the steps were drawn from; None = not needed
     embeds: Any  # the model's prompt embeddings, B rows
     images: Tensor  # [B] int64, their global numbers within the epoch
 
@@ -38,11 +40,16 @@ class Minibatch:
     log_probs: Tensor  # [R * J] f32
     weights: Tensor  # [R * J] f32
     advantages: Tensor  # [R * J] f32
+    kept: Tensor  # [R * J] f32
+    means: Tensor | None  # [R * J, N, C] f32
     embeds: Any  # R rows
+    num_rows: int  # of the whole update, on this rank
     where: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
 
 
-def from_trace(trace, embeds, images: range, *, num_trained_steps: int, step_weight: str) -> Rollout:
+def from_trace(
+    trace, embeds, images: range, *, num_trained_steps: int, step_weight: str, keep_means: bool = False
+) -> Rollout:
     """From the TracedSteps of a walk, of which the first `num_trained_steps` are kept."""
     trace = trace[:num_trained_steps]
     num_images = len(images)
@@ -55,6 +62,10 @@ def from_trace(trace, embeds, images: range, *, num_trained_steps: int, step_wei
         log_probs=log_probs,
         weights=losses.step_weights(std, step_weight).expand(num_images, -1),
         advantages=torch.zeros_like(log_probs),
+        kept=torch.ones_like(log_probs),
+        means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1)
+        if keep_means
+        else None,
         embeds=embeds,
         images=torch.tensor(images),
     )
@@ -62,9 +73,17 @@ def from_trace(trace, embeds, images: range, *, num_trained_steps: int, step_wei
 
 def concat(rollouts: list[Rollout]) -> Rollout:
     """Join along B."""
-    names = [field.name for field in fields(Rollout) if field.name != "embeds"]
-    joined = {name: torch.cat([getattr(r, name) for r in rollouts]) for name in names}
-    return Rollout(**joined, embeds=rollouts[0].embeds.concat([r.embeds for r in rollouts]))
+    columns = {field.name: [getattr(r, field.name) for r in rollouts] for field in fields(Rollout)}
+    embeds = columns.pop("embeds")
+    joined = {name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()}
+    return Rollout(**joined, embeds=embeds[0].concat(embeds))
+
+
+def credit(rollout: Rollout, advantages: Tensor, kept: Tensor) -> None:
+    """Enter this rank's advantages and their shares in the mean: one per image, or one per outcome of each step."""
+    shape = (len(rollout.images), -1, rollout.log_probs.shape[2])
+    rollout.advantages += advantages.view(shape).to(rollout.advantages)
+    rollout.kept *= kept.view(shape).to(rollout.kept)
 
 
 def minibatches(rollout: Rollout, plan, seed: int, *where: int) -> Iterator[list[Minibatch]]:
@@ -73,7 +92,7 @@ def minibatches(rollout: Rollout, plan, seed: int, *where: int) -> Iterator[list
     Each batch of the rollout gives an equal, randomly drawn share of its rows to every optimizer step: the draw depends
     on the batch's global number and `where` (epoch, inner epoch), so a step trains the same rows on any number of GPUs.
     """
-    num_rows = plan.batch_size * plan.num_trained_steps
+    num_rows = plan.batch_size * rollout.log_probs.shape[1]  # a moving window may be cut off at its end
     shares = []  # per batch: [updates, rows], numbers of (image, step) rows
     for i, first_image in enumerate(rollout.images[:: plan.batch_size].tolist()):
         order = torch.randperm(
@@ -81,15 +100,16 @@ def minibatches(rollout: Rollout, plan, seed: int, *where: int) -> Iterator[list
         )
         shares.append((i * num_rows + order).view(plan.updates_per_epoch, -1))
     for rows in torch.cat(shares, dim=1):
-        yield [_take(rollout, part) for part in rows.split(plan.batch_size)]
+        yield [_take(rollout, part, len(rows)) for part in rows.split(plan.batch_size)]
 
 
-def _take(rollout: Rollout, rows: Tensor) -> Minibatch:
+def _take(rollout: Rollout, rows: Tensor, num_rows: int) -> Minibatch:
     """rows [R] int64 on the CPU: image * K + step."""
     num_steps, outcomes = rollout.log_probs.shape[1:]
     image, step = rows // num_steps, rows % num_steps
     here = rows.to(rollout.latents.device, non_blocking=True)
     take = {name: getattr(rollout, name).flatten(0, 1)[here] for name in _ROW_FIELDS}
+    means = None if rollout.means is None else rollout.means.flatten(0, 1)[here].repeat_interleave(outcomes, 0)
     return Minibatch(
         latents=take["latents"],
         next_latents=take["next_latents"].flatten(0, 1),
@@ -97,9 +117,12 @@ def _take(rollout: Rollout, rows: Tensor) -> Minibatch:
         log_probs=take["log_probs"].flatten(),
         weights=take["weights"].repeat_interleave(outcomes),
         advantages=take["advantages"].flatten(),
+        kept=take["kept"].flatten(),
+        means=means,
         embeds=rollout.embeds.take(here // num_steps),
+        num_rows=num_rows,
         where=torch.stack([rollout.images[image], step], 1),
     )
 
 
-_ROW_FIELDS = ("latents", "next_latents", "timesteps", "log_probs", "weights", "advantages")
+_ROW_FIELDS = ("latents", "next_latents", "timesteps", "log_probs", "weights", "advantages", "kept")

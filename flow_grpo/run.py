@@ -12,16 +12,16 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import batching, checkpoints, fsdp_utils, policies, prompts, rewards, settings
-from flow_grpo.advantages import group_stats
+from flow_grpo import batching, checkpoints, fsdp_utils, policies, prompts, rewards, rng, settings, trouble
+from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.ema import Ema
 from flow_grpo.evaluation import evaluate
-from flow_grpo.rollout import Minibatch
+from flow_grpo.rollout import Minibatch, Rollout, from_trace
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "vae_batch_size", "sample.completion_batch_size",
+    "eval_freq", "eval", "fsdp", "trouble", "vae_batch_size", "sample.completion_batch_size",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class Run:
     pipeline: Any  # its diffusers pipeline; pipeline.transformer is the policy
     train_prompts: list[prompts.Prompt]
     test_prompts: list[prompts.Prompt]
-    score: Callable  # (images, prompts, metadata) -> {"avg": [B], name: [B], ...}
+    score: Callable  # (images, prompts, metadata) -> {"avg": [B], name: [B], ...}; see rewards.multi_score
     optimizer: torch.optim.AdamW
     loss_scale: float  # 1 but in fp16
     ema: Ema
@@ -51,7 +51,9 @@ class Run:
     step: int = 0  # optimizer steps taken
     on_policy: bool = True  # no optimizer step since the rollout
     losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # since the last optimizer step
+    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches, see trouble.measure
     epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
+    stopped: bool = False  # by config.trouble.action "stop"
 
     @property
     def folder(self) -> Path:
@@ -94,6 +96,7 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
 
+    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     pipeline = model.load_pipeline(config.model, ranks.device)
     run = Run(
         config=config,
@@ -103,7 +106,7 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
         pipeline=pipeline,
         train_prompts=train_prompts,
         test_prompts=test_prompts,
-        score=rewards.multi_score(ranks.device, config.reward_fn),
+        score=rewards.multi_score(ranks.device, config.reward_fn, config.eval.rewards),
         **_learner(config, model, pipeline, mesh, ranks.device),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
@@ -119,7 +122,7 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
 def _check_files(config, model) -> list[list[prompts.Prompt]]:
     """That everything the config names is there; the prompts of both splits."""
     policies.check_lora(config.lora)
-    rewards.check_rewards(config.reward_fn)
+    rewards.check_rewards(config.reward_fn, config.eval.rewards)
     splits = [prompts.load_prompts(config.dataset, split) for split in ("train", "test")]
     model.check_folder(config.model)
     texts = [prompt.text for split in splits for prompt in split]
@@ -192,6 +195,9 @@ def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     run.epoch, run.step = checkpoints.load(checkpoint, state, config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    lowered = [line for line in run.board.history("epoch") if line["epoch"] < run.epoch]
+    factor = fsdp_utils.broadcast_object(lowered[-1]["trouble/learning_rate_factor"] if lowered else 1.0)
+    _scale_learning_rate(run, factor)
 
 
 def epochs(run: Run) -> Iterator[int]:
@@ -204,8 +210,11 @@ def epochs(run: Run) -> Iterator[int]:
         yield epoch
         run.epoch = epoch + 1
         _log_epoch(run, epoch)
-        if run.epoch == config.num_epochs or (config.save_freq and run.epoch % config.save_freq == 0):
+        last = run.stopped or run.epoch == config.num_epochs
+        if last or (config.save_freq and run.epoch % config.save_freq == 0):
             save(run)
+        if last:
+            break
     if config.eval_freq:
         evaluate(run, run.epoch)
 
@@ -226,13 +235,35 @@ def sampling(run: Run) -> dict[str, Any]:
         sde_type=sample.sde_type,
         resolution=config.resolution,
         vae_batch_size=config.vae_batch_size,
+        flash_ratio=sample.flash_ratio,
         unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext,
     )
 
 
-def score_images(run: Run, images: Tensor, batch: prompts.Batch) -> dict[str, Tensor]:
-    """Rewards of a batch's images [B, ..., 3, H, W], each [B, ...] float32 on the CPU; nothing in them is infinite."""
-    shape = images.shape[1:-3]
+def group_noise(run: Run, batch: prompts.Batch, epoch: int) -> dict[str, Any]:
+    """Where sample.same_latent asks for it: one noise to start from for all images of a group, on whatever rank."""
+    if not run.config.sample.same_latent:
+        return {}
+    generators = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
+    latents = run.model.initial_latents(run.pipeline, generators, run.config.resolution, run.device)
+    return dict(latents=latents, groups=batch.groups)
+
+
+def remember(run: Run, sampled, embeds, batch: prompts.Batch) -> Rollout:
+    """What the update needs of a batch's images."""
+    train = run.config.train
+    how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
+    return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=run.plan.num_trained_steps, **how)
+
+
+def score_images(run: Run, sampled, batch: prompts.Batch, groups: Tensor) -> dict[str, Tensor]:
+    """Rewards of a batch's images [B, ..., 3, H, W], each [B, ...] float32 on the CPU; nothing in them is infinite.
+
+    groups: [B, ...] int64, which images compete.
+    """
+    images, shape = sampled.images, sampled.images.shape[1:-3]
+    latents = run.model.unpack_latents(run.pipeline, sampled.latents.flatten(0, len(shape)), run.config.resolution)
+    run.signs.append(trouble.measure(latents, groups.flatten()))
     repeats = shape.numel()
     texts = [text for text in batch.prompts for _ in range(repeats)]
     metadata = [row for row in batch.metadata for _ in range(repeats)]
@@ -241,24 +272,63 @@ def score_images(run: Run, images: Tensor, batch: prompts.Batch) -> dict[str, Te
     return {name: values.view(len(batch.prompts), *shape) for name, values in scores.items()}
 
 
-def gather_rewards(run: Run, epoch: int, scores: list[dict[str, Tensor]], groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The epoch's average rewards and their groups over all ranks, flat [all]; logs what there is to see in them."""
+def gather_rewards(run: Run, epoch: int, scores: list, groups: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """The epoch's rewards by name and their groups over all ranks, flat [all]; logs what there is to see in them."""
     everyone = {name: fsdp_utils.gather(torch.cat([s[name] for s in scores])).flatten() for name in scores[0]}
-    groups = fsdp_utils.gather(groups).flatten()
-    stats = group_stats(everyone["avg"], groups)
-    run.epoch_figures |= {f"reward/{name}": values.mean().item() for name, values in everyone.items()}
-    run.epoch_figures |= {
-        "reward/group_std": stats.std.mean().item(),
-        "reward/zero_std_share": (stats.std < 1e-6).float().mean().item(),
-        "images": (epoch + 1) * len(groups),
-    }
-    return everyone["avg"], groups
+    groups = fsdp_utils.gather(torch.cat(groups)).flatten()
+    for name, values in everyone.items():
+        stats, prefix = group_stats(values, groups), "" if name == "avg" else f"{name}_"
+        run.epoch_figures |= {
+            f"reward/{name}": values.mean().item(),
+            f"reward/{prefix}group_std": stats.std.mean().item(),
+            f"reward/{prefix}zero_std_share": (stats.std < 1e-6).float().mean().item(),
+        }
+    run.epoch_figures["images"] = (epoch + 1) * len(groups)
+    return everyone, groups
+
+
+def advantages(run: Run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat."""
+    config = run.config
+    weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
+    values = combined_advantages(everyone, weights, groups, *how)
+    kept = torch.ones_like(values)
+    if config.train.filter_groups:
+        kept *= kept_rows(everyone, weights, groups)
+        kept /= kept.mean().clamp(min=1 / len(kept))
+    return fsdp_utils.mine(values), fsdp_utils.mine(kept)
 
 
 def _log_epoch(run: Run, epoch: int) -> None:
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
+    _watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
     run.epoch_figures = {}
+
+
+def _watch(run: Run, epoch: int) -> None:
+    """Add the signs of trouble to the epoch's figures; where one is too large, do what config.trouble.action says."""
+    signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist()
+    run.signs.clear()
+    now = dict(zip(trouble.SIGNS, signs))
+    norms = [float(line["grad_norm"]) for line in run.board.history("update")]
+    num_new = sum(line["epoch"] == epoch for line in run.board.history("update"))
+    now["grad_norm_spike"] = trouble.spike(norms, num_new) if norms else 1.0
+    first = next(iter(run.board.history("epoch")), {f"trouble/{sign}": value for sign, value in now.items()})
+    first = {sign: float(first[f"trouble/{sign}"]) for sign in trouble.SIGNS}
+    problems = fsdp_utils.broadcast_object(trouble.crossed(now, first, run.config.trouble))
+    if problems:
+        run.board.say(f"epoch {epoch + 1}: {'; '.join(problems)}; action: {run.config.trouble.action}")
+        run.stopped = run.config.trouble.action == "stop"
+        _scale_learning_rate(run, 0.5 if run.config.trouble.action == "lower_learning_rate" else 1.0)
+    factor = run.optimizer.param_groups[0]["lr"] / max(run.config.train.learning_rate, 1e-30)
+    run.epoch_figures |= {f"trouble/{sign}": value for sign, value in now.items()}
+    run.epoch_figures |= {"trouble/crossed": len(problems), "trouble/learning_rate_factor": factor}
+
+
+def _scale_learning_rate(run: Run, factor: float) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] *= factor
 
 
 def save(run: Run) -> None:

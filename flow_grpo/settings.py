@@ -7,18 +7,24 @@ from pathlib import Path
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "fsdp.mode": ("replicate", "shard", "hybrid"),
-    "sample.sde_type": ("sde", "dance", "cps"),
+    "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
+    "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
+    "train.objective": ("clip", "guard"),
+    "train.reward_aggregation": ("sum", "gdpo"),
+    "trouble.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "sample.num_steps": 2,
     "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
-    "sample.sde_window_size": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
+    "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
+    "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
     "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
     "train.adv_clip_max": 0, "train.beta": 0, "train.max_grad_norm": 0, "train.weight_decay": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 1,
-    "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
+    "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
+    "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
 }  # fmt: skip
 
 
@@ -53,6 +59,13 @@ def _check_meaning(config) -> None:
         raise ValueError(
             f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: "
             "only replicated weights are merged"
+        )
+    if config.sample.flash_ratio > 1:
+        raise ValueError(f"config.sample.flash_ratio is {config.sample.flash_ratio}; a share of the steps is at most 1")
+    if config.train.objective == "guard" and config.sample.sde_type == "cps":
+        raise ValueError(
+            "config.train.objective 'guard' corrects a Gaussian log-prob, which sample.sde_type 'cps' has not; "
+            "'cps_gaussian' is the same step with one"
         )
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")

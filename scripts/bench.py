@@ -1,29 +1,35 @@
 """Seconds per phase and peak memory of one epoch of a training script, as one JSON line.
 
     python scripts/bench.py --script train_qwenimage_pr --size tiny
-    python scripts/bench.py --script train_qwenimage --size full          one GPU of 80 GiB or more, no download
+    python scripts/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
-counted. `full` is Qwen-Image as published (transformer, VAE and text encoder of the real sizes, bf16) with random
-weights, 512 px, 10 steps, CFG 4, LoRA r 64, and the prompts and reward of the shapes task.
+counted. `full` is the model as published (transformer, VAE and text encoders of the real sizes, bf16) with random
+weights, at the config's resolution, steps, guidance and LoRA rank, with the prompts and reward of the shapes task.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import runpy
+import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import build_random_pipeline as random_pipeline
 import torch
-from accelerate import init_empty_weights
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
+from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 
+MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 TINY = "flow_grpo/assets/tiny_qwenimage"  # lends its tokenizer and scheduler to the full size
 FULL_TEXT = dict(
     vocab_size=152064,
@@ -36,43 +42,42 @@ FULL_TEXT = dict(
 )
 
 
-def random_module(build, device, dtype) -> torch.nn.Module:
-    """A module with small random weights, made on the device: parameters never pass through host memory."""
-    with init_empty_weights():
-        module = build()
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in list(module.named_parameters()):
-        value = torch.empty(parameter.shape, device=device, dtype=dtype)
-        if parameter.ndim > 1:
-            value.normal_(0, 0.02, generator=generator)
-        else:
-            value.fill_(1.0 if "norm" in name and "bias" not in name else 0.0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
-    return module.to(device).eval()
-
-
-def full_pipeline(folder, device):
-    """Qwen-Image at its published size, with random weights."""
+def full_qwenimage(make):
+    """Qwen-Image at its published size; `make` as in build_random_pipeline.py."""
     text_config = Qwen2_5_VLConfig(text_config=FULL_TEXT, vision_config={"out_hidden_size": 3584})
     pipeline = qwenimage.PIPELINE.from_pretrained(TINY)
-    pipeline = qwenimage.PIPELINE(
-        transformer=random_module(QwenImageTransformer2DModel, device, torch.bfloat16),
-        vae=random_module(AutoencoderKLQwenImage, device, torch.float32),
-        text_encoder=random_module(lambda: Qwen2_5_VLForConditionalGeneration(text_config), device, torch.bfloat16),
+    return qwenimage.PIPELINE(
+        transformer=make(QwenImageTransformer2DModel, torch.bfloat16),
+        vae=make(AutoencoderKLQwenImage, torch.float32),
+        text_encoder=make(lambda: Qwen2_5_VLForConditionalGeneration(text_config), torch.bfloat16),
         tokenizer=pipeline.tokenizer,
         scheduler=pipeline.scheduler,
     )
-    convolve_in_2d(pipeline.vae)
-    return pipeline
+
+
+FULL = {
+    "qwenimage": full_qwenimage,
+    "sd3": partial(random_pipeline.sd3, random_pipeline.PUBLISHED),
+    "flux": partial(random_pipeline.flux, random_pipeline.PUBLISHED),
+}
+
+
+def full_model(name: str) -> SimpleNamespace:
+    """The model's file, but for its weights, which are random and never on a disk."""
+    light = {"qwenimage": lambda: qwenimage.without_weights(TINY)}
+    light |= {other: lambda: FULL[name](lambda build, dtype: None) for other in ("sd3", "flux")}
+
+    def load(folder, device):
+        return loading.frozen(FULL[name](random_pipeline.large_random(device)), device)
+
+    replaced = dict(load_pipeline=load, check_folder=lambda _: None, transformer_folder=lambda _: None)
+    return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: light[name]()))
 
 
 def full_config(config):
-    """One prompt of the published run of this script, on the shapes task."""
+    """Two prompts of the published run of this script, or 4 trunks of one, on the shapes task."""
     config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
     config.sample.num_prompts_per_epoch = 1 if config.sample.num_branches > 1 else 2
-    if config.sample.num_branches == 1:
-        config.sample.num_images_per_prompt = 16
     return config
 
 
@@ -93,20 +98,24 @@ def epoch_figures(script: str, config, model) -> dict:
 
 def main(args):
     get_config = runpy.run_path("config/grpo.py")["get_config"]
-    suffix = args.script.removeprefix("train_")
-    model, config = qwenimage, get_config(f"shapes_{suffix}")
+    name, *branches = args.script.split("_")[1:]
+    script = "_".join(["train_qwenimage", *branches])
+    suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
-        config = full_config(get_config(f"pickscore_{suffix}"))
-        replaced = dict(load_pipeline=full_pipeline, check_folder=lambda _: None, transformer_folder=lambda _: None)
-        replaced["without_weights"] = lambda _: qwenimage.without_weights(TINY)
-        model = SimpleNamespace(**(vars(qwenimage) | replaced))
+        model, config = full_model(name), full_config(get_config(f"pickscore_{suffix}"))
+    else:
+        model, config = qwenimage, get_config(f"shapes_{suffix}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
-    print(json.dumps(what | epoch_figures(args.script, config, model)))
+    with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
+        figures = epoch_figures(script, config, model)
+    print(json.dumps(what | figures))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", choices=["train_qwenimage", "train_qwenimage_pr"], default="train_qwenimage_pr")
-    parser.add_argument("--size", choices=["tiny", "full"], default="tiny")
+    scripts = [f"train_{model}{branches}" for model in MODELS for branches in ("", "_pr")]
+    parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
+    parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
+    parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     main(parser.parse_args())

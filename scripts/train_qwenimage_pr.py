@@ -12,16 +12,15 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import run as runs
-from flow_grpo.advantages import group_advantages
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.fsdp_utils import mine
-from flow_grpo.losses import clipped_surrogate
-from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step
+from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step, surrogate
 from flow_grpo.rng import generator
-from flow_grpo.rollout import concat, from_trace, minibatches
+from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import check_branches
 
-IGNORED = ("sample.sde_window_size", "sample.sde_window_range")
+IGNORED = tuple(
+    f"sample.{key}" for key in ("sde_window_size", "sde_window_range", "sde_window_schedule", "same_latent")
+)
 
 
 def rollout(run, batch, epoch):
@@ -37,38 +36,38 @@ def rollout(run, batch, epoch):
         velocity=run.velocity,
         **runs.sampling(run),
     )
-    how = dict(num_trained_steps=run.plan.num_trained_steps, step_weight=run.config.train.step_weight)
-    return from_trace(branched.trace, embeds, batch.images, **how), branched.images
+    return runs.remember(run, branched, embeds, batch), branched
 
 
 def update(run, rows):
     """Add the gradient of a minibatch: the clipped objective of each branch, times its step's noise weight."""
-    train, reference = run.config.train, reference_step(run, rows)
-    step = policy_step(run, rows)
-    clamped = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    weighted = rows.weights * clipped_surrogate(step.log_prob, rows.log_probs, clamped, train.clip_range)
+    reference, step = reference_step(run, rows), policy_step(run, rows)
+    weighted = rows.weights * surrogate(run, step, rows)
     run.meter.add(policy_loss=weighted)
     accumulate(run, weighted + kl_penalty(run, step, reference), step, rows)
+
+
+def groups_of(run, images):
+    """[B, K, J]: a group is the branches of one trunk's step; its number is the same on any number of ranks."""
+    steps = torch.arange(run.plan.num_trained_steps)
+    groups = torch.tensor(images)[:, None] * len(steps) + steps
+    return groups[:, :, None].expand(-1, -1, run.plan.num_branches)
 
 
 def main(config, model=qwenimage):
     run = runs.start(config, model, check_branches, IGNORED)
     for epoch in runs.epochs(run):
-        trunks, scores, steps = [], [], []
+        trunks, scores, groups = [], [], []
         for batch in runs.batches(run, epoch):
             with run.board.timed("rollout"):
-                kept, images = rollout(run, batch, epoch)
+                kept, branched = rollout(run, batch, epoch)
             trunks.append(kept)
-            scores.append(runs.score_images(run, images, batch))
-            step_of_trunk = kept.images[:, None] * run.plan.num_trained_steps + torch.arange(run.plan.num_trained_steps)
-            steps.append(
-                step_of_trunk[:, :, None].expand(-1, -1, run.plan.num_branches)
-            )  # a group: one step's branches
+            groups.append(groups_of(run, batch.images))
+            scores.append(runs.score_images(run, branched, batch, groups[-1]))
 
-        rewards, groups = runs.gather_rewards(run, epoch, scores, torch.cat(steps))
-        advantages = group_advantages(rewards, groups, config.sample.global_std)
+        rewards, step_of_trunk = runs.gather_rewards(run, epoch, scores, groups)
         trunks = concat(trunks)
-        trunks.advantages += mine(advantages).view(trunks.advantages.shape).to(run.device)
+        credit(trunks, *runs.advantages(run, rewards, step_of_trunk))
 
         for inner in range(config.train.inner_epochs):
             for update_rows in minibatches(trunks, run.plan, config.seed, epoch, inner):

@@ -8,14 +8,19 @@ from pathlib import Path
 import train_qwenimage
 import train_qwenimage_pr
 
+from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {"shapes_qwenimage": train_qwenimage, "shapes_qwenimage_pr": train_qwenimage_pr}
+MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
 def config_of(name, output_dir=None, **overrides):
-    """The `,smoke` variant of a run, with settings by dotted name ("." written as "__")."""
+    """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__")."""
     config = runpy.run_path(str(ROOT / "config" / "grpo.py"))["get_config"](f"{name},smoke")
     if output_dir is not None:
         config.output_dir = str(output_dir)
@@ -24,9 +29,11 @@ def config_of(name, output_dir=None, **overrides):
 
 
 def train(name, output_dir, **overrides):
-    """Run a script's main in this process; its run folder."""
+    """Run a script's main in this process, with the model that the run's name says; its run folder."""
     config = config_of(name, output_dir, **overrides)
-    SCRIPTS[name].main(config)
+    words = name.split(",")[0].split("_")
+    script = train_qwenimage_pr if words[-1] == "pr" else train_qwenimage
+    script.main(config, MODELS[words[1]])
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flow_grpo.advantages import group_advantages, group_stats
+from flow_grpo.advantages import combined_advantages, group_advantages, group_stats, kept_rows
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -42,3 +42,43 @@ def test_a_groups_level_scale_name_and_place_do_not_matter():
 def test_a_group_without_spread_teaches_nothing():
     advantages = group_advantages(torch.tensor([0.5, 0.5, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     assert torch.equal(advantages[:2], torch.zeros(2))
+
+
+TWO = {"a": REWARDS, "b": REWARDS.flip(0) * 100}
+
+
+@pytest.mark.parametrize("global_std", [False, True])
+def test_a_sum_of_rewards_is_one_reward(global_std):
+    found = combined_advantages(TWO | {"c": REWARDS}, {"a": 2.0, "b": 0.5}, GROUPS, "sum", global_std)
+    torch.testing.assert_close(found, group_advantages(2 * TWO["a"] + 0.5 * TWO["b"], GROUPS, global_std))
+
+
+def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
+    found = combined_advantages(TWO, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
+    scaled = combined_advantages({"a": TWO["a"] * 50, "b": TWO["b"]}, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
+    by_hand = 2 * group_advantages(TWO["a"], GROUPS) + group_advantages(TWO["b"], GROUPS)
+    torch.testing.assert_close(found, (by_hand - by_hand.mean()) / by_hand.std(unbiased=False), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
+    assert found.mean().abs() < 1e-6
+    assert found.std(unbiased=False) == pytest.approx(1, abs=1e-3)
+
+
+def test_gdpo_tells_apart_what_a_sum_confounds():
+    rewards = {"a": torch.tensor([0.0, 1, 0, 1]), "b": torch.tensor([0.0, 100, 100, 0])}
+    groups, weights = torch.zeros(4).long(), {"a": 1.0, "b": 1.0}
+    by_sum, by_gdpo = (combined_advantages(rewards, weights, groups, how) for how in ("sum", "gdpo"))
+    assert (by_sum[1] - by_sum[2]).abs() < 0.03  # the second also has "a", which 100 times less hardly shows
+    assert by_gdpo[1] - by_gdpo[2] > 1
+
+
+def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
+    rewards = {"a": torch.tensor([1.0, 1, 2, 2]), "b": torch.tensor([5.0, 5, 5, 6]), "c": torch.tensor([1.0, 2, 3, 4])}
+    groups = torch.tensor([0, 0, 1, 1])
+    assert kept_rows(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
+    assert kept_rows(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
+    assert kept_rows(rewards, {"c": 1.0}, groups).tolist() == [True] * 4
+
+
+def test_an_unknown_aggregation_is_named():
+    with pytest.raises(ValueError, match="'mean'; there are: sum, gdpo"):
+        combined_advantages(TWO, {"a": 1.0}, GROUPS, "mean")

@@ -40,8 +40,7 @@ def test_every_run_plans_or_says_what_would(name, world_size):
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images
     assert world_size * plan.batches_per_epoch * plan.batch_size == images
-    assert world_size * plan.rows_per_update * plan.updates_per_epoch == images * plan.num_trained_steps
-    assert plan.rows_per_update % plan.batches_per_epoch == 0
+    assert plan.batch_size * plan.num_trained_steps % plan.updates_per_epoch == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +51,7 @@ def test_every_run_plans_on_one_gpu_and_on_two(name, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16])
 def test_the_published_runs_plan_on_the_usual_numbers_of_gpus(world_size):
-    for name in ("pickscore_qwenimage", "pickscore_qwenimage_pr"):
+    for name in (run.__name__ for run in GRPO["RUNS"] if run.__name__.startswith("pickscore")):
         plan_batches(CONFIGS[name], world_size)
 
 
@@ -62,7 +61,7 @@ def test_the_published_runs_plan_on_the_usual_numbers_of_gpus(world_size):
         ("shapes_qwenimage", {"sample.sde_window_size": 3}, 3),
         ("shapes_qwenimage", {"sample.sde_window_size": 0, "sample.num_steps": 10}, 9),
         ("shapes_qwenimage", {"sample.sde_window_size": 4, "train.timestep_fraction": 0.5}, 2),
-        ("shapes_qwenimage_pr", {"sample.num_steps": 8}, 7),
+        ("shapes_qwenimage_pr", {"sample.num_steps": 8, "train.timestep_fraction": 1.0}, 7),
         ("shapes_qwenimage_pr", {"sample.num_steps": 8, "train.timestep_fraction": 0.6}, 4),
     ],
 )
@@ -75,10 +74,19 @@ def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps)
 def test_updates_that_do_not_divide_are_told_which_do():
     config = GRPO["get_config"]("shapes_qwenimage_pr")
     config.sample.batch_size, config.sample.num_steps, config.train.updates_per_epoch = 4, 8, 3
+    config.train.timestep_fraction = 1.0
     with pytest.raises(
         ValueError, match=r"4 images x 7 trained steps = 28 rows .*_epoch 3; .*: \[1, 2, 4, 7, 14, 28\]"
     ):
         plan_batches(config, 1)
+
+
+def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
+    config = GRPO["get_config"]("pickscore_qwenimage,mixgrpo")
+    plan_batches(config, 8)
+    config.sample.batch_size, config.train.updates_per_epoch = 2, 4
+    with pytest.raises(ValueError, match=r"up to 4 must divide: .*batch_size 2 .* 4; updates that do: \[1, 2\]"):
+        plan_batches(config, 8)
 
 
 def test_a_fraction_that_leaves_no_step_is_refused():

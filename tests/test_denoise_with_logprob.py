@@ -1,12 +1,17 @@
 """The walks against loops written out by hand, with a velocity that is a formula."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flow_grpo import rng
-from flow_grpo.diffusers_patch.denoise_with_logprob import branch_with_logprob, denoise_with_logprob
+from flow_grpo.diffusers_patch.denoise_with_logprob import (
+    _dpm_solver,
+    branch_with_logprob,
+    denoise_with_logprob,
+)
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
 T, B, J, SHAPE = 6, 3, 4, (5, 2)
@@ -113,3 +118,69 @@ def test_the_branches_batch_size_changes_nothing_but_the_calls(batch_size):
         assert torch.equal(traced.step.log_prob, other.step.log_prob)
     assert max(calls) == max(batch_size, B)
     assert sum(calls) == sum(expected_calls)
+
+
+GROUPS = [7, 3, 7]
+
+
+@pytest.mark.parametrize("window", [range(2), range(2, 4), range(3, T - 1)])
+def test_a_shared_prefix_is_walked_once_and_makes_the_same_images(window):
+    latents, noise, velocity, calls = start()
+    latents[2] = latents[0]  # as sample.same_latent has it
+    same_prompt = lambda x, t, rows: velocity(x, t, torch.tensor([0, 1, 0])[rows])  # noqa: E731
+    found, trace = denoise_with_logprob(
+        same_prompt, SCHEDULER, latents, window=window, noise=noise, groups=GROUPS, **HOW
+    )
+    assert sum(calls) == len(set(GROUPS)) * window.start + B * (T - window.start)
+    again, again_noise, _, calls = start()
+    again[2] = again[0]
+    expected, expected_trace = denoise_with_logprob(
+        same_prompt, SCHEDULER, again, window=window, noise=again_noise, **HOW
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(trace[0].latents, expected_trace[0].latents)
+    assert (found[0] - found[2]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("window", [range(1), range(2, 4), range(4, 5), range(T - 1)])
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
+    latents, noise, velocity, calls = start()
+    found, _ = denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, flash_ratio=ratio, **HOW)
+    assert len(calls) == window.stop + max(1, int((T - window.stop) * ratio))
+    solver = _dpm_solver(SCHEDULER, window.stop, ratio)
+    assert solver.sigmas[-1] == 0
+    assert solver.sigmas[0] == SIGMAS[window.stop]
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
+def test_flash_branches_take_their_share_of_the_steps(steps):
+    latents, noise, velocity, calls = start()
+    branching = dict(steps=steps, num_branches=J, batch_size=1000, noise=noise, flash_ratio=0.5)
+    found, _ = branch_with_logprob(velocity, SCHEDULER, latents, **branching, **HOW)
+    assert found.shape == (B, len(steps), J, *SHAPE)
+    assert sum(calls) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
+
+
+def test_scored_forwards_and_only_these_are_outside_the_fast_context():
+    latents, noise, velocity, _ = start()
+    inside, seen = [False], []
+
+    @contextmanager
+    def fast():
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def watched(x, t, rows):
+        seen.append((t[0].item(), len(x), inside[0]))
+        return velocity(x, t, rows)
+
+    denoise_with_logprob(watched, SCHEDULER, latents, window=range(2, 4), noise=noise, unscored=fast, **HOW)
+    assert [fast for *_, fast in seen] == [i not in (2, 3) for i in range(T)]
+    seen.clear()
+    branching = dict(steps=range(3), num_branches=J, batch_size=1000, noise=noise, unscored=fast)
+    branch_with_logprob(watched, SCHEDULER, latents, **branching, **HOW)
+    assert all(fast == (rows == B * J) for _, rows, fast in seen)
+    assert sum(not fast for *_, fast in seen) == 3

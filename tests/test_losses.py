@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from flow_grpo.losses import clipped_surrogate, gaussian_kl, step_weights
+from flow_grpo.losses import clipped_surrogate, gaussian_kl, guard_surrogate, step_weights
 from flow_grpo.settings import CHOICES
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
@@ -55,3 +55,51 @@ def test_every_mode_of_the_settings_exists_and_no_other():
         assert step_weights(torch.ones(3), mode).shape == (3,)
     with pytest.raises(ValueError, match=r"sqrt2.*none, sqrt3, mean_one"):
         step_weights(torch.ones(3), "sqrt2")
+
+
+def guard(**changes):
+    """GRPO-Guard's objective on the golden numbers, [12] float64."""
+    std = golden("guard/std_dev_t", torch.float64) * golden("guard/abs_dt", torch.float64).sqrt()
+    numbers = dict(
+        log_prob=golden("ppo/log_prob", torch.float64),
+        old_log_prob=golden("ppo/log_prob_old", torch.float64),
+        mean=golden("guard/mean", torch.float64),
+        old_mean=golden("guard/mean_old", torch.float64),
+        transition_std=std.expand(12, 1, 1),
+        dt=-golden("guard/abs_dt", torch.float64).expand(12, 1, 1),
+        advantages=golden("ppo/advantages", torch.float64),
+        clip_range=float(GOLDEN["guard/clip_range"]),
+    )
+    return guard_surrogate(**numbers | changes)
+
+
+def test_golden_guard():
+    torch.testing.assert_close(guard().mean(), golden("guard/loss", torch.float64).mean(), rtol=1e-6, atol=0)
+    minus_one = dict(advantages=-torch.ones(12, dtype=torch.float64), clip_range=1e9)
+    ratio = guard(**minus_one) * float(GOLDEN["guard/abs_dt"])
+    torch.testing.assert_close(ratio, golden("guard/ratio", torch.float64), rtol=1e-9, atol=0)
+
+
+def test_guards_rows_may_stand_at_different_steps():
+    scale = torch.linspace(0.5, 2, 12, dtype=torch.float64).view(12, 1, 1)
+    rows = dict(transition_std=0.1 * scale, dt=-0.01 * scale)
+    together = guard(**rows)
+    for i in range(12):
+        alone = dict(transition_std=rows["transition_std"][i : i + 1].expand(12, 1, 1))
+        alone |= dict(dt=rows["dt"][i : i + 1].expand(12, 1, 1))
+        torch.testing.assert_close(guard(**alone)[i], together[i])
+
+
+def test_guard_frees_the_log_ratio_of_its_bias_and_scale():
+    """Under the old policy the log-ratio has mean -KL and a spread that goes as 1 / std; Guard's has neither."""
+    generator = torch.Generator().manual_seed(0)
+    for std in (0.05, 0.5):
+        old_mean = torch.zeros(4000, 64)
+        mean = old_mean + 0.01
+        after = old_mean + std * torch.randn(4000, 64, generator=generator)
+        log_probs = [(-((after - m) ** 2) / (2 * std**2)).mean(1) for m in (mean, old_mean)]
+        scales = torch.full((4000, 1), std), -torch.ones(4000, 1)
+        loss = guard_surrogate(*log_probs, mean, old_mean, *scales, -torch.ones(4000), 1e9)
+        log_ratio = loss.double().log()
+        assert abs(log_ratio.mean()) < 4 * log_ratio.std() / 4000**0.5
+        assert log_ratio.std() == pytest.approx(0.01 / 8, rel=0.1)

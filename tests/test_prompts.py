@@ -18,7 +18,6 @@ PLAN = BatchPlan(
     num_trained_steps=2,
     num_branches=1,
     updates_per_epoch=2,
-    rows_per_update=48,
 )
 
 

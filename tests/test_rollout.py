@@ -5,9 +5,9 @@ import torch
 
 from flow_grpo.batching import BatchPlan
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
-from flow_grpo.rollout import concat, from_trace, minibatches
+from flow_grpo.rollout import concat, credit, from_trace, minibatches
 
 BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
 STD = (0.5, 0.25, 0.125, 0.1)
@@ -19,21 +19,21 @@ PLAN = BatchPlan(
     num_trained_steps=STEPS,
     num_branches=OUTCOMES,
     updates_per_epoch=UPDATES,
-    rows_per_update=24,
 )
 
 
-def sampled(images, step_weight="none"):
+def sampled(images, step_weight="none", num_steps=STEPS, **how):
     """A batch of which every number says where it belongs: image + step / 10 (+ outcome / 100)."""
     image, trace = torch.tensor(images).float(), []
     for step, std in enumerate(STD):
         rows = image + step / 10
         outcomes = (rows[:, None] + torch.arange(OUTCOMES) / 100).flatten()
         latent = outcomes[:, None, None].expand(-1, 2, 3)
-        noisy = SDEStep(latent, -outcomes, latent, *[torch.full((len(outcomes), 1, 1), std)] * 2)
+        means = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
+        noisy = SDEStep(latent, -outcomes, means, *[torch.full((len(outcomes), 1, 1), std)] * 3)
         trace.append(TracedStep(1000 * rows, rows[:, None, None].expand(-1, 2, 3), noisy))
-    embeds = PromptEmbeds(image[:, None, None].expand(-1, 5, 7), torch.ones(len(images), 5).bool(), None)
-    return from_trace(trace, embeds, images, num_trained_steps=STEPS, step_weight=step_weight)
+    embeds = PromptEmbeds(image[:, None, None].expand(-1, 5, 7), mask=torch.ones(len(images), 5).bool())
+    return from_trace(trace, embeds, images, num_trained_steps=num_steps, step_weight=step_weight, **how)
 
 
 def rank(number, world_size):
@@ -118,3 +118,36 @@ def test_a_rows_weight_is_its_steps():
 def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
     sizes = [[len(part.timesteps) for part in update] for update in minibatches(sampled(range(BATCH)), PLAN, 0)]
     assert sizes == [[4, 2], [4, 2]]
+
+
+def test_means_are_kept_where_asked_for_one_for_all_outcomes_of_a_step():
+    assert sampled(range(BATCH)).means is None
+    rollout = concat([sampled(range(BATCH), keep_means=True), sampled(range(BATCH, 2 * BATCH), keep_means=True)])
+    assert rollout.means.shape == rollout.latents.shape
+    for update in minibatches(rollout, PLAN, 0):
+        for part in update:
+            rows = part.where[:, 0] + part.where[:, 1] / 10
+            expected = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
+            torch.testing.assert_close(part.means, expected)
+
+
+def test_a_window_that_is_cut_off_is_shared_out_like_a_whole_one():
+    rollout = sampled(range(BATCH), num_steps=1)
+    parts = [part for update in minibatches(rollout, PLAN, 0) for part in update]
+    assert sorted(tuple(row) for part in parts for row in part.where.tolist()) == [(i, 0) for i in range(BATCH)]
+    assert [part.num_rows for part in parts] == [BATCH // UPDATES] * UPDATES
+
+
+@pytest.mark.parametrize("per_outcome", [False, True], ids=["per image", "per outcome of a step"])
+def test_credit_goes_to_the_image_or_the_outcome(per_outcome):
+    rollout = sampled(range(BATCH))
+    if not per_outcome:  # a window: one outcome
+        rollout = concat([rollout])
+        rollout.log_probs, rollout.advantages, rollout.kept = (
+            x[:, :, :1].clone() for x in (rollout.log_probs, rollout.advantages, rollout.kept)
+        )
+    shape = rollout.log_probs.shape if per_outcome else (BATCH, 1, 1)
+    values = torch.arange(float(torch.Size(shape).numel()))
+    credit(rollout, values, values / 2)
+    assert torch.equal(rollout.advantages, values.view(shape).expand(rollout.log_probs.shape))
+    assert torch.equal(rollout.kept, values.view(shape).expand(rollout.log_probs.shape) / 2)

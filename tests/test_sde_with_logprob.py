@@ -108,7 +108,7 @@ def test_no_host_sync(sde_type):
 
 def test_what_a_caller_can_get_wrong():
     arguments, how, _ = drawn("sde")
-    with pytest.raises(ValueError, match=r"'sdee'.*sde, dance, cps, ode"):
+    with pytest.raises(ValueError, match=r"'sdee'.*sde, dance, cps, cps_gaussian, ode"):
         sde_step_with_logprob(*arguments, noise_level=0.7, sde_type="sdee")
     with pytest.raises(ValueError, match="noise"):
         sde_step_with_logprob(*arguments, **how)

@@ -1,7 +1,8 @@
 """The walks from noise to image that all models share: a noisy window, or a trunk with branches.
 
-A model brings `predict_velocity`; a walk asks for it as `velocity(x [B, N, C], t [B], rows)`, where `rows` (a slice or
-an index tensor) says to which rows of the prompt embeddings the latents belong.
+A model brings `predict_velocity`; a walk asks for it as `velocity(x [B, ...], t [B], rows)`, where `rows` (a slice or
+an index tensor) says to which rows of the prompt embeddings the latents belong. Forwards whose velocity enters no
+log-prob run inside `unscored()`: they may be faster than exact.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
@@ -18,35 +20,48 @@ class TracedStep(NamedTuple):
     """One noisy step. J outcomes were drawn from each of B latents; J = 1 in a window."""
 
     timestep: Tensor  # [B] f32
-    latents: Tensor  # [B, N, C] f32, before the step
+    latents: Tensor  # [B, ...] f32, before the step
     step: SDEStep  # of B * J rows; the J outcomes of a latent are neighbours
 
 
 def denoise_with_logprob(
-    velocity: Callable, scheduler, latents: Tensor, *, window: range, noise: Callable, unscored=nullcontext, **how
-):
+    velocity: Callable,
+    scheduler,
+    latents: Tensor,
+    *,
+    window: range,
+    noise: Callable,
+    groups: list[int] | None = None,
+    flash_ratio: float = 0.0,
+    unscored: Callable = nullcontext,
+    **how,
+) -> tuple[Tensor, list[TracedStep]]:
     """Walk from noise to image: SDE steps inside `window`, ODE steps outside it (Flow-GRPO-Fast; MixGRPO).
 
     Args:
-        latents: [B, N, C] f32, standard normal.
-        noise: noise(num) -> standard normal [B * num, N, C] for the next noisy step.
-        unscored: () -> context for the forwards whose velocity enters no log-prob; they may be faster than exact.
+        latents: [B, ...] f32, standard normal.
+        window: consecutive steps; empty for a deterministic walk.
+        noise: noise(num) -> standard normal [B * num, ...] for the next noisy step.
+        groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
+        flash_ratio: above 0, what follows the window takes this share of its steps, by DPM-Solver++ (MixGRPO-Flash).
         how: noise_level and sde_type of the noisy steps.
 
     Returns:
-        The image's latents [B, N, C] f32 and a TracedStep per step of the window.
+        The image's latents [B, ...] f32 and a TracedStep per step of the window.
     """
-    x, trace = latents, []
-    for i, t in enumerate(scheduler.timesteps):
-        timestep, noisy = t.expand(len(x)), i in window
-        kind = how | {"noise": noise(1)} if noisy else {"noise_level": 0.0}
-        with nullcontext() if noisy else unscored():
-            v = velocity(x, timestep, slice(None))
-        step = sde_step_with_logprob(scheduler, v, timestep, x, **kind)
-        if noisy:
-            trace.append(TracedStep(timestep, x, step))
+    num_steps = len(scheduler.timesteps)
+    window = window or range(num_steps, num_steps)
+    ode = _Ode(velocity, scheduler, unscored, len(latents), flash_ratio)
+    rows = member = torch.arange(len(latents), device=latents.device)
+    if groups is not None:
+        rows, member = _first_of_each(groups, latents.device)
+    x, trace = ode.steps(latents[rows], range(window.start), rows)[member], []
+    for i in window:
+        timestep = scheduler.timesteps[i].expand(len(x))
+        step = sde_step_with_logprob(scheduler, velocity(x, timestep, slice(None)), timestep, x, noise=noise(1), **how)
+        trace.append(TracedStep(timestep, x, step))
         x = step.prev_sample
-    return x, trace
+    return ode.finish(x, window.stop, torch.arange(len(x), device=x.device)), trace
 
 
 def branch_with_logprob(
@@ -58,43 +73,86 @@ def branch_with_logprob(
     num_branches: int,
     batch_size: int,
     noise: Callable,
+    flash_ratio: float = 0.0,
     unscored: Callable = nullcontext,
     **how,
-):
+) -> tuple[Tensor, list[TracedStep]]:
     """Walk a deterministic trunk, leave it at each of `steps` in `num_branches` noisy steps, and finish every branch by
-    the ODE (TempFlow-GRPO, arXiv:2508.04324). The branches of a step share the trunk's velocity, and all branches that
-    are on their way take each denoising step together, at most `batch_size` rows per forward, inside `unscored()`.
+    the ODE (TempFlow-GRPO, arXiv:2508.04324). The branches of a step share the trunk's velocity. On their way to the
+    image they take at most `batch_size` rows per forward, and `flash_ratio` of the steps as in `denoise_with_logprob`.
 
     Returns:
-        The branches' latents [B, K, J, N, C] f32 (the trunk is not finished) and a TracedStep per step of `steps`.
+        The branches' latents [B, K, J, ...] f32 (the trunk is not finished) and a TracedStep per step of `steps`.
     """
-    trunk, trace = latents, []
-    branches = latents.new_empty(0, *latents.shape[1:])
-    origin = torch.arange(len(latents), device=latents.device).repeat_interleave(num_branches)  # of each new branch
-    for i, t in enumerate(scheduler.timesteps):
-        if len(branches):
-            rows = origin.repeat(len(branches) // len(origin))
-            with unscored():
-                branches = _ode_steps(velocity, scheduler, branches, t, rows, batch_size)
-        if i > steps[-1]:
-            continue
-        timestep = t.expand(len(trunk))
+    trunk, trace, branches = latents, [], []
+    ode = _Ode(velocity, scheduler, unscored, batch_size, flash_ratio)
+    origin = torch.arange(len(latents), device=latents.device).repeat_interleave(num_branches)  # of each branch
+    for i in range(steps[-1] + 1):
+        timestep = scheduler.timesteps[i].expand(len(trunk))
         v = velocity(trunk, timestep, slice(None))
         if i in steps:
-            step = sde_step_with_logprob(
-                scheduler, v[origin], t.expand(len(origin)), trunk[origin], noise=noise(num_branches), **how
-            )
+            t = timestep[:1].expand(len(origin))
+            step = sde_step_with_logprob(scheduler, v[origin], t, trunk[origin], noise=noise(num_branches), **how)
             trace.append(TracedStep(timestep, trunk, step))
-            branches = torch.cat([branches, step.prev_sample])
+            branches.append(ode.finish(step.prev_sample, i + 1, origin))
         trunk = sde_step_with_logprob(scheduler, v, timestep, trunk, noise_level=0.0).prev_sample
-    return branches.unflatten(0, (len(steps), len(latents), num_branches)).transpose(0, 1), trace
+    return torch.stack(branches).unflatten(1, (len(latents), num_branches)).transpose(0, 1), trace
 
 
-def _ode_steps(velocity: Callable, scheduler, x: Tensor, t: Tensor, rows: Tensor, batch_size: int) -> Tensor:
-    """One ODE step of many rows at timestep t, `batch_size` rows per forward."""
-    done = []
-    for part, part_rows in zip(x.split(batch_size), rows.split(batch_size), strict=True):
-        timestep = t.expand(len(part))
-        v = velocity(part, timestep, part_rows)
-        done.append(sde_step_with_logprob(scheduler, v, timestep, part, noise_level=0.0).prev_sample)
-    return torch.cat(done)
+class _Ode(NamedTuple):
+    """Deterministic steps of many rows. `rows` [R] are their rows of the prompt embeddings."""
+
+    velocity: Callable
+    scheduler: object
+    unscored: Callable
+    batch_size: int  # rows per forward
+    flash_ratio: float  # 0 = Euler
+
+    def steps(self, x: Tensor, steps: range, rows: Tensor) -> Tensor:
+        """Euler's."""
+        for i in steps:
+            t = self.scheduler.timesteps[i]
+            v = self._velocity(x, t, rows)
+            x = sde_step_with_logprob(self.scheduler, v, t.expand(len(x)), x, noise_level=0.0).prev_sample
+        return x
+
+    def finish(self, x: Tensor, start: int, rows: Tensor) -> Tensor:
+        """From step `start` to sigma = 0."""
+        num_steps = len(self.scheduler.timesteps)
+        if not self.flash_ratio or start == num_steps:
+            return self.steps(x, range(start, num_steps), rows)
+        solver = _dpm_solver(self.scheduler, start, self.flash_ratio)
+        for t in solver.timesteps:
+            x = solver.step(self._velocity(x, t, rows), t, x, return_dict=False)[0]
+        return x
+
+    def _velocity(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
+        with self.unscored():
+            parts = zip(x.split(self.batch_size), rows.split(self.batch_size), strict=True)
+            return torch.cat([self.velocity(part, t.expand(len(part)), which) for part, which in parts])
+
+
+def _first_of_each(groups: list[int], device) -> tuple[Tensor, Tensor]:
+    """The first row of each group [G], and the place in that list of every row's group [B]."""
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    firsts = torch.tensor([groups.index(group) for group in numbers], device=device)
+    return firsts, torch.tensor([numbers[group] for group in groups], device=device)
+
+
+def _dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepScheduler:
+    """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
+    sigmas, evenly spread from step `start` to sigma = 0."""
+    num_steps = len(scheduler.timesteps)
+    num = max(1, int((num_steps - start) * ratio))
+    solver = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_type="midpoint",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        final_sigmas_type="zero",
+    )
+    solver.set_timesteps(num)
+    picks = torch.linspace(start, num_steps, num + 1).round().long().to(scheduler.sigmas.device)
+    solver.sigmas, solver.timesteps = scheduler.sigmas[picks], scheduler.timesteps[picks[:-1]]
+    solver.set_begin_index(0)  # otherwise it searches for its first timestep, a host sync
+    return solver

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SDE_TYPES = ("sde", "dance", "cps", "ode")
+SDE_TYPES = ("sde", "dance", "cps", "cps_gaussian", "ode")
 
 
 class SDEStep(NamedTuple):
@@ -20,6 +20,7 @@ class SDEStep(NamedTuple):
     prev_sample_mean: Tensor  # [B, ...] f32
     std_dev_t: Tensor  # [B, 1...] f32, diffusion coefficient, per sqrt(time)
     transition_std: Tensor  # [B, 1...] f32, standard deviation of the step itself
+    dt: Tensor  # [B, 1...] f32, sigma_next - sigma, negative
 
 
 def sde_step_with_logprob(
@@ -34,7 +35,8 @@ def sde_step_with_logprob(
         sample: x at `timestep`, [B, ...].
         noise_level: eta; 0 is the plain ODE step, whatever `sde_type`.
         sde_type: "sde" Flow-GRPO (arXiv:2505.05470), "dance" DanceGRPO (arXiv:2505.07818), "cps" Flow-CPS
-            (arXiv:2509.05952; its log_prob is the published -(x' - mean)^2, no Gaussian density), "ode".
+            (arXiv:2509.05952; its log_prob is the published -(x' - mean)^2, no Gaussian density), "cps_gaussian" the
+            same step with its Gaussian log_prob, "ode".
         prev_sample: score this outcome instead of drawing one.
         noise: standard normal draw, [B, ...]; needed when drawing a noisy step.
 
@@ -47,7 +49,7 @@ def sde_step_with_logprob(
     sigma, sigma_next = _sigmas_at(scheduler, timestep, x)
     if sde_type == "ode" or noise_level == 0:
         mean, std_dev_t = x + v * (sigma_next - sigma), torch.zeros_like(sigma)
-        return SDEStep(mean, mean.new_zeros(len(mean)), mean, std_dev_t, std_dev_t)
+        return SDEStep(mean, mean.new_zeros(len(mean)), mean, std_dev_t, std_dev_t, sigma_next - sigma)
     if prev_sample is None and noise is None:
         raise ValueError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
 
@@ -59,7 +61,7 @@ def sde_step_with_logprob(
         log_density = -error
     else:
         log_density = -error / (2 * transition_std**2) - torch.log(transition_std) - 0.5 * math.log(2 * math.pi)
-    return SDEStep(prev_sample, log_density.flatten(1).mean(1), mean, std_dev_t, transition_std)
+    return SDEStep(prev_sample, log_density.flatten(1).mean(1), mean, std_dev_t, transition_std, sigma_next - sigma)
 
 
 def _sigmas_at(scheduler, timestep: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,4 +96,4 @@ def _cps_moments(x, v, sigma, sigma_next, second_sigma, eta):
     return mean, std_dev_t, std_dev_t
 
 
-_MOMENTS = {"sde": _sde_moments, "dance": _dance_moments, "cps": _cps_moments}
+_MOMENTS = {"sde": _sde_moments, "dance": _dance_moments, "cps": _cps_moments, "cps_gaussian": _cps_moments}

@@ -1,0 +1,73 @@
+"""From a diffusers folder or hub id to a pipeline that can be trained, for any pipeline class."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import DiffusionPipeline
+from huggingface_hub import snapshot_download
+
+from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+
+WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
+
+
+def check_folder(pipeline_class: type[DiffusionPipeline], folder: str) -> None:
+    """Raises ValueError unless `folder` (or hub id) holds a pipeline of this class. Reads one json file."""
+    try:
+        found = pipeline_class.load_config(folder).get("_class_name")
+    except OSError as error:
+        raise ValueError(f"config.model {folder!r} is no diffusers folder and no hub id: {error}") from error
+    if found != pipeline_class.__name__:
+        raise ValueError(f"config.model {folder!r} holds a {found}, not a {pipeline_class.__name__}")
+
+
+def transformer_folder(folder: str) -> Path:
+    """Where the transformer's safetensors lie; a hub id is downloaded first."""
+    if Path(folder).is_dir():
+        return Path(folder, "transformer")
+    return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
+
+
+def without_weights(pipeline_class: type[DiffusionPipeline], folder: str) -> DiffusionPipeline:
+    """The pipeline's tokenizers and scheduler alone, for checks that need no weight."""
+    parts = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
+    heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
+    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy))
+
+
+def load_pipeline(
+    pipeline_class: type[DiffusionPipeline],
+    transformer_class: type[torch.nn.Module],
+    folder: str,
+    device: torch.device,
+    vae_dtype: torch.dtype = torch.float32,
+) -> DiffusionPipeline:
+    """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
+
+    Text encoders are float32 on a CPU and bfloat16 elsewhere, the VAE `vae_dtype`.
+    """
+    with init_empty_weights():  # real position tables, meta weights
+        config = transformer_class.load_config(folder, subfolder="transformer")
+        transformer = transformer_class.from_config(config)
+    encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtypes = {"vae": vae_dtype, "default": encoder_dtype}
+    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes), device)
+
+
+def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeline:
+    """Everything but the transformer on the device and without gradients, the VAE made fast."""
+    for name, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module) and name != "transformer":
+            part.to(device).requires_grad_(False).eval()
+    convolve_in_2d(pipeline.vae)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def check_lengths(prompts: list[str], length: Callable[[str], int], width: int) -> None:
+    """Raises ValueError for a prompt whose `length` in tokens is over `width`."""
+    for prompt in prompts:
+        if (tokens := length(prompt)) > width:
+            raise ValueError(f"a prompt has {tokens} tokens, over config.text_tokens = {width}: {prompt!r}")

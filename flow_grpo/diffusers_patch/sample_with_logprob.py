@@ -1,0 +1,158 @@
+"""What all models' entry points do: from prompts to images, with the log-probs of the noisy steps on the way."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flow_grpo import rng
+from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep, branch_with_logprob, denoise_with_logprob
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """What a transformer is conditioned on. B rows, L text tokens, D text width."""
+
+    embeds: Tensor  # [B, L, D]
+    pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
+    mask: Tensor | None = None  # [B, L] bool, False where padded; None = the transformer sees all tokens
+    negative: "PromptEmbeds | None" = None  # one row: what guidance leads away from; None = no second forward
+
+    def take(self, rows) -> "PromptEmbeds":
+        """The given rows (slice or index tensor)."""
+        return self._map(lambda parts: parts[0][rows], [self])
+
+    @classmethod
+    def concat(cls, parts: list["PromptEmbeds"]) -> "PromptEmbeds":
+        """Join along B; all parts padded to one width."""
+        return cls._map(torch.cat, parts)
+
+    def expand(self, num: int) -> "PromptEmbeds":
+        """One row as `num` rows."""
+        return self._map(lambda parts: parts[0].expand(num, *parts[0].shape[1:]), [self])
+
+    @staticmethod
+    def _map(change: Callable, parts: list["PromptEmbeds"]) -> "PromptEmbeds":
+        tensors = {f.name: [getattr(part, f.name) for part in parts] for f in fields(PromptEmbeds)[:-1]}
+        changed = {name: None if values[0] is None else change(values) for name, values in tensors.items()}
+        return replace(parts[0], **changed)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What an entry point returns. B prompts; K noisy steps; J outcomes per noisy step."""
+
+    images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
+    latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
+    trace: list[TracedStep]  # one per noisy step, in order
+
+
+@torch.no_grad()
+def sample_window(
+    model: ModuleType,
+    pipeline,
+    prompts: list[str] | PromptEmbeds,
+    generators: list[torch.Generator],
+    *,
+    window: range,
+    guidance_scale: float,
+    velocity: Callable | None = None,
+    latents: Tensor | None = None,
+    num_steps: int = 10,
+    resolution: int = 512,
+    vae_batch_size: int = 8,
+    **how,
+) -> Sampled:
+    """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
+
+    Args:
+        model: the model's file.
+        prompts: B texts, or their embeddings.
+        generators: B CPU generators; each draws its image's noise, then its steps' in order.
+        window: the noisy steps, within [0, num_steps); empty for a deterministic image.
+        velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
+        latents: [B, ...] standard normal to start from, instead of the generators' first draw.
+        how: groups, flash_ratio, unscored of denoise_with_logprob; noise_level, sde_type of sde_step_with_logprob.
+    """
+    start = _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale)
+    latents, trace = denoise_with_logprob(**start, window=window, **how)
+    return Sampled(model.decode_latents(pipeline, latents, resolution, vae_batch_size), latents, trace)
+
+
+@torch.no_grad()
+def sample_perstep(
+    model: ModuleType,
+    pipeline,
+    prompts: list[str] | PromptEmbeds,
+    generators: list[torch.Generator],
+    *,
+    steps: range,
+    guidance_scale: float,
+    num_branches: int = 6,
+    completion_batch_size: int = 24,
+    velocity: Callable | None = None,
+    num_steps: int = 10,
+    resolution: int = 512,
+    vae_batch_size: int = 8,
+    **how,
+) -> Sampled:
+    """A deterministic trunk per prompt and `num_branches` noisy branches at each of its `steps`, all finished
+    deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `sample_window`;
+    `completion_batch_size` rows per forward for the branches on their way."""
+    start = _start(model, pipeline, prompts, generators, velocity, None, num_steps, resolution, guidance_scale)
+    branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
+    latents, trace = branch_with_logprob(**start, **branching, **how)
+    images = model.decode_latents(pipeline, latents.flatten(0, 2), resolution, vae_batch_size)
+    return Sampled(images.unflatten(0, latents.shape[:3]), latents, trace)
+
+
+def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale) -> dict:
+    """The arguments that both walks of denoise_with_logprob.py take."""
+    embeds = prompts
+    if not isinstance(prompts, PromptEmbeds):
+        embeds = model.encode_prompts(pipeline, prompts, guided=guidance_scale > 1)
+    if velocity is None:
+        velocity = partial(model.predict_velocity, pipeline.transformer, guidance_scale=guidance_scale)
+    device = embeds.embeds.device
+    if latents is None:
+        latents = model.initial_latents(pipeline, generators, resolution, device)
+    return dict(
+        velocity=lambda x, t, rows: velocity(x, t, embeds=embeds.take(rows)),
+        scheduler=model.schedule(pipeline, num_steps, resolution, device),
+        latents=latents,
+        noise=lambda num: rng.normal((num, *latents.shape[1:]), generators, device).flatten(0, 1),
+    )
+
+
+def schedule(pipeline, num_steps: int, num_tokens: int, device):
+    """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`."""
+    scheduler = copy.deepcopy(pipeline.scheduler)
+    config = scheduler.config
+    if config.use_dynamic_shifting:
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift, device=device)
+    else:
+        scheduler.set_timesteps(num_steps, device=device)
+    scheduler.sigmas = scheduler.sigmas.to(device)
+    return scheduler
+
+
+def guided(forward: Callable, embeds: PromptEmbeds, num: int, guidance_scale: float) -> tuple[Tensor, Tensor]:
+    """Classifier-free guidance: neg + g (pos - neg), and pos. At g <= 1 pos twice, without a second forward."""
+    positive = forward(embeds)
+    if guidance_scale <= 1:
+        return positive, positive
+    negative = forward(embeds.negative.expand(num))
+    return negative + guidance_scale * (positive - negative), positive
+
+
+def decode(vae: Callable, latents: Tensor, batch_size: int) -> Tensor:
+    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1]."""
+    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])
+    return (images / 2 + 0.5).clamp(0, 1)

@@ -1,0 +1,167 @@
+"""A pipeline of the real diffusers classes with random weights: to try SD3.5's or FLUX.1's scripts without a download.
+
+    python scripts/build_random_pipeline.py sd3 runs/tiny_sd3
+    python scripts/build_random_pipeline.py flux runs/tiny_flux
+
+What it draws means nothing. `,smoke` runs and tests use the tiny size, scripts/bench.py the published one, in memory.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
+NUM_CLIP_WORDS = 54
+TINY = dict(
+    clip_l=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, projection_dim=16),
+    clip_g=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, projection_dim=16),
+    t5=dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4),
+    vae=dict(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4),
+    sd3=dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32, sample_size=8)
+    | dict(caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=16, dual_attention_layers=(0,)),
+    flux=dict(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
+    | dict(pooled_projection_dim=16, axes_dims_rope=(4, 6, 6)),
+)
+PUBLISHED = dict(
+    clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+    | dict(projection_dim=768),
+    clip_g=dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)
+    | dict(projection_dim=1280),
+    t5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64),
+    vae=dict(block_out_channels=(128, 256, 512, 512), layers_per_block=2, norm_num_groups=32),
+    sd3=dict(num_layers=24, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096, sample_size=128)
+    | dict(caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=384)
+    | dict(dual_attention_layers=tuple(range(13))),
+    flux={},
+)
+
+
+def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
+    """Stable Diffusion 3.5; `make` (build, dtype) -> module says how weights come about."""
+    return StableDiffusion3Pipeline(
+        transformer=make(lambda: SD3Transformer2DModel(qk_norm="rms_norm", **sizes["sd3"]), torch.bfloat16),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=make(lambda: vae(sizes, scaling_factor=1.5305, shift_factor=0.0609), torch.float32),
+        text_encoder=make(lambda: CLIPTextModelWithProjection(clip_config(sizes["clip_l"])), torch.bfloat16),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=make(lambda: CLIPTextModelWithProjection(clip_config(sizes["clip_g"])), torch.bfloat16),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=make(lambda: t5_encoder(sizes), torch.bfloat16),
+        tokenizer_3=t5_tokenizer(),
+    )
+
+
+def flux(sizes: dict, make: Callable) -> FluxPipeline:
+    """FLUX.1-dev."""
+    return FluxPipeline(
+        transformer=make(lambda: FluxTransformer2DModel(guidance_embeds=True, **sizes["flux"]), torch.bfloat16),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=make(lambda: vae(sizes, scaling_factor=0.3611, shift_factor=0.1159), torch.float32),
+        text_encoder=make(lambda: CLIPTextModel(clip_config(sizes["clip_l"])), torch.bfloat16),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=make(lambda: t5_encoder(sizes), torch.bfloat16),
+        tokenizer_2=t5_tokenizer(),
+    )
+
+
+def vae(sizes: dict, **normalisation) -> AutoencoderKL:
+    blocks = len(sizes["vae"]["block_out_channels"])
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        latent_channels=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        **sizes["vae"],
+        **normalisation,
+    )
+
+
+def clip_config(size: dict) -> CLIPTextConfig:
+    ends = dict(bos_token_id=0, eos_token_id=NUM_CLIP_WORDS - 1, pad_token_id=NUM_CLIP_WORDS - 1)
+    return CLIPTextConfig(vocab_size=NUM_CLIP_WORDS, max_position_embeddings=77, **ends, **size)
+
+
+def t5_encoder(sizes: dict) -> T5EncoderModel:
+    return T5EncoderModel(T5Config(vocab_size=1000, feed_forward_proj="gated-gelu", **sizes["t5"]))
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Reads letters."""
+    letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
+    words = ["<|startoftext|>", *letters, *(f"{letter}</w>" for letter in letters), "<|endoftext|>"]
+    return CLIPTokenizer({word: i for i, word in enumerate(words)}, [], model_max_length=77)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Reads the words of the shapes task, and letters."""
+    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    words = sorted({f"▁{word}" for text in texts for word in text.split()})
+    letters = ["▁", *(chr(i) for i in range(ord(" ") + 1, 127))]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [(word, -5.0) for word in words] + [(letter, -10.0) for letter in letters]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def small_random(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """As the class initialises itself, always alike, float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+def large_random(device: torch.device) -> Callable:
+    """A `make` whose weights, small and normal, never pass through host memory."""
+
+    def make(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+        with init_empty_weights():
+            module = build()
+        generator = torch.Generator(device).manual_seed(0)
+        for name, parameter in list(module.named_parameters()):
+            value = torch.empty(parameter.shape, device=device, dtype=dtype)
+            if parameter.ndim > 1:
+                value.normal_(0, 0.02, generator=generator)
+            else:
+                value.fill_(1.0 if "norm" in name and "bias" not in name else 0.0)
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, torch.nn.Parameter(value, requires_grad=False))
+        return module.to(device).eval()
+
+    return make
+
+
+def build(name: str, folder: str) -> DiffusionPipeline:
+    """Write the tiny size of "sd3" or "flux" as a diffusers folder."""
+    pipeline = {"sd3": sd3, "flux": flux}[name](TINY, small_random)
+    pipeline.save_pretrained(folder)
+    return pipeline
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=["sd3", "flux"])
+    parser.add_argument("folder")
+    args = parser.parse_args()
+    build(args.model, args.folder)

@@ -1,0 +1,70 @@
+"""Several rewards in one run, and the rewards that need no model."""
+
+import pytest
+import torch
+from small import lines_of, train
+
+from flow_grpo import rewards
+from flow_grpo.rewards import jpeg_compressibility
+
+WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+BOTH = {"shapes": 1.0, "jpeg_compressibility": 0.1}
+CPU = torch.device("cpu")
+
+
+def images(num=3):
+    return torch.rand(num, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_flat_image_compresses_best_and_an_image_alone_as_in_a_batch():
+    score = jpeg_compressibility.load(CPU)
+    flat, smooth = torch.full((1, 3, 64, 64), 0.5), torch.linspace(0, 1, 64).expand(1, 3, 64, 64)
+    found = score(torch.cat([flat, smooth, images(1)]), ["a"] * 3, [{}] * 3)
+    assert found[0] > found[1] > found[2]
+    assert found.max() < 0
+    assert score(images(3), ["a"] * 3, [{}] * 3)[1] == score(images(3)[1:2], ["a"], [{}])[0]
+
+
+def test_watched_rewards_are_measured_on_request_and_do_not_count():
+    score = rewards.multi_score(CPU, {"jpeg_compressibility": 2.0}, ["shapes"])
+    metadata = [{"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}] * 3
+    plain, everything = (score(images(), ["a red circle"] * 3, metadata, everything=e) for e in (False, True))
+    assert set(plain) == {"jpeg_compressibility", "avg"}
+    assert set(everything) == {"jpeg_compressibility", "avg", "shapes", "shapes_accuracy"}
+    assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
+
+
+def test_an_unknown_watched_reward_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"no reward 'pickscor' .* nearest: pickscore"):
+        rewards.check_rewards({"shapes": 1.0}, ["pickscor"])
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_two_rewards_by_gdpo_with_a_third_watched(name, tmp_path):
+    how = dict(train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
+    folder = train(name, tmp_path, reward_fn={"jpeg_compressibility": 1.0}, eval__rewards=("shapes",), **how)
+    (epoch,) = lines_of(folder, "epoch")
+    assert "reward/jpeg_compressibility_group_std" in epoch
+    assert not any("shapes" in key for key in epoch)
+    assert {"eval/jpeg_compressibility", "eval/shapes", "eval/shapes_accuracy"} <= set(lines_of(folder, "eval")[0])
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
+    """The gradient is the unfiltered one over the share of groups that are kept: zero advantages add nothing to it."""
+    how = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=8, train__updates_per_epoch=1)
+    how |= dict(train__max_grad_norm=1e9, train__clip_range=1.0)
+    plain, filtered = (train(name, tmp_path / str(f), train__filter_groups=f, **how) for f in (False, True))
+    (epoch,), (before,), (after,) = lines_of(plain, "epoch"), lines_of(plain, "update"), lines_of(filtered, "update")
+    share = 1 - epoch["reward/zero_std_share"]
+    assert 0 < share < 1, "a rollout without zero-std groups shows nothing"
+    assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
+
+
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monkeypatch):
+    (tmp_path / "constant.py").write_text(
+        "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
+    )
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
+    assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
