@@ -193,9 +193,9 @@ class Dashboard:
         self.lines = len(records)  # wandb's own step, so that a resumed run goes on where it was
         self.latest = {name: value for record in records for name, value in record.items()}
 
-    def history(self, kind: str) -> list[dict[str, float]]:
-        """The lines of one kind so far; [] on other ranks than the main one."""
-        return [record for record in read_metrics(self.run_dir) if record["kind"] == kind] if self.is_main else []
+    def history(self) -> list[dict[str, float]]:
+        """The lines so far; [] on other ranks than the main one."""
+        return read_metrics(self.run_dir) if self.is_main else []
 
     @on_main
     def say(self, text: str) -> None:

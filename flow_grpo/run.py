@@ -195,9 +195,9 @@ def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     run.epoch, run.step = checkpoints.load(checkpoint, state, config=run.config.to_dict(), may_differ=MAY_DIFFER)
-    lowered = [line for line in run.board.history("epoch") if line["epoch"] < run.epoch]
-    factor = fsdp_utils.broadcast_object(lowered[-1]["trouble/learning_rate_factor"] if lowered else 1.0)
-    _scale_learning_rate(run, factor)
+    factors = [line.get("trouble/learning_rate_factor") for line in run.board.history() if line["epoch"] < run.epoch]
+    factors = [factor for factor in factors if factor is not None]
+    _scale_learning_rate(run, fsdp_utils.broadcast_object(factors[-1] if factors else 1.0))
 
 
 def epochs(run: Run) -> Iterator[int]:
@@ -311,12 +311,13 @@ def _watch(run: Run, epoch: int) -> None:
     signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist()
     run.signs.clear()
     now = dict(zip(trouble.SIGNS, signs))
-    norms = [float(line["grad_norm"]) for line in run.board.history("update")]
-    num_new = sum(line["epoch"] == epoch for line in run.board.history("update"))
+    lines = run.board.history()  # [] on other ranks, which are told below
+    norms = [line["grad_norm"] for line in lines if line["kind"] == "update"]
+    num_new = sum(line["kind"] == "update" and line["epoch"] == epoch for line in lines)
     now["grad_norm_spike"] = trouble.spike(norms, num_new) if norms else 1.0
-    first = next(iter(run.board.history("epoch")), {f"trouble/{sign}": value for sign, value in now.items()})
-    first = {sign: float(first[f"trouble/{sign}"]) for sign in trouble.SIGNS}
-    problems = fsdp_utils.broadcast_object(trouble.crossed(now, first, run.config.trouble))
+    firsts = [{sign: line[f"trouble/{sign}"] for sign in trouble.SIGNS} for line in lines if line["kind"] == "epoch"]
+    problems = trouble.crossed(now, firsts[0] if firsts else now, run.config.trouble)
+    problems = fsdp_utils.broadcast_object(problems)
     if problems:
         run.board.say(f"epoch {epoch + 1}: {'; '.join(problems)}; action: {run.config.trouble.action}")
         run.stopped = run.config.trouble.action == "stop"

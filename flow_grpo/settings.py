@@ -83,6 +83,11 @@ def check_window(sample) -> None:
             f"not fit into {sample.num_steps} steps; the range may be up to (0, {sample.num_steps - 1}), "
             f"since the last step is never noisy"
         )
+    if sample.sde_window_size == 0 and sample.sde_window_schedule != "random":
+        raise ValueError(
+            f"config.sample.sde_window_size is 0, all steps but the last: nothing is left to move by "
+            f"sde_window_schedule {sample.sde_window_schedule!r}"
+        )
     if sample.num_images_per_prompt < 2:
         raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
 

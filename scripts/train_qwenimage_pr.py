@@ -18,9 +18,8 @@ from flow_grpo.rng import generator
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import check_branches
 
-IGNORED = tuple(
-    f"sample.{key}" for key in ("sde_window_size", "sde_window_range", "sde_window_schedule", "same_latent")
-)
+WINDOW = ("size", "range", "schedule", "interval", "stride")
+IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW))
 
 
 def rollout(run, batch, epoch):

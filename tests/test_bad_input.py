@@ -42,6 +42,14 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
         (WINDOW, dict(train__updates_per_epoch=5), r"4 images x 2 trained steps = 8 rows .* 5; .*\[1, 2, 4, 8\]"),
         (WINDOW, dict(sample__sde_window_range=(0, 4)), r"range = \(0, 4\) .* 4 steps; .* up to \(0, 3\)"),
         (WINDOW, dict(sample__sde_window_size=4), r"sde_window_size = 4 in sde_window_range = \(0, 3\)"),
+        (
+            WINDOW,
+            dict(sample__sde_window_size=0, sample__sde_window_schedule="decay"),
+            r"nothing is left to move by .*'decay'",
+        ),
+        (WINDOW, dict(sample__flash_ratio=1.5), r"flash_ratio is 1.5; a share of the steps is at most 1"),
+        (WINDOW, dict(sample__sde_type="cps", train__objective="guard"), r"'cps_gaussian' is the same step with one"),
+        (WINDOW, dict(eval__rewards=("shape",)), r"no reward 'shape'"),
         (WINDOW, dict(sample__num_branches=2), r"num_branches is 2; branches are for train_\*_pr.py"),
         (BRANCHES, dict(sample__num_branches=1), r"num_branches is 1; .* at least 2"),
         (
