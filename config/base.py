@@ -4,7 +4,29 @@ The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any
 (prompts, images, updates per epoch); how it divides over the GPUs is arithmetic (flow_grpo/batching.py).
 """
 
+import difflib
+
 import ml_collections
+
+
+def select(name, runs, variants, file):
+    """The config that NAME or NAME,VARIANT,... of a file's functions makes; ValueError names the nearest."""
+    runs, variants = ({function.__name__: function for function in functions} for functions in (runs, variants))
+    run, *chosen = name.split(",")
+    if run not in runs or set(chosen) - set(variants):
+        near = difflib.get_close_matches(run, runs, cutoff=0) or runs
+        raise ValueError(
+            f"no run {name!r} in {file}; nearest: {', '.join(near)}; each also with variants of it, as "
+            f"NAME,smoke: {', '.join(variants)}"
+        )
+    try:
+        config = runs[run]()
+        for variant in chosen:
+            config = variants[variant](config)
+    except (AttributeError, KeyError, TypeError) as error:  # ml_collections' own words name the nearest key
+        raise ValueError(f"{run} in {file} sets what config/base.py does not know: {error}") from error
+    config.name = name.replace(",", "_")
+    return config
 
 
 def get_config():
@@ -96,7 +118,11 @@ def train():
     train.adv_clip_max = 5.0
     train.reward_aggregation = "sum"  # "sum" of weighted rewards | "gdpo": of their advantages
     train.filter_groups = False  # leave groups whose rewards are all alike out of the mean that is the loss
-    train.beta = 0.0  # weight of the KL to the reference policy
+    train.beta = 0.0  # weight of the KL to the reference policy; train_*_nft.py: of the squared distance to it
+    train.nft_beta = 1.0  # train_*_nft.py: share of the trained policy in the mixture that is compared with x_0
+    train.old_decay_schedule = (
+        1  # train_*_nft.py: how the sampling policy follows, 0 | 1 | 2 of losses.old_policy_decay
+    )
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
     train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings

@@ -3,11 +3,11 @@
 A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
 """
 
-import difflib
 import runpy
 from pathlib import Path
 
-base = runpy.run_path(str(Path(__file__).with_name("base.py")))["get_config"]
+BASE = runpy.run_path(str(Path(__file__).with_name("base.py")))
+base, select = BASE["get_config"], BASE["select"]
 
 
 def shapes_qwenimage():
@@ -169,7 +169,7 @@ def smoke(config):
     config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8
     config.train.updates_per_epoch = 2
     if config.sample.num_branches == 1:
-        config.sample.sde_window_range = (0, 3)
+        config.sample.sde_window_range = (0, 3) if config.sample.sde_window_size else config.sample.sde_window_range
         config.sample.sde_window_size = min(config.sample.sde_window_size, 2)
     return config
 
@@ -184,20 +184,4 @@ VARIANTS = (smoke, mixgrpo, flash, fast, guard)
 
 
 def get_config(name="shapes_qwenimage"):
-    runs = {run.__name__: run for run in RUNS}
-    variants = {variant.__name__: variant for variant in VARIANTS}
-    run, *chosen = name.split(",")
-    if run not in runs or set(chosen) - set(variants):
-        near = difflib.get_close_matches(run, runs, cutoff=0) or runs
-        raise ValueError(
-            f"no run {name!r} in config/grpo.py; nearest: {', '.join(near)}; each also with variants of it, as "
-            f"NAME,smoke: {', '.join(variants)}"
-        )
-    try:
-        config = runs[run]()
-        for variant in chosen:
-            config = variants[variant](config)
-    except (AttributeError, KeyError, TypeError) as error:  # ml_collections' own words name the nearest key
-        raise ValueError(f"{run} in config/grpo.py sets what config/base.py does not know: {error}") from error
-    config.name = name.replace(",", "_")
-    return config
+    return select(name, RUNS, VARIANTS, "config/grpo.py")

@@ -52,6 +52,10 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
         "nat", "mean (log-prob now - at rollout)^2 / 2", "0 in the first update, then small and steady"
     ),
     "kl_reference": Metric("nat", "KL from the reference policy, per latent element", "levels off if beta > 0"),
+    "old_distance": Metric("", "NFT: squared distance to the old policy's velocity, per element", "small, steady"),
+    "reference_distance": Metric(
+        "", "NFT: the same to the reference's, the penalty of train.beta", "grows, levels off"
+    ),
     "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce trouble"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),

@@ -21,13 +21,17 @@ class Ema:
         self.is_applied = False
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
-    @torch.no_grad()
     def update(self, step: int) -> None:
         """Call after every optimizer step with the number taken so far; moves at every `interval`-th."""
-        assert not self.is_applied
         if step % self.interval == 0:
-            for name, p in self.parameters.items():
-                self.shadows[name].lerp_(p, 1 - decay_at(step, self.decay))
+            self.move(1 - decay_at(step, self.decay))
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """shadow = (1 - share) shadow + share weight."""
+        assert not self.is_applied
+        for name, p in self.parameters.items():
+            self.shadows[name].lerp_(p, share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -61,3 +61,51 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     if mode == "mean_one":
         return transition_std / transition_std.mean()
     raise ValueError(f"train.step_weight is {mode!r}; there are: {', '.join(STEP_WEIGHTS)}")
+
+
+def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
+    """How much of an image counts as a good one, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT,
+    arXiv:2509.16117)."""
+    return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
+
+
+def nft_loss(
+    velocity: Tensor, old_velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor, reward_prob: Tensor, beta: float
+) -> Tensor:
+    """DiffusionNFT's objective, [B], before its factor 5 (arXiv:2509.16117, eq. 5, with self-normalised distances).
+
+    A policy mixed of the old one and `velocity` is to predict good images, its mirror image bad ones.
+
+    Args:
+        velocity, old_velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
+        sigma, reward_prob: [B].
+        beta: share of `velocity` in the mixture, above 0.
+    """
+    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
+    positive = beta * velocity + (1 - beta) * old_velocity
+    negative = (1 + beta) * old_velocity - beta * velocity
+    good, bad = (_normalised_distance(x_t - sigma * v, x_0) for v in (positive, negative))
+    return (reward_prob * good + (1 - reward_prob) * bad) / beta
+
+
+def _normalised_distance(found: Tensor, x_0: Tensor) -> Tensor:
+    error = (found - x_0).flatten(1)
+    return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
+
+
+def old_policy_decay(step: int, schedule: int) -> float:
+    """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4).
+
+    Args:
+        schedule: 0 = none; 1 = slowly up to one half; 2 = none for 75 steps, then up to .999.
+
+    Raises:
+        ValueError: unknown schedule.
+    """
+    if schedule == 0:
+        return 0.0
+    if schedule == 1:
+        return min(0.001 * step, 0.5)
+    if schedule == 2:
+        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+    raise ValueError(f"train.old_decay_schedule is {schedule}; there are 0, 1, 2")

@@ -67,13 +67,14 @@ def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
     return run.config.train.beta * kl
 
 
-def accumulate(run, loss: Tensor, step: SDEStep, rows: Minibatch) -> None:
-    """Add the gradient of loss [R * J], a part of the update's mean, and note what the ratio looks like."""
+def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
+    """Add the gradient of loss [R * J], a part of the update's mean; of a scored step, note what its ratio is."""
     loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
     (run.loss_scale * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
-    parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
+    if step is not None:
+        parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
 
 
 def optimizer_step(run) -> None:

@@ -1,4 +1,5 @@
-"""What sampling leaves behind for the update, and how the update's minibatches are drawn from it.
+"""What sampling leaves behind for the update, noisy steps with their log-probs or finished images alone, and how the
+update's minibatches are drawn from it.
 
 B images of a batch, K trained steps of each, J outcomes of each step (1 in a window, num_branches otherwise), N tokens,
 C channels, R rows of a minibatch; L text tokens, D text width, P prompts, G images per group.
@@ -29,6 +30,30 @@ class Rollout:
     embeds: Any  # the model's prompt embeddings, B rows
     images: Tensor  # [B] int64, their global numbers within the epoch
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """K and J."""
+        return tuple(self.log_probs.shape[1:])
+
+    def take(self, rows: Tensor, num_rows: int) -> "Minibatch":
+        """rows [R] int64 on the CPU: image * K + step; num_rows of the whole update."""
+        image, step = rows // self.shape[0], rows % self.shape[0]
+        here, at = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
+        outcomes = self.shape[1]
+        return Minibatch(
+            latents=self.latents[here, at],
+            next_latents=self.next_latents[here, at].flatten(0, 1),
+            timesteps=self.timesteps[here, at],
+            log_probs=self.log_probs[here, at].flatten(),
+            weights=self.weights[here, at].repeat_interleave(outcomes),
+            advantages=self.advantages[here, at].flatten(),
+            kept=self.kept[here, at].flatten(),
+            means=None if self.means is None else self.means[here, at].repeat_interleave(outcomes, 0),
+            embeds=self.embeds.take(here),
+            num_rows=num_rows,
+            where=torch.stack([self.images[image], step], 1),
+        )
+
 
 @dataclass
 class Minibatch:
@@ -45,6 +70,50 @@ class Minibatch:
     embeds: Any  # R rows
     num_rows: int  # of the whole update, on this rank
     where: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
+
+
+@dataclass
+class Finished:
+    """The images of one rank that were sampled without noise (DiffusionNFT). A row is one (image, timestep)."""
+
+    latents: Tensor  # [B, N, C] f32, of the images
+    timesteps: Tensor  # [B, K] f32, where each is to be noised and trained, scheduler units
+    advantages: Tensor  # [B, 1, 1] f32, 0 until `credit`
+    kept: Tensor  # [B, 1, 1] f32, as in Rollout
+    embeds: Any  # B rows
+    images: Tensor  # [B] int64, their global numbers within the epoch
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """K and the scored outcomes of a row."""
+        return self.timesteps.shape[1], 1
+
+    def take(self, rows: Tensor, num_rows: int) -> "CleanMinibatch":
+        """rows [R] int64 on the CPU: image * K + timestep; num_rows of the whole update."""
+        image, step = rows // self.shape[0], rows % self.shape[0]
+        here, at = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
+        return CleanMinibatch(
+            latents=self.latents[here],
+            timesteps=self.timesteps[here, at],
+            advantages=self.advantages[here].flatten(),
+            kept=self.kept[here].flatten(),
+            embeds=self.embeds.take(here),
+            num_rows=num_rows,
+            where=torch.stack([self.images[image], step], 1),
+        )
+
+
+@dataclass
+class CleanMinibatch:
+    """R rows of finished images, in random order."""
+
+    latents: Tensor  # [R, N, C] f32, x_0
+    timesteps: Tensor  # [R] f32
+    advantages: Tensor  # [R] f32
+    kept: Tensor  # [R] f32
+    embeds: Any  # R rows
+    num_rows: int  # of the whole update, on this rank
+    where: Tensor  # [R, 2] int64 on the CPU, (global image, timestep's place)
 
 
 def from_trace(
@@ -71,28 +140,28 @@ def from_trace(
     )
 
 
-def concat(rollouts: list[Rollout]) -> Rollout:
+def concat(rollouts: list[Rollout] | list[Finished]) -> Rollout | Finished:
     """Join along B."""
-    columns = {field.name: [getattr(r, field.name) for r in rollouts] for field in fields(Rollout)}
+    columns = {field.name: [getattr(r, field.name) for r in rollouts] for field in fields(rollouts[0])}
     embeds = columns.pop("embeds")
     joined = {name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()}
-    return Rollout(**joined, embeds=embeds[0].concat(embeds))
+    return type(rollouts[0])(**joined, embeds=embeds[0].concat(embeds))
 
 
-def credit(rollout: Rollout, advantages: Tensor, kept: Tensor) -> None:
+def credit(rollout: Rollout | Finished, advantages: Tensor, kept: Tensor) -> None:
     """Enter this rank's advantages and their shares in the mean: one per image, or one per outcome of each step."""
-    shape = (len(rollout.images), -1, rollout.log_probs.shape[2])
+    shape = (len(rollout.images), -1, rollout.shape[1])
     rollout.advantages += advantages.view(shape).to(rollout.advantages)
     rollout.kept *= kept.view(shape).to(rollout.kept)
 
 
-def minibatches(rollout: Rollout, plan, seed: int, *where: int) -> Iterator[list[Minibatch]]:
+def minibatches(rollout: Rollout | Finished, plan, seed: int, *where: int) -> Iterator[list]:
     """Per optimizer step of one inner epoch, its minibatches of `plan.batch_size` rows.
 
     Each batch of the rollout gives an equal, randomly drawn share of its rows to every optimizer step: the draw depends
     on the batch's global number and `where` (epoch, inner epoch), so a step trains the same rows on any number of GPUs.
     """
-    num_rows = plan.batch_size * rollout.log_probs.shape[1]  # a moving window may be cut off at its end
+    num_rows = plan.batch_size * rollout.shape[0]  # a moving window may be cut off at its end
     shares = []  # per batch: [updates, rows], numbers of (image, step) rows
     for i, first_image in enumerate(rollout.images[:: plan.batch_size].tolist()):
         order = torch.randperm(
@@ -100,29 +169,4 @@ def minibatches(rollout: Rollout, plan, seed: int, *where: int) -> Iterator[list
         )
         shares.append((i * num_rows + order).view(plan.updates_per_epoch, -1))
     for rows in torch.cat(shares, dim=1):
-        yield [_take(rollout, part, len(rows)) for part in rows.split(plan.batch_size)]
-
-
-def _take(rollout: Rollout, rows: Tensor, num_rows: int) -> Minibatch:
-    """rows [R] int64 on the CPU: image * K + step."""
-    num_steps, outcomes = rollout.log_probs.shape[1:]
-    image, step = rows // num_steps, rows % num_steps
-    here = rows.to(rollout.latents.device, non_blocking=True)
-    take = {name: getattr(rollout, name).flatten(0, 1)[here] for name in _ROW_FIELDS}
-    means = None if rollout.means is None else rollout.means.flatten(0, 1)[here].repeat_interleave(outcomes, 0)
-    return Minibatch(
-        latents=take["latents"],
-        next_latents=take["next_latents"].flatten(0, 1),
-        timesteps=take["timesteps"],
-        log_probs=take["log_probs"].flatten(),
-        weights=take["weights"].repeat_interleave(outcomes),
-        advantages=take["advantages"].flatten(),
-        kept=take["kept"].flatten(),
-        means=means,
-        embeds=rollout.embeds.take(here // num_steps),
-        num_rows=num_rows,
-        where=torch.stack([rollout.images[image], step], 1),
-    )
-
-
-_ROW_FIELDS = ("latents", "next_latents", "timesteps", "log_probs", "weights", "advantages", "kept")
+        yield [rollout.take(part, len(rows)) for part in rows.split(plan.batch_size)]

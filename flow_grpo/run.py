@@ -43,6 +43,7 @@ class Run:
     loss_scale: float  # 1 but in fp16
     ema: Ema
     reference: Callable | None  # () -> context in which the transformer is the reference; None where beta is 0
+    old: Ema | None  # the policy that samples, where it is not the trained one (DiffusionNFT)
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable  # prompt -> its embeddings, one row, cached
@@ -78,12 +79,13 @@ class Run:
         return rows[0].concat(rows)
 
 
-def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple[str, ...]) -> Run:
+def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple[str, ...], old: bool = False) -> Run:
     """Check everything, then load everything.
 
     Args:
         check: of config.sample; what this script asks of it, from settings.py.
         ignored: settings that this script does not read.
+        old: whether images are sampled by a policy of its own, that follows the trained one.
 
     Raises:
         ValueError: before any weight is loaded, for all that a user can get wrong.
@@ -107,7 +109,7 @@ def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple
         train_prompts=train_prompts,
         test_prompts=test_prompts,
         score=rewards.multi_score(ranks.device, config.reward_fn, config.eval.rewards),
-        **_learner(config, model, pipeline, mesh, ranks.device),
+        **_learner(config, model, pipeline, mesh, ranks.device, old),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=_embedder(config, model, pipeline),
@@ -130,7 +132,7 @@ def _check_files(config, model) -> list[list[prompts.Prompt]]:
     return splits
 
 
-def _learner(config, model, pipeline, mesh, device) -> dict[str, Any]:
+def _learner(config, model, pipeline, mesh, device, old) -> dict[str, Any]:
     """Lay out and fill the transformer, and build what trains it."""
     policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
     fsdp_utils.prepare(
@@ -156,6 +158,7 @@ def _learner(config, model, pipeline, mesh, device) -> dict[str, Any]:
         loss_scale=2.0**16 if config.precision == "fp16" else 1.0,
         ema=Ema(trained, train.ema_decay, train.ema_interval),
         reference=policies.keep_reference(pipeline.transformer) if train.beta > 0 else None,
+        old=Ema(trained) if old else None,
     )
 
 
@@ -193,8 +196,7 @@ def _choose_folder(config) -> tuple[Path, Path | None]:
 
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    run.epoch, run.step = checkpoints.load(checkpoint, state, config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    run.epoch, run.step = checkpoints.load(checkpoint, _state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
     factors = [line.get("trouble/learning_rate_factor") for line in run.board.history() if line["epoch"] < run.epoch]
     factors = [factor for factor in factors if factor is not None]
     _scale_learning_rate(run, fsdp_utils.broadcast_object(factors[-1] if factors else 1.0))
@@ -338,13 +340,19 @@ def save(run: Run) -> None:
     with run.board.timed("save"):
         checkpoints.save(
             run.folder / "checkpoints",
-            checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema),
+            _state(run),
             epoch=run.epoch,
             step=run.step,
             config=run.config.to_dict(),
             keep=run.config.keep_checkpoints,
             extra_files=lambda folder: export(run, folder) if run.config.lora.rank else None,
         )
+
+
+def _state(run: Run) -> dict[str, Tensor]:
+    old = run.old.state_dict() if run.old else {}
+    state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
+    return state | {f"old/{name}": shadow for name, shadow in old.items()}
 
 
 def export(run: Run, folder: Path) -> None:

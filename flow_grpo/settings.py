@@ -11,6 +11,7 @@ CHOICES = {
     "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
     "train.objective": ("clip", "guard"),
     "train.reward_aggregation": ("sum", "gdpo"),
+    "train.old_decay_schedule": (0, 1, 2),
     "trouble.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
@@ -21,7 +22,7 @@ AT_LEAST = {  # smallest value of a number
     "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
     "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
     "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
-    "train.adv_clip_max": 0, "train.beta": 0, "train.max_grad_norm": 0, "train.weight_decay": 0,
+    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.max_grad_norm": 0, "train.weight_decay": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 1,
     "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
     "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
@@ -99,6 +100,17 @@ def check_branches(sample) -> None:
             f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
             "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
         )
+
+
+def check_forward(sample) -> None:
+    """Raises ValueError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
+    if sample.sde_window_size or sample.num_branches != 1:
+        raise ValueError(
+            f"config.sample.sde_window_size is {sample.sde_window_size} and num_branches {sample.num_branches}: "
+            "without noise in the rollout there is neither window nor branch; set 0 and 1"
+        )
+    if sample.num_images_per_prompt < 2:
+        raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
 
 
 def _get(config, key: str):

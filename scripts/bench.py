@@ -91,15 +91,16 @@ def epoch_figures(script: str, config, model) -> dict:
     rows = [json.loads(line) for line in lines]
     first, last = [row for row in rows if row["kind"] == "epoch"]
     images = last["images"] - first["images"]
-    parity = max(row.get("parity/log_prob_abs_diff_max", 0.0) for row in rows if row["kind"] == "update")
+    gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
+    parity = {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
     figures = {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name == "images_per_s"}
-    return {"images": images, "parity/log_prob_abs_diff_max": parity} | figures
+    return {"images": images} | parity | figures
 
 
 def main(args):
-    get_config = runpy.run_path("config/grpo.py")["get_config"]
-    name, *branches = args.script.split("_")[1:]
-    script = "_".join(["train_qwenimage", *branches])
+    name, *kind = args.script.split("_")[1:]
+    get_config = runpy.run_path("config/nft.py" if kind == ["nft"] else "config/grpo.py")["get_config"]
+    script = "_".join(["train_qwenimage", *kind])
     suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
         model, config = full_model(name), full_config(get_config(f"pickscore_{suffix}"))
@@ -114,7 +115,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{branches}" for model in MODELS for branches in ("", "_pr")]
+    scripts = [f"train_{model}{kind}" for model in MODELS for kind in ("", "_pr", "_nft")]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")

@@ -43,7 +43,7 @@ def update(run, rows):
     step = policy_step(run, rows)
     policy_loss = rows.weights * surrogate(run, step, rows)
     run.meter.add(policy_loss=policy_loss)
-    accumulate(run, policy_loss + kl_penalty(run, step, reference), step, rows)
+    accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
 
 
 def main(config, model=qwenimage):

@@ -43,7 +43,7 @@ def update(run, rows):
     reference, step = reference_step(run, rows), policy_step(run, rows)
     weighted = rows.weights * surrogate(run, step, rows)
     run.meter.add(policy_loss=weighted)
-    accumulate(run, weighted + kl_penalty(run, step, reference), step, rows)
+    accumulate(run, weighted + kl_penalty(run, step, reference), rows, step)
 
 
 def groups_of(run, images):

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import train_qwenimage
+import train_qwenimage_nft
 import train_qwenimage_pr
 
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
@@ -13,15 +14,20 @@ from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenima
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"shapes_qwenimage": train_qwenimage, "shapes_qwenimage_pr": train_qwenimage_pr}
+SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft}  # by the last word of a run's name
 MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
+def file_of(name):
+    """The config file of a run."""
+    return f"config/{'nft' if name.split(',')[0].endswith('_nft') else 'grpo'}.py"
+
+
 def config_of(name, output_dir=None, **overrides):
     """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__")."""
-    config = runpy.run_path(str(ROOT / "config" / "grpo.py"))["get_config"](f"{name},smoke")
+    config = runpy.run_path(str(ROOT / file_of(name)))["get_config"](f"{name},smoke")
     if output_dir is not None:
         config.output_dir = str(output_dir)
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in overrides.items()})
@@ -32,8 +38,7 @@ def train(name, output_dir, **overrides):
     """Run a script's main in this process, with the model that the run's name says; its run folder."""
     config = config_of(name, output_dir, **overrides)
     words = name.split(",")[0].split("_")
-    script = train_qwenimage_pr if words[-1] == "pr" else train_qwenimage
-    script.main(config, MODELS[words[1]])
+    SCRIPTS.get(words[-1], train_qwenimage).main(config, MODELS[words[1]])
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 

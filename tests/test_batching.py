@@ -10,8 +10,14 @@ import pytest
 from flow_grpo.batching import plan_batches
 
 GRPO = runpy.run_path(str(Path(__file__).parents[1] / "config" / "grpo.py"))
-NAMES = [run.__name__ + variant for run in GRPO["RUNS"] for variant in ("", ",smoke")]
-CONFIGS = {name: GRPO["get_config"](name) for name in NAMES}
+NFT = runpy.run_path(str(Path(__file__).parents[1] / "config" / "nft.py"))
+CONFIGS = {
+    run.__name__ + variant: file["get_config"](run.__name__ + variant)
+    for file in (GRPO, NFT)
+    for run in file["RUNS"]
+    for variant in ("", ",smoke")
+}
+NAMES = list(CONFIGS)
 
 
 def problem(config, world_size):
@@ -51,7 +57,7 @@ def test_every_run_plans_on_one_gpu_and_on_two(name, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16])
 def test_the_published_runs_plan_on_the_usual_numbers_of_gpus(world_size):
-    for name in (run.__name__ for run in GRPO["RUNS"] if run.__name__.startswith("pickscore")):
+    for name in (name for name in NAMES if name.startswith("pickscore") and "," not in name):
         plan_batches(CONFIGS[name], world_size)
 
 

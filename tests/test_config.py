@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import train_qwenimage
+import train_qwenimage_nft
 import train_qwenimage_pr
 
 from flow_grpo import policies, rewards, settings
 
 ROOT = Path(__file__).parents[1]
 GRPO = runpy.run_path(str(ROOT / "config" / "grpo.py"))
+NFT = runpy.run_path(str(ROOT / "config" / "nft.py"))
 BASE = runpy.run_path(str(ROOT / "config" / "base.py"))["get_config"]()
 KEYS = [
     f"{section}.{key}" if section else key
@@ -89,6 +91,15 @@ def test_every_run_passes_its_own_scripts_checks(run, variant):
     policies.check_lora(config.lora)
     if variant:
         rewards.check_rewards(config.reward_fn)
+    assert config.name == (run + variant).replace(",", "_")
+
+
+@pytest.mark.parametrize("variant", ["", ",smoke", ",flash"])
+@pytest.mark.parametrize("run", [run.__name__ for run in NFT["RUNS"]])
+def test_every_run_without_noise_passes_its_own_scripts_checks(run, variant):
+    config = NFT["get_config"](run + variant)
+    settings.check(config, train_qwenimage_nft.IGNORED)
+    settings.check_forward(config.sample)
     assert config.name == (run + variant).replace(",", "_")
 
 

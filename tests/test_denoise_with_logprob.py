@@ -142,7 +142,7 @@ def test_a_shared_prefix_is_walked_once_and_makes_the_same_images(window):
     assert (found[0] - found[2]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("window", [range(1), range(2, 4), range(4, 5), range(T - 1)])
+@pytest.mark.parametrize("window", [range(0), range(1), range(2, 4), range(4, 5), range(T - 1)])
 @pytest.mark.parametrize("ratio", [0.4, 1.0])
 def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
     latents, noise, velocity, calls = start()

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from flow_grpo.losses import clipped_surrogate, gaussian_kl, guard_surrogate, step_weights
+from flow_grpo.losses import (
+    clipped_surrogate,
+    gaussian_kl,
+    guard_surrogate,
+    nft_loss,
+    nft_reward_prob,
+    old_policy_decay,
+    step_weights,
+)
 from flow_grpo.settings import CHOICES
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
@@ -103,3 +111,48 @@ def test_guard_frees_the_log_ratio_of_its_bias_and_scale():
         log_ratio = loss.double().log()
         assert abs(log_ratio.mean()) < 4 * log_ratio.std() / 4000**0.5
         assert log_ratio.std() == pytest.approx(0.01 / 8, rel=0.1)
+
+
+def nft(beta, **changes):
+    names = dict(velocity="v_theta", old_velocity="v_old", x_0="x0", sigma="sigma", reward_prob="reward_prob")
+    numbers = {name: golden(f"nft/{beta}/{key}", torch.float64) for name, key in names.items()}
+    sigma = numbers["sigma"].view(-1, 1, 1)
+    numbers["x_t"] = (1 - sigma) * numbers["x_0"] + sigma * golden(f"nft/{beta}/noise", torch.float64)
+    return nft_loss(**numbers | changes, beta=float(beta))
+
+
+@pytest.mark.parametrize("beta", ["1.0", "0.1"])
+def test_golden_nft(beta):
+    torch.testing.assert_close(
+        5 * nft(beta).mean(), golden(f"nft/{beta}/policy_loss", torch.float64).mean(), rtol=1e-6, atol=0
+    )
+    found = nft_reward_prob(golden(f"nft/{beta}/advantages", torch.float64), 5.0)
+    torch.testing.assert_close(found, golden(f"nft/{beta}/reward_prob", torch.float64), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("schedule", [1, 2])
+def test_golden_decay_of_the_old_policy(schedule):
+    found = [old_policy_decay(step, schedule) for step in range(0, 1000, 50)]
+    assert found == pytest.approx(GOLDEN[f"nft/decay/{schedule}"].tolist(), abs=1e-12)
+    assert old_policy_decay(500, 0) == 0
+    with pytest.raises(ValueError, match="is 3; there are 0, 1, 2"):
+        old_policy_decay(0, 3)
+
+
+@pytest.mark.parametrize("beta", ["1.0", "0.1"])
+def test_an_average_image_does_not_move_nft_from_its_old_policy(beta):
+    """With r = 1/2 and v = v_old both terms are one function, and pull in opposite directions."""
+    old = golden(f"nft/{beta}/v_old", torch.float64)
+    for prob, still in ((0.5, True), (0.9, False)):
+        velocity = old.clone().requires_grad_()
+        nft(beta, velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
+        assert (velocity.grad.abs().max() < 1e-12) == still
+
+
+def test_nft_moves_towards_good_images_and_away_from_bad_ones():
+    old = golden("nft/1.0/v_old", torch.float64)
+    better = golden("nft/1.0/noise", torch.float64) - golden("nft/1.0/x0", torch.float64)  # the velocity of that image
+    for prob, sign in ((1.0, -1), (0.0, 1)):
+        velocity = old.clone().requires_grad_()
+        nft("1.0", velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
+        assert ((velocity.grad * (better - old)).sum((1, 2)) * sign > 0).all()

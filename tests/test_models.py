@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from build_random_pipeline import build
-from small import ENV, MODELS, ROOT, lines_of, train
+from small import ENV, MODELS, ROOT, file_of, lines_of, train
 from train_qwenimage import IGNORED as WINDOW_IGNORES
 
 from flow_grpo import rng
@@ -125,13 +125,16 @@ def test_the_saved_lora_is_heard_by_a_fresh_pipeline(loaded, folders, tmp_path):
     assert (after - before).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("script", ["train_sd3", "train_flux", "train_sd3_pr", "train_flux_pr"])
+TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_pr", "_nft")]
+
+
+@pytest.mark.parametrize("script", TWINS)
 def test_the_twins_run_as_commands(script, folders, tmp_path):
     model = script.split("_")[1]
     command = [
         sys.executable,
         f"scripts/{script}.py",
-        f"--config=config/grpo.py:{script.replace('train', 'pickscore')},smoke",
+        f"--config={file_of(script)}:{script.replace('train', 'pickscore')},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)

@@ -119,7 +119,7 @@ def test_functions_are_short():
 def test_scripts_are_the_algorithm_and_share_few_lines():
     scripts = sorted((ROOT / "scripts").glob("train_*.py"))
     for script in scripts:
-        if script.stem.split("_")[1] == "qwenimage":
+        if script.stem.split("_")[1] == "qwenimage":  # the others are twins
             assert {"rollout", "update", "main"} <= {f.name for f in functions(script)}
         else:  # a twin: the same algorithm with another model
             assert len(script.read_text().splitlines()) <= 25

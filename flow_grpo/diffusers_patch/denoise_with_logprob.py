@@ -40,7 +40,7 @@ def denoise_with_logprob(
 
     Args:
         latents: [B, ...] f32, standard normal.
-        window: consecutive steps; empty for a deterministic walk.
+        window: consecutive steps; range(0) for a deterministic walk.
         noise: noise(num) -> standard normal [B * num, ...] for the next noisy step.
         groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
         flash_ratio: above 0, what follows the window takes this share of its steps, by DPM-Solver++ (MixGRPO-Flash).
@@ -49,8 +49,6 @@ def denoise_with_logprob(
     Returns:
         The image's latents [B, ...] f32 and a TracedStep per step of the window.
     """
-    num_steps = len(scheduler.timesteps)
-    window = window or range(num_steps, num_steps)
     ode = _Ode(velocity, scheduler, unscored, len(latents), flash_ratio)
     rows = member = torch.arange(len(latents), device=latents.device)
     if groups is not None:

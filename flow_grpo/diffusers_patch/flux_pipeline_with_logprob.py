@@ -9,9 +9,8 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
-from flow_grpo import rng
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds, Sampled
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 
 PIPELINE, TRANSFORMER = FluxPipeline, FluxTransformer2DModel
 SHARD_UNITS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
@@ -27,6 +26,7 @@ check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)
 load_pipeline = partial(loading.load_pipeline, PIPELINE, TRANSFORMER)
 transformer_folder = loading.transformer_folder
+schedule, initial_latents = sample_with_logprob.packed_schedule, sample_with_logprob.packed_noise
 
 
 def check_prompts(pipeline, prompts: list[str], width: int) -> None:
@@ -50,21 +50,6 @@ def encode_prompts(pipeline, prompts: list[str], *, width: int | None = None, gu
     how = dict(device=pipeline.text_encoder.device, max_sequence_length=width or 512)
     encoded = {prompt: pipeline.encode_prompt(prompt, prompt, **how) for prompt in dict.fromkeys(prompts)}
     return PromptEmbeds.concat([PromptEmbeds(encoded[p][0], pooled=encoded[p][1]) for p in prompts])
-
-
-def num_tokens(pipeline, resolution: int) -> int:
-    """Of a square image of `resolution` pixels."""
-    return (resolution // (pipeline.vae_scale_factor * 2)) ** 2
-
-
-def schedule(pipeline, num_steps: int, resolution: int, device):
-    """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
-    return sample_with_logprob.schedule(pipeline, num_steps, num_tokens(pipeline, resolution), device)
-
-
-def initial_latents(pipeline, generators: list[torch.Generator], resolution: int, device) -> Tensor:
-    """Standard normal [B, N, C] float32, row b from generators[b]."""
-    return rng.normal((num_tokens(pipeline, resolution), pipeline.transformer.config.in_channels), generators, device)
 
 
 def predict_velocity(transformer, x: Tensor, t: Tensor, embeds: PromptEmbeds, guidance_scale: float) -> Tensor:
@@ -103,13 +88,6 @@ def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int =
     return sample_with_logprob.decode(decode, latents, batch_size)
 
 
-def pipeline_with_logprob(pipeline, prompts, generators, *, guidance_scale: float = 3.5, **how) -> Sampled:
-    """Images with the log-probs of the steps inside a window; arguments of sample_with_logprob.sample_window."""
-    how["guidance_scale"] = guidance_scale
-    return sample_with_logprob.sample_window(sys.modules[__name__], pipeline, prompts, generators, **how)
-
-
-def pipeline_with_logprob_perstep(pipeline, prompts, generators, *, guidance_scale: float = 3.5, **how) -> Sampled:
-    """A trunk per prompt and noisy branches at its steps; arguments of sample_with_logprob.sample_perstep."""
-    how["guidance_scale"] = guidance_scale
-    return sample_with_logprob.sample_perstep(sys.modules[__name__], pipeline, prompts, generators, **how)
+THIS = sys.modules[__name__]
+pipeline_with_logprob = partial(sample_with_logprob.sample_window, THIS, guidance_scale=3.5)
+pipeline_with_logprob_perstep = partial(sample_with_logprob.sample_perstep, THIS, guidance_scale=3.5)

@@ -143,6 +143,22 @@ def schedule(pipeline, num_steps: int, num_tokens: int, device):
     return scheduler
 
 
+def packed_tokens(pipeline, resolution: int) -> int:
+    """Of a square image of `resolution` pixels, where a token is 2 x 2 latents."""
+    return (resolution // (pipeline.vae_scale_factor * 2)) ** 2
+
+
+def packed_schedule(pipeline, num_steps: int, resolution: int, device):
+    """`schedule` for models of packed latents."""
+    return schedule(pipeline, num_steps, packed_tokens(pipeline, resolution), device)
+
+
+def packed_noise(pipeline, generators: list[torch.Generator], resolution: int, device) -> Tensor:
+    """Standard normal [B, N, C] float32, row b from generators[b]."""
+    shape = (packed_tokens(pipeline, resolution), pipeline.transformer.config.in_channels)
+    return rng.normal(shape, generators, device)
+
+
 def guided(forward: Callable, embeds: PromptEmbeds, num: int, guidance_scale: float) -> tuple[Tensor, Tensor]:
     """Classifier-free guidance: neg + g (pos - neg), and pos. At g <= 1 pos twice, without a second forward."""
     positive = forward(embeds)

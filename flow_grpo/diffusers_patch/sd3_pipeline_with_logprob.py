@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flow_grpo import rng
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds, Sampled
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 
 PIPELINE, TRANSFORMER = StableDiffusion3Pipeline, SD3Transformer2DModel
 SHARD_UNITS = ("JointTransformerBlock",)
@@ -105,13 +105,6 @@ def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int =
     return sample_with_logprob.decode(decode, latents, batch_size)
 
 
-def pipeline_with_logprob(pipeline, prompts, generators, *, guidance_scale: float = 4.5, **how) -> Sampled:
-    """Images with the log-probs of the steps inside a window; arguments of sample_with_logprob.sample_window."""
-    how["guidance_scale"] = guidance_scale
-    return sample_with_logprob.sample_window(sys.modules[__name__], pipeline, prompts, generators, **how)
-
-
-def pipeline_with_logprob_perstep(pipeline, prompts, generators, *, guidance_scale: float = 4.5, **how) -> Sampled:
-    """A trunk per prompt and noisy branches at its steps; arguments of sample_with_logprob.sample_perstep."""
-    how["guidance_scale"] = guidance_scale
-    return sample_with_logprob.sample_perstep(sys.modules[__name__], pipeline, prompts, generators, **how)
+THIS = sys.modules[__name__]
+pipeline_with_logprob = partial(sample_with_logprob.sample_window, THIS, guidance_scale=4.5)
+pipeline_with_logprob_perstep = partial(sample_with_logprob.sample_perstep, THIS, guidance_scale=4.5)

@@ -1,0 +1,70 @@
+"""Runs of train_*_nft.py: --config config/nft.py:NAME, or NAME,smoke for seconds.
+
+A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
+"""
+
+import runpy
+from pathlib import Path
+
+GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
+base, select = GRPO["base"], GRPO["select"]
+
+
+def shapes_qwenimage_nft():
+    """DiffusionNFT on the shipped tiny model, minutes on two CPU cores."""
+    config = forward(base())
+    config.num_epochs, config.eval_freq, config.save_freq = 36, 9, 9
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
+    config.sample.batch_size = 36
+    config.sample.flash_ratio, config.sample.merge_adapter = 0.6, True
+    config.train.learning_rate = 1e-3
+    config.train.timestep_fraction = 0.34
+    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    return config
+
+
+def pickscore_qwenimage_nft():
+    """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
+    config = forward(GRPO["qwenimage_512"](base()))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_sd3_nft():
+    """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
+    config = forward(GRPO["sd3_512"](base()))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
+    config.sample.batch_size = 12
+    return config
+
+
+def pickscore_flux_nft():
+    """DiffusionNFT on FLUX.1-dev, 512 px; its guidance is an input, not a second forward, and stays at 3.5."""
+    config = forward(GRPO["flux_512"](base()))
+    config.sample.guidance_scale = config.eval.guidance_scale = 3.5
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
+    config.sample.batch_size, config.sample.num_steps = 12, 10
+    return config
+
+
+def forward(config):
+    """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
+    config.sample.sde_window_size = 0
+    config.sample.guidance_scale = config.eval.guidance_scale = 1.0
+    config.sample.global_std = True
+    config.train.beta = 1e-4
+    return config
+
+
+def smoke(config):
+    """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
+    return GRPO["smoke"](config)
+
+
+RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
+VARIANTS = (smoke, GRPO["flash"])
+
+
+def get_config(name="shapes_qwenimage_nft"):
+    return select(name, RUNS, VARIANTS, "config/nft.py")

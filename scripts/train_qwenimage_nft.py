@@ -1,0 +1,102 @@
+"""DiffusionNFT on Qwen-Image: sample without noise, then learn on the forward process what tells good from bad images.
+
+    torchrun --nproc_per_node=8 scripts/train_qwenimage_nft.py --config config/nft.py:pickscore_qwenimage_nft
+
+Paper: arXiv:2509.16117. An old policy samples deterministically; its images are noised afresh, and the trained policy
+is to predict the good ones, its mirror image about the old policy the bad ones. There are no log-probs, so any solver
+may sample. Without arguments it trains the shipped tiny model.
+"""
+
+import torch
+from absl import app
+from ml_collections import config_flags
+
+from flow_grpo import losses, rng
+from flow_grpo import run as runs
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.optimization import accumulate, optimizer_step
+from flow_grpo.rollout import Finished, concat, credit, minibatches
+from flow_grpo.settings import check_forward
+
+IGNORED = (
+    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
+    *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
+    *(f"train.{key}" for key in ("objective", "clip_range", "step_weight")),
+)
+
+
+def rollout(run, batch, epoch):
+    """Sample a batch with the old policy, and draw the timesteps at which each image will be trained."""
+    seed, embeds, noises = run.config.seed, run.embed(batch.prompts), ("noise", epoch)
+    with run.old.applied():
+        sampled = run.model.pipeline_with_logprob(
+            run.pipeline,
+            embeds,
+            [rng.generator(seed, *noises, image) for image in batch.images],
+            window=range(0),
+            velocity=run.velocity,
+            **runs.sampling(run),
+        )
+    grid = run.scheduler.timesteps[:-1]
+    drawn = [torch.randperm(len(grid), generator=rng.generator(seed, "timesteps", epoch, i)) for i in batch.images]
+    timesteps = grid[torch.stack(drawn)[:, : run.plan.num_trained_steps].to(run.device)]
+    nothing = torch.zeros(len(batch.images), 1, 1, device=run.device)
+    return Finished(sampled.latents, timesteps, nothing, nothing + 1, embeds, torch.tensor(batch.images)), sampled
+
+
+def velocities(run, rows, x_t):
+    """Of the old policy, of the reference (None where train.beta is 0) and, with gradients, of the trained one."""
+    with torch.no_grad():
+        with run.old.applied():
+            old = run.velocity(x_t, rows.timesteps, rows.embeds)
+        reference = None
+        if run.reference:
+            with run.reference():
+                reference = run.velocity(x_t, rows.timesteps, rows.embeds)
+    return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
+
+
+def update(run, rows, *where):
+    """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, each with its own noise."""
+    train, sigma = run.config.train, rows.timesteps / 1000
+    streams = [rng.generator(run.config.seed, "forward noise", *where, *row) for row in rows.where.tolist()]
+    level = sigma.view(-1, *[1] * (rows.latents.ndim - 1))
+    x_t = (1 - level) * rows.latents + level * rng.normal(rows.latents.shape[1:], streams, run.device)
+    old, reference, velocity = velocities(run, rows, x_t)
+    good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
+    loss = 5 * losses.nft_loss(velocity, old, x_t, rows.latents, sigma, good, train.nft_beta)
+    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square())
+    if reference is not None:
+        distance = (velocity - reference).square().flatten(1).mean(1)
+        run.meter.add(reference_distance=distance)
+        loss = loss + train.beta * distance
+    accumulate(run, loss, rows)
+
+
+def main(config, model=qwenimage):
+    run = runs.start(config, model, check_forward, IGNORED, old=True)
+    for epoch in runs.epochs(run):
+        finished, scores, groups = [], [], []
+        for batch in runs.batches(run, epoch):
+            with run.board.timed("rollout"):
+                images, sampled = rollout(run, batch, epoch)
+            finished.append(images)
+            groups.append(torch.tensor(batch.groups))
+            scores.append(runs.score_images(run, sampled, batch, groups[-1]))
+
+        rewards, group_of = runs.gather_rewards(run, epoch, scores, groups)
+        finished = concat(finished)
+        credit(finished, *runs.advantages(run, rewards, group_of))
+        with run.board.timed("update"):
+            for inner in range(config.train.inner_epochs):
+                for part in minibatches(finished, run.plan, config.seed, epoch, inner):
+                    for rows in part:
+                        update(run, rows, epoch, inner)
+                    optimizer_step(run)
+        run.old.move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+    runs.finish(run)
+
+
+if __name__ == "__main__":
+    flag = config_flags.DEFINE_config_file("config", "config/nft.py:shapes_qwenimage_nft", "Which experiment to run.")
+    app.run(lambda _: main(flag.value))

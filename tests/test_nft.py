@@ -1,0 +1,161 @@
+"""DiffusionNFT: which policy samples, which is trained, which stays, and how the first follows the second."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import train_qwenimage_nft as script
+from small import MODELS, config_of, lines_of, train
+
+from flow_grpo import losses, policies
+from flow_grpo import run as runs
+
+NAME = "shapes_qwenimage_nft"
+
+
+@pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
+def started(request, tmp_path):
+    """A run before its first epoch, and its first batch."""
+    config = config_of(NAME, tmp_path, lora__rank=request.param)
+    run = runs.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
+    yield run, next(iter(runs.batches(run, 0)))
+    run.board.finish()
+
+
+@torch.no_grad()
+def move(run):
+    """As training would, but all at once."""
+    stream = torch.Generator().manual_seed(1)
+    for weight in run.parameters:
+        weight += 0.02 * torch.randn(weight.shape, generator=stream)
+
+
+def test_the_old_policy_samples_whatever_the_trained_one_has_become(started):
+    run, batch = started
+    first, _ = script.rollout(run, batch, 0)
+    move(run)
+    again, sampled = script.rollout(run, batch, 0)
+    assert torch.equal(again.latents, first.latents)
+    assert sampled.trace == []
+    run.old.move(1.0)  # had the trained policy sampled, its images would have been these
+    trained, _ = script.rollout(run, batch, 0)
+    assert (trained.latents - first.latents).abs().max() > 0.01
+
+
+def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
+    run, batch = started
+    images, _ = script.rollout(run, batch, 0)
+    rows = images.take(torch.arange(4), 4)
+    old, reference, velocity = script.velocities(run, rows, rows.latents)
+    assert torch.equal(old, reference)
+    assert torch.equal(old, velocity.detach())
+    weights = [p.detach().clone() for p in run.parameters]
+    move(run)
+    run.old.move(0.5)
+    again, still, moved = script.velocities(run, rows, rows.latents)
+    assert torch.equal(still, reference)
+    assert (again - old).abs().max() > 1e-3
+    assert (moved - again).abs().max() > 1e-3
+    assert moved.requires_grad
+    assert not again.requires_grad
+    assert any(not torch.equal(p, w) for p, w in zip(run.parameters, weights))
+
+
+def test_each_image_is_trained_at_timesteps_of_its_own_and_never_at_the_last(started):
+    run, batch = started
+    images, _ = script.rollout(run, batch, 0)
+    assert images.timesteps.shape == (len(batch.images), run.plan.num_trained_steps)
+    assert set(images.timesteps.flatten().tolist()) <= set(run.scheduler.timesteps[:-1].tolist())
+    assert all(len(set(row)) == len(row) for row in images.timesteps.tolist())
+
+
+def stored(folder, epoch):
+    reader = dcp.FileSystemReader(folder / "checkpoints" / f"epoch_{epoch:06d}")
+    tensors = {name: torch.empty(t.size) for name, t in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=reader)
+    return tensors
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("schedule", [0, 1, 2])
+def test_the_old_policy_follows_its_schedule(schedule, rank, tmp_path):
+    how = dict(train__old_decay_schedule=schedule, lora__rank=rank, train__learning_rate=1e-3, keep_checkpoints=9)
+    folder = train(NAME, tmp_path, num_epochs=3, eval_freq=0, **how)
+    states = [stored(folder, epoch) for epoch in (1, 2, 3)]
+    names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
+    assert names
+    for number, (before, after) in enumerate(itertools.pairwise(states), start=2):
+        decay = losses.old_policy_decay(2 * number, schedule)
+        for name in names:
+            expected = decay * before[f"old/{name}"] + (1 - decay) * after[f"model/{name}"]
+            torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-6)
+
+
+def test_the_reference_never_changes(tmp_path, monkeypatch):
+    seen = []
+    plain = script.velocities
+    monkeypatch.setattr(script, "velocities", lambda run, *rows: (seen.append(fingerprint(run)), plain(run, *rows))[1])
+
+    @torch.no_grad()
+    def fingerprint(run):
+        x, t = torch.ones(1, 16, 64), torch.tensor([500.0])
+        with policies.adapters_off(run.pipeline.transformer):
+            return run.velocity(x, t, run.embed([run.train_prompts[0].text]))
+
+    train(NAME, tmp_path, train__learning_rate=1e-2, eval_freq=0)
+    assert len(seen) > 2
+    assert all(torch.equal(velocity, seen[0]) for velocity in seen)
+
+
+def test_no_log_prob_is_in_its_metrics_and_an_average_image_moves_nothing(tmp_path, monkeypatch):
+    updates = lines_of(train(NAME, tmp_path / "plain", eval_freq=0), "update")
+    assert not any("ratio" in key or "parity" in key for line in updates for key in line)
+    assert updates[0]["old_distance"] == updates[0]["reference_distance"] == 0
+    assert min(line["old_distance"] for line in updates[1:2]) > 0
+    monkeypatch.setattr(losses, "nft_reward_prob", lambda advantages, _: torch.full_like(advantages, 0.5))
+    still = lines_of(train(NAME, tmp_path / "still", eval_freq=0, train__weight_decay=0.0), "update")
+    assert still[0]["grad_norm"] < 1e-4 * updates[0]["grad_norm"]
+
+
+def test_a_resumed_run_logs_what_an_unbroken_one_logs(tmp_path):
+    whole = train(NAME, tmp_path / "whole", num_epochs=3)
+    train(NAME, tmp_path / "parts", num_epochs=1)
+    parts = train(NAME, tmp_path / "parts", num_epochs=3, resume_from="latest")
+    later = [[line for line in lines_of(f) if line["kind"] != "eval" or line["epoch"] > 1] for f in (whole, parts)]
+    assert later[0] == later[1]
+    last = [stored(folder, 3) for folder in (whole, parts)]
+    assert all(torch.equal(tensor, last[1][name]) for name, tensor in last[0].items())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(sample__flash_ratio=0.5),
+        dict(train__nft_beta=0.1, train__reward_aggregation="gdpo", train__filter_groups=True),
+        dict(train__inner_epochs=2, train__timestep_fraction=1.0),
+        dict(precision="bf16", fsdp__activation_checkpointing=True, train__beta=0.0),
+    ],
+    ids=["second order", "small beta", "inner epochs", "bf16"],
+)
+def test_options_run(how, tmp_path):
+    updates = lines_of(train(NAME, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
+    assert len(updates) == 2 * how.get("train__inner_epochs", 1)
+    assert all(line["grad_norm"] > 0 for line in updates)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (dict(sample__sde_window_size=2), r"sde_window_size is 2 .* neither window nor branch"),
+        (dict(sample__noise_level=0.9), r"sample.noise_level is set to 0.9, but this script would ignore it"),
+        (dict(train__objective="guard"), r"train.objective is set to guard, but this script would ignore it"),
+        (dict(train__old_decay_schedule=3), r"old_decay_schedule is 3; it may be 0, 1, 2"),
+        (dict(train__nft_beta=0.0), r"nft_beta is 0.0"),
+        (dict(sample__num_images_per_prompt=1, sample__batch_size=2), r"num_images_per_prompt is 1"),
+    ],
+)
+def test_settings_are_checked(how, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        train(NAME, tmp_path / "runs", **how)
+    assert not (tmp_path / "runs").exists()
