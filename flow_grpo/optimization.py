@@ -71,7 +71,7 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
     """Add the gradient of loss [R * J], a part of the update's mean; of a scored step, note what its ratio is."""
     loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
-    (run.loss_scale * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
+    (run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
     if step is not None:
         parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
@@ -86,7 +86,7 @@ def optimizer_step(run) -> None:
     parameters, offload = run.parameters, run.config.fsdp.offload_optimizer
     fsdp_utils.average_gradients(parameters)
     if run.loss_scale != 1:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / run.loss_scale)
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / run.loss_scale.item())
     grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
     if offload:
         fsdp_utils.reload_optimizer_state(run.optimizer)
@@ -111,7 +111,7 @@ def _may_step(run, grad_norm: Tensor) -> bool:
         if run.loss_scale <= 1:
             raise FloatingPointError(f"the gradient norm of update {run.step + 1} is {grad_norm.item()}; no step taken")
     if run.config.precision == "fp16":  # an overflow of the scaled loss is no fault of the loss: skip, scale less
-        run.loss_scale = min(run.loss_scale * 2 ** (1 / 1000), 2.0**16) if finite else run.loss_scale / 2
+        run.loss_scale.mul_(2 ** (1 / 1000) if finite else 0.5).clamp_(max=2.0**16)
     return finite
 
 

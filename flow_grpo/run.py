@@ -40,7 +40,7 @@ class Run:
     test_prompts: list[prompts.Prompt]
     score: Callable  # (images, prompts, metadata) -> {"avg": [B], name: [B], ...}; see rewards.multi_score
     optimizer: torch.optim.AdamW
-    loss_scale: float  # 1 but in fp16
+    loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
     reference: Callable | None  # () -> context in which the transformer is the reference; None where beta is 0
     old: Ema | None  # the policy that samples, where it is not the trained one (DiffusionNFT)
@@ -155,7 +155,7 @@ def _learner(config, model, pipeline, mesh, device, old) -> dict[str, Any]:
     )
     return dict(
         optimizer=optimizer,
-        loss_scale=2.0**16 if config.precision == "fp16" else 1.0,
+        loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
         reference=policies.keep_reference(pipeline.transformer) if train.beta > 0 else None,
         old=Ema(trained) if old else None,
@@ -352,7 +352,8 @@ def save(run: Run) -> None:
 def _state(run: Run) -> dict[str, Tensor]:
     old = run.old.state_dict() if run.old else {}
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    return state | {f"old/{name}": shadow for name, shadow in old.items()}
+    scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
+    return state | scale | {f"old/{name}": shadow for name, shadow in old.items()}
 
 
 def export(run: Run, folder: Path) -> None:

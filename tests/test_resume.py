@@ -8,7 +8,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from small import ENV, ROOT, lines_of, train
+
+from flow_grpo import fsdp_utils
 
 NAME = "shapes_qwenimage_pr"
 NUM_KILLS, NUM_EPOCHS = 10, 12
@@ -81,3 +84,27 @@ def test_resuming_with_another_config_names_the_settings(tmp_path):
 def test_latest_with_nothing_there_is_a_new_run(tmp_path):
     folder = train(NAME, tmp_path, resume_from="latest", num_epochs=1, eval_freq=0)
     assert len(lines_of(folder, "epoch")) == 1
+
+
+def test_fp16_resumes_with_the_loss_scale_it_had(tmp_path, monkeypatch):
+    """The first gradient overflows, so that the scale is halved; the resumed run begins with the half."""
+    plain, calls = fsdp_utils.clip_grad_norm, []
+
+    def overflow(parameters, max_norm):
+        calls.append(None)
+        return plain(parameters, max_norm) * (float("inf") if len(calls) == 1 else 1)
+
+    monkeypatch.setattr(fsdp_utils, "clip_grad_norm", overflow)
+    how = dict(precision="fp16", eval_freq=0)
+    whole = train(NAME, tmp_path / "whole", num_epochs=2, **how)
+    calls.clear()
+    train(NAME, tmp_path / "parts", num_epochs=1, **how)
+    parts = train(NAME, tmp_path / "parts", num_epochs=2, resume_from="latest", **how)
+    assert lines_of(whole, "update")[0]["grad_norm"] == "inf"
+    assert lines_of(whole) == lines_of(parts)
+    scales = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
+    for scale, folder in zip(scales, (whole, parts)):
+        reader = dcp.FileSystemReader(folder / "checkpoints" / "epoch_000002")
+        dcp.load({"loss_scale": scale}, storage_reader=reader)
+    assert scales[0] == scales[1]
+    assert 2.0**15 < scales[0] < 2.0**15.1
