@@ -27,15 +27,11 @@ IGNORED = (
 
 def rollout(run, batch, epoch):
     """Sample a batch with the old policy, and draw the timesteps at which each image will be trained."""
-    seed, embeds, noises = run.config.seed, run.embed(batch.prompts), ("noise", epoch)
+    seed, embeds = run.config.seed, run.embed(batch.prompts)
+    noise = [rng.generator(seed, "noise", epoch, image) for image in batch.images]
     with run.old.applied():
         sampled = run.model.pipeline_with_logprob(
-            run.pipeline,
-            embeds,
-            [rng.generator(seed, *noises, image) for image in batch.images],
-            window=range(0),
-            velocity=run.velocity,
-            **runs.sampling(run),
+            run.pipeline, embeds, noise, window=range(0), velocity=run.velocity, **runs.sampling(run)
         )
     grid = run.scheduler.timesteps[:-1]
     drawn = [torch.randperm(len(grid), generator=rng.generator(seed, "timesteps", epoch, i)) for i in batch.images]
