@@ -51,6 +51,7 @@ def pickscore_flux_nft():
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.sample.sde_window_size = 0
+    config.sample.noise_level = base().sample.noise_level  # nothing reads it
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
     config.sample.global_std = True
     config.train.beta = 1e-4
