@@ -54,6 +54,7 @@ def get_config():
     config.fsdp = fsdp()
     config.sample = sample()
     config.train = train()
+    config.preferences = preferences()
     config.eval = evaluation()
     config.trouble = trouble()
     return config.lock()  # a name that is not in this file is an error from here on
@@ -120,9 +121,9 @@ def train():
     train.filter_groups = False  # leave groups whose rewards are all alike out of the mean that is the loss
     train.beta = 0.0  # weight of the KL to the reference policy; train_*_nft.py: of the squared distance to it
     train.nft_beta = 1.0  # train_*_nft.py: share of the trained policy in the mixture that is compared with x_0
-    train.old_decay_schedule = (
-        1  # train_*_nft.py: how the sampling policy follows, 0 | 1 | 2 of losses.old_policy_decay
-    )
+    train.old_decay_schedule = 1  # train_*_nft.py: how the sampling policy follows; losses.old_policy_decay's 0 | 1 | 2
+    train.dpo_beta = 1000.0  # train_*_dpo.py: how sharply a pair's difference of velocity errors decides
+    train.reference_interval = 0  # train_*_dpo.py: updates until the policy becomes its own reference; 0 = never
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
     train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings
@@ -130,14 +131,29 @@ def train():
     return train
 
 
+def preferences():
+    """Pairs of a better and a worse image: train_*_dpo.py, prepare_preferences.py."""
+    preferences = ml_collections.ConfigDict()
+    preferences.path = ""  # folder of parquet files from prepare_preferences.py; "" = online, of images just sampled
+    preferences.source = ""  # to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files
+    preferences.min_margin = 0.0  # own rollouts, online: the winner's reward is higher by more than this
+    preferences.validation_share = 0.1  # of the prompts, whose pairs are held out
+    preferences.max_dropped_share = 0.2  # more of the source than this left out is an error, once all is written
+    preferences.part_size = 256  # pairs of the source per file
+    preferences.dtype = "float32"  # "float32" | "bfloat16" of what is stored
+    return preferences
+
+
 def evaluation():
     """The evaluation: deterministic, with averaged weights."""
     evaluation = ml_collections.ConfigDict()
     evaluation.rewards = ()  # names of rewards that are measured too but not trained on: they show what is hacked
-    evaluation.num_prompts = 272  # of the test set, evenly spread; one image each, always from the same noise
+    evaluation.num_prompts = 272  # of the test set, evenly spread; one image each, always from the same noise; 0 = none
     evaluation.num_steps = 10  # deterministic
     evaluation.guidance_scale = 1.0
     evaluation.batch_size = 64  # rows per forward and GPU
+    evaluation.num_pairs = 256  # train_*_dpo.py: held-out pairs, evenly spread
+    evaluation.noises_per_pair = 4  # train_*_dpo.py: noises and levels at which each is judged, always the same
     evaluation.num_panel_images = 12  # shown in wandb and samples.png
     return evaluation
 

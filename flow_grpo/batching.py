@@ -66,6 +66,27 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     )
 
 
+def plan_pairs(config, world_size: int) -> BatchPlan:
+    """The same for preference pairs, one per prompt, of which a forward holds sample.batch_size // 2.
+
+    A batch is pairs to be read (preferences.path), or images that are sampled together: then whole groups, so that a
+    pair never lies on two ranks.
+    """
+    sample, updates, stored = config.sample, config.train.updates_per_epoch, config.preferences.path
+    group, batch = (1, sample.batch_size // 2) if stored else (sample.num_images_per_prompt, sample.batch_size)
+    if sample.batch_size % 2 or batch % group:
+        need = "even, two images to a pair" if stored else f"even and a multiple of num_images_per_prompt = {group}"
+        raise ValueError(f"config.sample.batch_size is {sample.batch_size}; it must be {need}")
+    batches, rest = divmod(sample.num_prompts_per_epoch * group, batch * world_size * updates)
+    if rest or not batches:
+        raise ValueError(
+            f"{sample.num_prompts_per_epoch} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
+            f"{world_size} GPUs x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
+            f"train.updates_per_epoch {updates} = {world_size * batch // group * updates}"
+        )
+    return BatchPlan(sample.num_prompts_per_epoch, group, batch, batches * updates, 1, 1, updates)
+
+
 def moves(config) -> bool:
     """Whether the SDE window follows a schedule that cuts it off at the end of its range."""
     sample = config.sample

@@ -56,6 +56,15 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reference_distance": Metric(
         "", "NFT: the same to the reference's, the penalty of train.beta", "grows, levels off"
     ),
+    "implicit_accuracy": Metric(
+        "", "DPO: share of pairs whose winner gained on the reference against the loser", "0 at first, then above 0.5"
+    ),
+    "winner_error_gap": Metric("", "DPO: winners' velocity error minus the reference's", "below 0, or barely above"),
+    "loser_error_gap": Metric("", "DPO: the same of losers", "above winner_error_gap"),
+    "winner_rise_share": Metric(
+        "", "DPO: share of pairs whose winner is fitted worse than by the reference", "0.5 or so"
+    ),
+    "validation/<name>": Metric("", "DPO: the same of held-out pairs, always under the same noises", "like <name>"),
     "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce trouble"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
@@ -217,8 +226,8 @@ class Dashboard:
 
     @on_main
     def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
-        """Log one line of kind "update", "epoch" (which adds the times of its phases) or "eval"."""
-        assert kind in ("update", "epoch", "eval"), kind
+        """Log one line of kind "update", "epoch" (which adds the times of its phases), "eval" or "validation"."""
+        assert kind in ("update", "epoch", "eval", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
@@ -259,10 +268,13 @@ class Dashboard:
 
     def _summary(self, kind, epoch):
         evals = sorted(name for name in self.latest if name.startswith("eval/"))
-        names = evals if kind == "eval" else ["reward/avg", *evals, "loss", "grad_norm"]
+        held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
+        names = {"eval": evals, "validation": held_out}.get(
+            kind, ["reward/avg", *evals, held_out[0], "loss", "grad_norm"]
+        )
         figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
-        if kind == "eval":
-            return "  ".join([f"evaluation after {epoch} epochs", *figures])
+        if kind != "epoch":
+            return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *figures])
         total = self.config.num_epochs
         if self.epochs_s:
             figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")

@@ -11,8 +11,7 @@ from flow_grpo import fsdp_utils, rng
 def evaluate(run, epoch: int) -> dict[str, float]:
     """Score `eval.num_prompts` test prompts, log the means and a panel of images; the means by reward name.
 
-    The noise is the same in every run, whatever its seed. Batches are the same on any number of ranks, and every rank
-    makes equally many, so that sharded forwards meet.
+    The noise is the same in every run, whatever its seed, and batches are the same on any number of ranks.
     """
     settings = run.config.eval
     prompts = spread(run.test_prompts, settings.num_prompts)
@@ -20,11 +19,11 @@ def evaluate(run, epoch: int) -> dict[str, float]:
     shown = set(spread(range(len(prompts)), settings.num_panel_images))
     found = []
     with run.ema.applied(), run.board.timed("eval"):
-        for turn in run.board.bar(range(0, len(starts), run.world_size), "evaluation"):
-            start = starts[min(turn + run.rank, len(starts) - 1)]
+        for number, counts in turns(len(starts), run):
+            start = starts[number]
             images, scores = _sample(run, prompts[start : start + settings.batch_size], start)
             panel = {start + i: image.cpu() for i, image in enumerate(images) if start + i in shown}
-            found += [(start, scores, panel)] if turn + run.rank < len(starts) else []
+            found += [(start, scores, panel)] if counts else []
     found = sorted(fsdp_utils.gather_objects(found), key=lambda part: part[0])
     scores = {name: torch.cat([part[1][name] for part in found]) for name in found[0][1]}
     means = {f"eval/{name}": values.mean().item() for name, values in scores.items()}
@@ -40,6 +39,13 @@ def spread(items, count: int) -> list:
     """`count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
+
+
+def turns(count: int, run):
+    """This rank's numbers below `count`, under a progress bar, and whether each counts: every rank makes equally many,
+    so that sharded forwards meet."""
+    for turn in run.board.bar(range(0, count, run.world_size), "evaluation"):
+        yield min(turn + run.rank, count - 1), turn + run.rank < count
 
 
 def _sample(run, prompts, start: int):

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 STEP_WEIGHTS = ("none", "sqrt3", "mean_one")
 
@@ -61,6 +62,12 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     if mode == "mean_one":
         return transition_std / transition_std.mean()
     raise ValueError(f"train.step_weight is {mode!r}; there are: {', '.join(STEP_WEIGHTS)}")
+
+
+def dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, beta: float) -> Tensor:
+    """Diffusion-DPO's objective (arXiv:2311.12908, eq. 14) for flows (arXiv:2501.13918): how much better than the
+    reference a policy fits the winner, against the loser. All [B], velocity errors; one noise and level per pair."""
+    return -F.logsigmoid(-beta / 2 * ((win - ref_win) - (lose - ref_lose)))
 
 
 def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:

@@ -50,6 +50,7 @@ def reference_step(run, rows: Minibatch) -> SDEStep | None:
 def surrogate(run, step: SDEStep, rows: Minibatch) -> Tensor:
     """The policy objective of each outcome, [R * J], as train.objective says: PPO's, or GRPO-Guard's."""
     train = run.config.train
+    run.meter.add(advantage_abs_mean=rows.advantages.abs())
     advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     if train.objective == "clip":
         return losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
@@ -72,7 +73,7 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
     loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
     (run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
-    run.meter.add(loss=loss, advantage_abs_mean=rows.advantages.abs())
+    run.meter.add(loss=loss)
     if step is not None:
         parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
 

@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from flow_grpo import rng
+from flow_grpo import fsdp_utils, rng
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -61,6 +61,15 @@ def _read_lora(folder: str) -> dict[str, Tensor]:
         return {name.removeprefix("transformer."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
 
 
+def predict(
+    model, transformer: nn.Module, precision: str, guidance_scale: float, x: Tensor, t: Tensor, embeds
+) -> Tensor:
+    """A model file's `predict_velocity` under the autocast that float32 adapters over weights of `precision` need."""
+    dtype = fsdp_utils.DTYPES[precision]
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        return model.predict_velocity(transformer, x, t, embeds, guidance_scale)
+
+
 @contextmanager
 def adapters_off(transformer: nn.Module) -> Iterator[None]:
     """The base model inside this block. Touches nothing but a flag of each adapted layer (peft's own switch would also
@@ -105,14 +114,15 @@ def _merged(transformer: nn.Module, weights: list[nn.Parameter], sums: list[Tens
             weight.data = values
 
 
-def keep_reference(transformer: nn.Module) -> Callable:
+def keep_reference(transformer: nn.Module, fresh: bool = True) -> Callable:
     """Remember the present policy; returns a context manager factory inside which the transformer is that policy again.
 
-    LoRA needs no memory for it; full weights keep a copy in their own layout (sharded ones stay sharded).
+    A fresh LoRA adapter needs no memory for it; one that has learned and full weights keep a copy in their own layout
+    (sharded ones stay sharded).
     """
-    if any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
+    if fresh and any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
         return lambda: adapters_off(transformer)
-    weights = list(transformer.parameters())
+    weights = [p for p in transformer.parameters() if p.requires_grad]
     kept = [p.detach().clone() for p in weights]
     return lambda: _exchanged(weights, kept)
 

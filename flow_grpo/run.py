@@ -12,7 +12,7 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import batching, checkpoints, fsdp_utils, policies, prompts, rewards, rng, settings, trouble
+from flow_grpo import batching, checkpoints, fsdp_utils, policies, preferences, prompts, rewards, rng, settings, trouble
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.ema import Ema
@@ -38,16 +38,18 @@ class Run:
     pipeline: Any  # its diffusers pipeline; pipeline.transformer is the policy
     train_prompts: list[prompts.Prompt]
     test_prompts: list[prompts.Prompt]
+    pairs: dict[str, preferences.PairFiles]  # "train" and "validation", where config.preferences.path names some
     score: Callable  # (images, prompts, metadata) -> {"avg": [B], name: [B], ...}; see rewards.multi_score
     optimizer: torch.optim.AdamW
     loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
     reference: Callable | None  # () -> context in which the transformer is the reference; None where beta is 0
-    old: Ema | None  # the policy that samples, where it is not the trained one (DiffusionNFT)
+    old: Ema | None  # an earlier policy that follows the trained one: DiffusionNFT's sampler, online DPO's reference
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable  # prompt -> its embeddings, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
+    levels: Tensor  # [1000] f32, timesteps of the whole forward process
     epoch: int = 0  # epochs completed
     step: int = 0  # optimizer steps taken
     on_policy: bool = True  # no optimizer step since the rollout
@@ -69,9 +71,7 @@ class Run:
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
-        dtype = fsdp_utils.DTYPES[self.config.precision]
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            return self.model.predict_velocity(self.pipeline.transformer, x, t, embeds, scale)
+        return policies.predict(self.model, self.pipeline.transformer, self.config.precision, scale, x, t, embeds)
 
     def embed(self, texts: list[str]):
         """Embeddings of B prompts."""
@@ -79,60 +79,88 @@ class Run:
         return rows[0].concat(rows)
 
 
-def start(config: ConfigDict, model: ModuleType, check: Callable, ignored: tuple[str, ...], old: bool = False) -> Run:
+def start(
+    config: ConfigDict,
+    model: ModuleType,
+    check: Callable,
+    ignored: tuple[str, ...],
+    *,
+    make_plan: Callable = batching.plan_batches,
+    old: bool = False,
+    reference: bool = False,
+) -> Run:
     """Check everything, then load everything.
 
     Args:
         check: of config.sample; what this script asks of it, from settings.py.
         ignored: settings that this script does not read.
-        old: whether images are sampled by a policy of its own, that follows the trained one.
+        make_plan: how an epoch divides over the ranks, from batching.py.
+        old: whether to keep a policy that follows the trained one, see Run.old.
+        reference: whether to keep the first policy even where train.beta is 0.
 
     Raises:
         ValueError: before any weight is loaded, for all that a user can get wrong.
     """
     settings.check(config, ignored)
     check(config.sample)
-    train_prompts, test_prompts = _check_files(config, model)
+    data = _check_files(config, model)
     ranks = fsdp_utils.init_distributed()
-    plan = batching.plan_batches(config, ranks.world_size)
-    mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
+    plan = make_plan(config, ranks.world_size)
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
-
-    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
-    pipeline = model.load_pipeline(config.model, ranks.device)
-    run = Run(
-        config=config,
-        plan=plan,
-        **ranks._asdict(),
-        model=model,
-        pipeline=pipeline,
-        train_prompts=train_prompts,
-        test_prompts=test_prompts,
-        score=rewards.multi_score(ranks.device, config.reward_fn, config.eval.rewards),
-        **_learner(config, model, pipeline, mesh, ranks.device, old),
-        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
-        meter=Meter(ranks.device),
-        embed_one=_embedder(config, model, pipeline),
-        scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
-    )
+    run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
     if checkpoint:
         _resume(run, checkpoint)
     run.board.truncate(run.epoch)
     return run
 
 
-def _check_files(config, model) -> list[list[prompts.Prompt]]:
-    """That everything the config names is there; the prompts of both splits."""
+def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fields) -> Run:
+    """Everything with weights, and the run folder; `fields` are the run's others."""
+    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
+    mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
+    no_images = bool(fields["pairs"]) and not _evaluates(config)
+    pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images)
+    return Run(
+        **fields,
+        **ranks._asdict(),
+        config=config,
+        model=model,
+        pipeline=pipeline,
+        score=None if no_images else rewards.multi_score(ranks.device, config.reward_fn, config.eval.rewards),
+        **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
+        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
+        meter=Meter(ranks.device),
+        embed_one=_embedder(config, model, pipeline),
+        scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
+        levels=model.schedule(pipeline, 1000, config.resolution, ranks.device).timesteps,
+    )
+
+
+def _check_files(config, model) -> dict[str, Any]:
+    """That everything the config names is there; the prompts of both splits, and pairs if there are any."""
     policies.check_lora(config.lora)
     rewards.check_rewards(config.reward_fn, config.eval.rewards)
-    splits = [prompts.load_prompts(config.dataset, split) for split in ("train", "test")]
     model.check_folder(config.model)
-    texts = [prompt.text for split in splits for prompt in split]
+    pairs, folder = {}, config.preferences.path
+    if folder:
+        shapes = model.row_shapes(config.model, config.resolution, config.text_tokens)
+        pairs = preferences.open_pairs(folder, shapes, config.model, config.resolution)
+        taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
+        if len(pairs["train"]) < taken:
+            raise ValueError(f"{folder} holds {len(pairs['train'])} pairs to train on; an update takes {taken}")
+    train = pairs["train"].prompts if folder else prompts.load_prompts(config.dataset, "train")
+    test = prompts.load_prompts(config.dataset, "test") if not folder or _evaluates(config) else []
+    texts = [prompt.text for prompt in (test if folder else train + test)]
     model.check_prompts(model.without_weights(config.model), texts, config.text_tokens)
-    return splits
+    return dict(train_prompts=train, test_prompts=test, pairs=pairs)
 
 
-def _learner(config, model, pipeline, mesh, device, old) -> dict[str, Any]:
+def _evaluates(config) -> bool:
+    """Whether images are ever evaluated."""
+    return bool(config.eval_freq and config.eval.num_prompts)
+
+
+def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str, Any]:
     """Lay out and fill the transformer, and build what trains it."""
     policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
     fsdp_utils.prepare(
@@ -157,7 +185,9 @@ def _learner(config, model, pipeline, mesh, device, old) -> dict[str, Any]:
         optimizer=optimizer,
         loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
-        reference=policies.keep_reference(pipeline.transformer) if train.beta > 0 else None,
+        reference=policies.keep_reference(pipeline.transformer, not config.lora.path)
+        if train.beta > 0 or reference
+        else None,
         old=Ema(trained) if old else None,
     )
 
@@ -202,12 +232,17 @@ def _resume(run: Run, checkpoint: Path) -> None:
     _scale_learning_rate(run, fsdp_utils.broadcast_object(factors[-1] if factors else 1.0))
 
 
-def epochs(run: Run) -> Iterator[int]:
-    """The epochs that are left; evaluates, logs and saves around them."""
+def epochs(run: Run, *measures: Callable) -> Iterator[int]:
+    """The epochs that are left; evaluates, logs and saves around them.
+
+    measures: (run, epoch), more to be evaluated than images.
+    """
     config = run.config
+    measures = (*([evaluate] if _evaluates(config) else []), *measures)
     for epoch in range(run.epoch, config.num_epochs):
-        if config.eval_freq and (epoch == 0 or epoch % config.eval_freq == 0):
-            evaluate(run, epoch)
+        if config.eval_freq and epoch % config.eval_freq == 0:
+            for measure in measures:
+                measure(run, epoch)
         run.on_policy = True
         yield epoch
         run.epoch = epoch + 1
@@ -217,8 +252,8 @@ def epochs(run: Run) -> Iterator[int]:
             save(run)
         if last:
             break
-    if config.eval_freq:
-        evaluate(run, run.epoch)
+    for measure in measures if config.eval_freq else ():
+        measure(run, run.epoch)
 
 
 def batches(run: Run, epoch: int) -> Iterator[prompts.Batch]:
@@ -310,14 +345,14 @@ def _log_epoch(run: Run, epoch: int) -> None:
 
 def _watch(run: Run, epoch: int) -> None:
     """Add the signs of trouble to the epoch's figures; where one is too large, do what config.trouble.action says."""
-    signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist()
+    signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
     run.signs.clear()
     now = dict(zip(trouble.SIGNS, signs))
     lines = run.board.history()  # [] on other ranks, which are told below
+    firsts = [{sign: line[f"trouble/{sign}"] for sign in now} for line in lines if line["kind"] == "epoch"]
     norms = [line["grad_norm"] for line in lines if line["kind"] == "update"]
     num_new = sum(line["kind"] == "update" and line["epoch"] == epoch for line in lines)
     now["grad_norm_spike"] = trouble.spike(norms, num_new) if norms else 1.0
-    firsts = [{sign: line[f"trouble/{sign}"] for sign in trouble.SIGNS} for line in lines if line["kind"] == "epoch"]
     problems = trouble.crossed(now, firsts[0] if firsts else now, run.config.trouble)
     problems = fsdp_utils.broadcast_object(problems)
     if problems:

@@ -12,9 +12,16 @@ CHOICES = {
     "train.objective": ("clip", "guard"),
     "train.reward_aggregation": ("sum", "gdpo"),
     "train.old_decay_schedule": (0, 1, 2),
+    "preferences.dtype": ("float32", "bfloat16"),
     "trouble.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
+NFT = ("train.nft_beta", "train.old_decay_schedule")  # of train_*_nft.py alone
+DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
+    *("train.dpo_beta", "train.reference_interval", "eval.num_pairs", "eval.noises_per_pair"),
+    *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
+    *("preferences.max_dropped_share", "preferences.part_size", "preferences.dtype"),
+)
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "sample.num_steps": 2,
@@ -22,8 +29,11 @@ AT_LEAST = {  # smallest value of a number
     "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
     "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
     "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
-    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.max_grad_norm": 0, "train.weight_decay": 0,
-    "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 1,
+    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.dpo_beta": 0,
+    "train.reference_interval": 0, "preferences.min_margin": 0, "preferences.validation_share": 0,
+    "preferences.max_dropped_share": 0, "preferences.part_size": 1, "eval.num_pairs": 1, "eval.noises_per_pair": 1,
+    "train.max_grad_norm": 0, "train.weight_decay": 0,
+    "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
     "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
     "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
 }  # fmt: skip
@@ -100,6 +110,12 @@ def check_branches(sample) -> None:
             f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
             "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
         )
+
+
+def check_pairs(sample) -> None:
+    """Raises ValueError unless an image can lose against another; train_*_dpo.py and prepare_preferences.py."""
+    if sample.num_images_per_prompt < 2:
+        raise ValueError("config.sample.num_images_per_prompt is 1: a pair is the best and the worst of a prompt's")
 
 
 def check_forward(sample) -> None:

@@ -48,9 +48,10 @@ def spike(grad_norms: list[float], num_new: int) -> float:
 
 def crossed(now: dict[str, float], first: dict[str, float], trouble) -> list[str]:
     """What is beyond its limit in config.trouble, each as a sentence for the user."""
-    change = {sign: now[sign] / max(first[sign], 1e-30) for sign in SIGNS}
-    change["x0_norm"] = max(change["x0_norm"], 1 / max(change["x0_norm"], 1e-30))
-    change["diversity"] = 1 / max(change["diversity"], 1e-30)
+    change = {sign: now[sign] / max(first[sign], 1e-30) for sign in SIGNS if sign in now}
+    falls = {sign: 1 / max(factor, 1e-30) for sign, factor in change.items()}
+    change |= {sign: max(change[sign], falls[sign]) for sign in change if sign == "x0_norm"}
+    change |= {sign: falls[sign] for sign in change if sign == "diversity"}
     limits = {
         "x0_norm": trouble.x0_norm_change,
         "high_frequency": trouble.high_frequency_change,

@@ -10,6 +10,7 @@ weights, at the config's resolution, steps, guidance and LoRA rank, with the pro
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import runpy
@@ -24,6 +25,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from flow_grpo import preferences
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -62,32 +64,60 @@ FULL = {
 }
 
 
+ROWS = {  # what a published model stores of a pair at 512 px and 48 text tokens
+    "qwenimage": dict(latents=(1024, 64), embeds=(48, 3584), mask=(48,)),
+    "sd3": dict(latents=(16, 64, 64), embeds=(125, 4096), pooled=(2048,)),
+}
+
+
 def full_model(name: str) -> SimpleNamespace:
     """The model's file, but for its weights, which are random and never on a disk."""
     light = {"qwenimage": lambda: qwenimage.without_weights(TINY)}
     light |= {other: lambda: FULL[name](lambda build, dtype: None) for other in ("sd3", "flux")}
 
-    def load(folder, device):
-        return loading.frozen(FULL[name](random_pipeline.large_random(device)), device)
+    def load(folder, device, alone=False):
+        pipeline = loading.frozen(FULL[name](random_pipeline.large_random(device)), device)
+        if alone:  # as for pairs from a disk
+            pipeline.register_modules(
+                **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
+            )
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+        return pipeline
 
     replaced = dict(load_pipeline=load, check_folder=lambda _: None, transformer_folder=lambda _: None)
+    replaced["row_shapes"] = lambda *_: ROWS[name]
     return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: light[name]()))
 
 
-def full_config(config):
-    """Two prompts of the published run of this script, or 4 trunks of one, on the shapes task."""
+def full_config(config, kind: str):
+    """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
     config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
-    config.sample.num_prompts_per_epoch = 1 if config.sample.num_branches > 1 else 2
+    config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
     return config
+
+
+def random_pairs(config, shapes: dict, folder: str) -> None:
+    """Pairs of noise in the place of config.preferences.path."""
+    config.preferences.path, count = folder, config.sample.num_prompts_per_epoch
+    draw = {name: torch.randn(count, *shapes["latents"]) for name in preferences.LATENTS}
+    draw |= {name: torch.randn(count, *shapes[name]) > -9 for name in ("mask",) if name in shapes}
+    draw |= {name: torch.randn(count, *shapes[name]) for name in ("embeds", "pooled") if name in shapes}
+    alike = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
+    alike |= dict(model=config.model, resolution=config.resolution, dtype=config.preferences.dtype)
+    rows = draw | {name: [value] * count for name, value in alike.items()}
+    preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
 
 
 def epoch_figures(script: str, config, model) -> dict:
     """Run two epochs and return the second one's times, rates and memory."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        config.output_dir = folder
+        config.output_dir = f"{folder}/runs"
+        if script.endswith("_dpo") and config.preferences.path:
+            random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
         importlib.import_module(script).main(config, model)
-        lines = next(Path(folder).glob("*/metrics.jsonl")).read_text().splitlines()
+        lines = next(Path(folder).glob("runs/*/metrics.jsonl")).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     first, last = [row for row in rows if row["kind"] == "epoch"]
     images = last["images"] - first["images"]
@@ -98,12 +128,12 @@ def epoch_figures(script: str, config, model) -> dict:
 
 
 def main(args):
-    name, *kind = args.script.split("_")[1:]
-    get_config = runpy.run_path("config/nft.py" if kind == ["nft"] else "config/grpo.py")["get_config"]
-    script = "_".join(["train_qwenimage", *kind])
+    name, kind = [*args.script.split("_")[1:], ""][:2]
+    get_config = runpy.run_path(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py")["get_config"]
+    script = f"train_qwenimage_{kind}".rstrip("_")
     suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
-        model, config = full_model(name), full_config(get_config(f"pickscore_{suffix}"))
+        model, config = full_model(name), full_config(get_config(f"pickscore_{suffix}"), kind)
     else:
         model, config = qwenimage, get_config(f"shapes_{suffix}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -115,7 +145,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{kind}" for model in MODELS for kind in ("", "_pr", "_nft")]
+    scripts = [f"train_{model}{kind}" for model in MODELS for kind in ("", "_pr", "_nft", "_dpo")][:-1]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")

@@ -16,10 +16,10 @@ from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
-from flow_grpo.settings import check_window
+from flow_grpo.settings import DPO, NFT, check_window
 from flow_grpo.windows import window_at
 
-IGNORED = ("sample.completion_batch_size",)
+IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
 
 def rollout(run, batch, epoch):

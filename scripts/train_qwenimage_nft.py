@@ -14,11 +14,13 @@ from ml_collections import config_flags
 from flow_grpo import losses, rng
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.forward import noised
 from flow_grpo.optimization import accumulate, optimizer_step
 from flow_grpo.rollout import Finished, concat, credit, minibatches
-from flow_grpo.settings import check_forward
+from flow_grpo.settings import DPO, check_forward
 
 IGNORED = (
+    *DPO,
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
     *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
     *(f"train.{key}" for key in ("objective", "clip_range", "step_weight")),
@@ -56,12 +58,11 @@ def update(run, rows, *where):
     """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, each with its own noise."""
     train, sigma = run.config.train, rows.timesteps / 1000
     streams = [rng.generator(run.config.seed, "forward noise", *where, *row) for row in rows.where.tolist()]
-    level = sigma.view(-1, *[1] * (rows.latents.ndim - 1))
-    x_t = (1 - level) * rows.latents + level * rng.normal(rows.latents.shape[1:], streams, run.device)
+    x_t = noised(rows.latents, rng.normal(rows.latents.shape[1:], streams, run.device), rows.timesteps)
     old, reference, velocity = velocities(run, rows, x_t)
     good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
     loss = 5 * losses.nft_loss(velocity, old, x_t, rows.latents, sigma, good, train.nft_beta)
-    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square())
+    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), advantage_abs_mean=rows.advantages.abs())
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)
         run.meter.add(reference_distance=distance)

@@ -16,10 +16,10 @@ from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenima
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step, surrogate
 from flow_grpo.rng import generator
 from flow_grpo.rollout import concat, credit, minibatches
-from flow_grpo.settings import check_branches
+from flow_grpo.settings import DPO, NFT, check_branches
 
 WINDOW = ("size", "range", "schedule", "interval", "stride")
-IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW))
+IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW), *NFT, *DPO)
 
 
 def rollout(run, batch, epoch):

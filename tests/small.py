@@ -5,7 +5,9 @@ import os
 import runpy
 from pathlib import Path
 
+import prepare_preferences
 import train_qwenimage
+import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
 
@@ -14,7 +16,7 @@ from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenima
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft}  # by the last word of a run's name
+SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
@@ -22,7 +24,8 @@ CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 def file_of(name):
     """The config file of a run."""
-    return f"config/{'nft' if name.split(',')[0].endswith('_nft') else 'grpo'}.py"
+    kind = name.split(",")[0].split("_")[-1]
+    return f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py"
 
 
 def config_of(name, output_dir=None, **overrides):
@@ -40,6 +43,22 @@ def train(name, output_dir, **overrides):
     words = name.split(",")[0].split("_")
     SCRIPTS.get(words[-1], train_qwenimage).main(config, MODELS[words[1]])
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
+
+
+def few_prompts(folder, count=24):
+    """A dataset of the first prompts of shapes."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{split}_metadata.jsonl").write_text("".join(lines[:: len(lines) // count][:count]))
+    return str(folder)
+
+
+def prepare(name, folder, **overrides):
+    """Run prepare_preferences.py's main in this process; the folder of pairs."""
+    how = dict(sample__batch_size=8, preferences__part_size=8, preferences__validation_share=0.3)
+    prepare_preferences.main(config_of(name, **how | dict(preferences__path=str(folder)) | overrides))
+    return folder
 
 
 def lines_of(folder, kind=None):

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 import train_qwenimage
+import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
 
-from flow_grpo import policies, rewards, settings
+from flow_grpo import batching, policies, rewards, settings
 
 ROOT = Path(__file__).parents[1]
 GRPO = runpy.run_path(str(ROOT / "config" / "grpo.py"))
 NFT = runpy.run_path(str(ROOT / "config" / "nft.py"))
+DPO = runpy.run_path(str(ROOT / "config" / "dpo.py"))
 BASE = runpy.run_path(str(ROOT / "config" / "base.py"))["get_config"]()
 KEYS = [
     f"{section}.{key}" if section else key
-    for section in ("", "lora", "fsdp", "sample", "train", "eval", "trouble")
+    for section in ("", "lora", "fsdp", "sample", "train", "preferences", "eval", "trouble")
     for key, value in (BASE[section] if section else BASE).items()
     if section or not hasattr(value, "keys") or key == "reward_fn"
 ]
@@ -103,10 +105,20 @@ def test_every_run_without_noise_passes_its_own_scripts_checks(run, variant):
     assert config.name == (run + variant).replace(",", "_")
 
 
+@pytest.mark.parametrize("variant", ["", ",smoke", ",online", ",online,smoke"])
+@pytest.mark.parametrize("run", [run.__name__ for run in DPO["RUNS"]])
+def test_every_run_of_pairs_passes_its_own_scripts_checks(run, variant):
+    config = DPO["get_config"](run + variant)
+    settings.check(config, train_qwenimage_dpo.IGNORED)
+    settings.check_pairs(config.sample)
+    batching.plan_pairs(config, 1)
+    assert bool(config.preferences.path) == ("online" not in variant)
+
+
 def reads():
     """ "section.key", or ".key" of a config itself, of every attribute that flow_grpo or a script takes from one."""
     found = set()
-    for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("train_*.py")]:
+    for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("[tp]r*_*.py")]:
         tree = ast.parse(path.read_text())
         aliases = {
             node.targets[0].id: node.value.attr

@@ -1,5 +1,6 @@
 """The objectives against golden numbers and torch's own."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
+from flow_grpo.forward import velocity_error
 from flow_grpo.losses import (
     clipped_surrogate,
+    dpo_loss,
     gaussian_kl,
     guard_surrogate,
     nft_loss,
@@ -156,3 +159,28 @@ def test_nft_moves_towards_good_images_and_away_from_bad_ones():
         velocity = old.clone().requires_grad_()
         nft("1.0", velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
         assert ((velocity.grad * (better - old)).sum((1, 2)) * sign > 0).all()
+
+
+@pytest.mark.parametrize("beta", [100.0, 2000.0])
+def test_golden_dpo(beta):
+    errors = [
+        golden(f"dpo/{name}", torch.float64) for name in ("win_error", "lose_error", "win_error_ref", "lose_error_ref")
+    ]
+    torch.testing.assert_close(
+        dpo_loss(*errors, beta).mean(), golden(f"dpo/{beta}/loss", torch.float64).mean(), rtol=1e-6, atol=0
+    )
+    win, lose, ref_win, ref_lose = errors
+    assert (win - ref_win < lose - ref_lose).double().mean() == golden(f"dpo/{beta}/accuracy", torch.float64)
+
+
+def test_dpos_gradient_at_the_reference_is_the_closed_form():
+    """There sigmoid(0) = 1/2: beta / 4 draws the winner's velocity to its target and drives the loser's away."""
+    draw = torch.Generator().manual_seed(0)
+    velocity, x_0, noise = (torch.randn(2, 3, 16, 4, generator=draw, dtype=torch.float64) for _ in range(3))
+    velocity.requires_grad_()
+    win, lose = (velocity_error(velocity[i], x_0[i], noise[i]) for i in range(2))
+    loss = dpo_loss(win, lose, win.detach(), lose.detach(), 500.0)
+    assert torch.allclose(loss, torch.full((3,), math.log(2), dtype=torch.float64))
+    loss.sum().backward()
+    pull = 500.0 / 4 * 2 * (velocity.detach() - (noise - x_0)) / (16 * 4)
+    torch.testing.assert_close(velocity.grad, pull * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))

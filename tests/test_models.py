@@ -125,16 +125,16 @@ def test_the_saved_lora_is_heard_by_a_fresh_pipeline(loaded, folders, tmp_path):
     assert (after - before).abs().max() > 1e-3
 
 
-TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_pr", "_nft")]
+TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_pr", "_nft")] + ["train_sd3_dpo"]
 
 
 @pytest.mark.parametrize("script", TWINS)
 def test_the_twins_run_as_commands(script, folders, tmp_path):
-    model = script.split("_")[1]
+    model, online = script.split("_")[1], ",online" if script.endswith("dpo") else ""
     command = [
         sys.executable,
         f"scripts/{script}.py",
-        f"--config={file_of(script)}:{script.replace('train', 'pickscore')},smoke",
+        f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
-from small import ENV, ROOT, file_of, lines_of, train
+from small import ENV, ROOT, few_prompts, file_of, lines_of, prepare, train
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
-SAME += ("old_distance", "reference_distance")
+SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
+HELD_OUT = ("validation/loss", "validation/implicit_accuracy", "validation/winner_error_gap")
 HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2)  # 16 images: two batches of 4 for each rank
 
 
@@ -25,7 +26,12 @@ def on_two_ranks(name, output_dir, **how):
 
 
 def assert_same(folder, other, tolerance=1e-5):
-    for kind, keys in {"update": SAME, "epoch": ("reward/avg", "reward/group_std"), "eval": ("eval/avg",)}.items():
+    for kind, keys in {
+        "update": SAME,
+        "epoch": ("reward/avg", "reward/group_std"),
+        "eval": ("eval/avg",),
+        "validation": HELD_OUT,
+    }.items():
         ours, theirs = lines_of(folder, kind), lines_of(other, kind)
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs):
@@ -50,6 +56,23 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
     for ours, theirs in zip(lines_of(one, "epoch"), lines_of(two, "epoch")):
         for sign in ("x0_norm", "high_frequency"):
             assert ours[f"trouble/{sign}"] == pytest.approx(theirs[f"trouble/{sign}"], rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, tmp_path):
+    name, data = "shapes_qwenimage_dpo", few_prompts(tmp_path / "data", 48)
+    folder = prepare(name, tmp_path / "pairs", dataset=data)
+    how = HOW | dict(preferences__path=str(folder), lora__rank=rank, train__learning_rate=1e-4, dataset=data)
+    one = train(name, tmp_path / "one", **how)
+    assert len(lines_of(one, "validation")) == 2
+    for mode in ("replicate", "shard"):
+        assert_same(one, on_two_ranks(name, tmp_path / mode, fsdp__mode=mode, **how), tolerance=2e-5)
+
+
+def test_two_ranks_equal_one_in_online_dpo(tmp_path):
+    name, how = "shapes_qwenimage_dpo,online", dict(sample__num_images_per_prompt=4, train__reference_interval=3)
+    one = train(name, tmp_path / "one", **HOW | how)
+    assert_same(one, on_two_ranks(name, tmp_path / "two", **how))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_every_path_that_is_named_exists():
 def test_every_script_config_and_make_target_that_is_named_exists():
     for script in re.findall(r"`(train_\w+?)(?:\.py)?`", README):
         assert (ROOT / "scripts" / f"{script}.py").exists(), script
-    configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py"))
+    configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py", "dpo.py"))
     runs = re.findall(r"^def (\w+)\(\)", configs, re.MULTILINE)
     assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", README)) == set(runs)
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)

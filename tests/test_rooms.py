@@ -26,9 +26,12 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "rewards.pickscore": set(),
     "rewards.jpeg_compressibility": set(),
     "trouble": set(),
+    "forward": set(),
+    "image_pairs": set(),
     "windows": {"rng"},
     "prompts": {"rng"},
-    "policies": {"rng"},
+    "policies": {"fsdp_utils", "rng"},
+    "preferences": {"prompts", PATCH + "sample_with_logprob"},
     "rollout": {"losses", "rng"},
     "dashboards": {"pictures"},
     "checkpoints": {"fsdp_utils", "ema"},
@@ -36,7 +39,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "optimization": {"fsdp_utils", "losses", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "run": {
         *("advantages", "batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils"),
-        *("policies", "prompts", "rewards", "rng", "rollout", "settings", "trouble"),
+        *("policies", "preferences", "prompts", "rewards", "rng", "rollout", "settings", "trouble"),
     },
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
@@ -53,6 +56,7 @@ OUTSIDE = {  # packages that live in one room
     "wandb": {"dashboards"},
     "torch.distributed": {"fsdp_utils", "checkpoints"},
     "matplotlib": {"pictures"},
+    "pyarrow": {"preferences", "image_pairs"},
     "scipy": {"rewards.shapes"},
 }
 

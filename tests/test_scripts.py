@@ -18,24 +18,25 @@ from flow_grpo import prompts, rng
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread
 
-WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
+WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
 TINY = "flow_grpo/assets/tiny_qwenimage"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT])
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT, DPO])
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
 def test_the_users_command_leaves_everything_in_the_runs_folder(name, launcher, tmp_path):
-    script = name.replace("shapes", "scripts/train") + ".py"
+    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
     command = [sys.executable, *launcher, script, f"--config={file_of(name)}:{name},smoke"]
     done = subprocess.run(
         [*command, f"--config.output_dir={tmp_path}"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300
     )
-    folder = tmp_path / f"{name}_smoke"
+    folder = tmp_path / f"{name.replace(',', '_')}_smoke"
     for file in ("metrics.jsonl", "config.json", "reward.png", "samples.png", "pytorch_lora_weights.safetensors"):
         assert (folder / file).stat().st_size > 0, done.stderr[-2000:]
     assert (folder / "checkpoints" / "epoch_000002" / "pytorch_lora_weights.safetensors").is_file()
-    assert json.loads((folder / "config.json").read_text())["name"] == f"{name}_smoke"
+    assert json.loads((folder / "config.json").read_text())["name"] == folder.name
     assert list(folder.glob("wandb/offline-run-*"))
     assert [row["epoch"] for row in lines_of(folder, "eval")] == [0, 1, 2]
 
@@ -86,7 +87,7 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
     assert min(kl[1:]) > 0
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT])
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT, DPO])
 def test_golden_first_losses(name, tmp_path):
     folder = train(name, tmp_path, num_epochs=1, eval_freq=0)
     golden = json.loads(Path(__file__).with_name("golden").joinpath("first_losses.json").read_text())[name]

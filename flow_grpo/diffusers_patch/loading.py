@@ -13,12 +13,17 @@ from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
 
-def check_folder(pipeline_class: type[DiffusionPipeline], folder: str) -> None:
-    """Raises ValueError unless `folder` (or hub id) holds a pipeline of this class. Reads one json file."""
+def pipeline_name(folder: str) -> str:
+    """Class of the pipeline in `folder` (or hub id). Raises ValueError if there is none. Reads one json file."""
     try:
-        found = pipeline_class.load_config(folder).get("_class_name")
+        return DiffusionPipeline.load_config(folder).get("_class_name")
     except OSError as error:
         raise ValueError(f"config.model {folder!r} is no diffusers folder and no hub id: {error}") from error
+
+
+def check_folder(pipeline_class: type[DiffusionPipeline], folder: str) -> None:
+    """Raises ValueError unless `folder` (or hub id) holds a pipeline of this class."""
+    found = pipeline_name(folder)
     if found != pipeline_class.__name__:
         raise ValueError(f"config.model {folder!r} holds a {found}, not a {pipeline_class.__name__}")
 
@@ -30,11 +35,11 @@ def transformer_folder(folder: str) -> Path:
     return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
 
 
-def without_weights(pipeline_class: type[DiffusionPipeline], folder: str) -> DiffusionPipeline:
-    """The pipeline's tokenizers and scheduler alone, for checks that need no weight."""
-    parts = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
-    heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
-    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy))
+def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **parts) -> DiffusionPipeline:
+    """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `parts` beside them."""
+    names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
+    heavy = [name for name in names if not name.startswith(WITHOUT_WEIGHTS)]
+    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | parts)
 
 
 def load_pipeline(
@@ -43,14 +48,20 @@ def load_pipeline(
     folder: str,
     device: torch.device,
     vae_dtype: torch.dtype = torch.float32,
+    alone: bool = False,
 ) -> DiffusionPipeline:
     """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
 
     Text encoders are float32 on a CPU and bfloat16 elsewhere, the VAE `vae_dtype`.
+
+    Args:
+        alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
     """
     with init_empty_weights():  # real position tables, meta weights
         config = transformer_class.load_config(folder, subfolder="transformer")
         transformer = transformer_class.from_config(config)
+    if alone:
+        return without_weights(pipeline_class, folder, transformer=transformer)
     encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"vae": vae_dtype, "default": encoder_dtype}
     return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes), device)

@@ -65,6 +65,14 @@ def encode_prompts(pipeline, prompts: list[str], *, width: int | None = None, gu
     return PromptEmbeds(embeds, mask=mask, negative=negative)
 
 
+def row_shapes(folder: str, resolution: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Of one image and its prompt, as encode_images and encode_prompts make them. Needs no weight."""
+    pipeline, config = without_weights(folder), TRANSFORMER.load_config(folder, subfolder="transformer")
+    num_tokens = sample_with_logprob.packed_tokens(pipeline, resolution)
+    text = dict(embeds=(width, config["joint_attention_dim"]), mask=(width,))
+    return dict(latents=(num_tokens, config["in_channels"]), **text)
+
+
 def predict_velocity(transformer, x: Tensor, t: Tensor, embeds: PromptEmbeds, guidance_scale: float) -> Tensor:
     """Guided velocity [B, N, C] float32 at x [B, N, C], t [B] in scheduler units (1000 sigma): the policy itself.
 
@@ -93,13 +101,28 @@ def unpack_latents(pipeline, latents: Tensor, resolution: int) -> Tensor:
     return pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor)[:, :, 0]
 
 
+def normalisation(vae) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] each."""
+    values = vae.config.latents_mean, vae.config.latents_std
+    return tuple(torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for v in values)
+
+
+@torch.no_grad()
+def encode_images(pipeline, images: Tensor, batch_size: int = 8) -> Tensor:
+    """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, N, C] float32, `batch_size` at a time."""
+    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
+
+    def encode(part: Tensor) -> Tensor:
+        z = (vae.encode(part[:, :, None].to(vae.dtype)).latent_dist.mode() - mean) / std
+        return pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
+
+    return sample_with_logprob.encode(encode, images, batch_size)
+
+
 @torch.no_grad()
 def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int = 8) -> Tensor:
     """[B, N, C] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time."""
-    vae = pipeline.vae
-    like = dict(device=vae.device, dtype=vae.dtype)
-    mean = torch.tensor(vae.config.latents_mean, **like).view(1, -1, 1, 1, 1)
-    std = torch.tensor(vae.config.latents_std, **like).view(1, -1, 1, 1, 1)
+    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
 
     def decode(part: Tensor) -> Tensor:
         z = unpack_latents(pipeline, part, resolution).to(vae.dtype)[:, :, None]

@@ -168,6 +168,11 @@ def guided(forward: Callable, embeds: PromptEmbeds, num: int, guidance_scale: fl
     return negative + guidance_scale * (positive - negative), positive
 
 
+def encode(vae: Callable, images: Tensor, batch_size: int) -> Tensor:
+    """Images [B, 3, H, W] in [0, 1] through `vae`, `batch_size` at a time -> [B, ...] float32."""
+    return torch.cat([vae(part * 2 - 1).float() for part in images.split(batch_size)])
+
+
 def decode(vae: Callable, latents: Tensor, batch_size: int) -> Tensor:
     """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1]."""
     images = torch.cat([vae(part).float() for part in latents.split(batch_size)])

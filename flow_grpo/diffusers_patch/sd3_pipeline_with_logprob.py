@@ -73,6 +73,14 @@ def initial_latents(pipeline, generators: list[torch.Generator], resolution: int
     return rng.normal((pipeline.transformer.config.in_channels, side, side), generators, device)
 
 
+def row_shapes(folder: str, resolution: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Of one image and its prompt, as encode_images and encode_prompts make them. Needs no weight."""
+    pipeline, config = without_weights(folder), TRANSFORMER.load_config(folder, subfolder="transformer")
+    side, length = latent_side(pipeline, resolution), pipeline.tokenizer_max_length + width
+    text = dict(embeds=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+    return dict(latents=(config["in_channels"], side, side), **text)
+
+
 def predict_velocity(transformer, x: Tensor, t: Tensor, embeds: PromptEmbeds, guidance_scale: float) -> Tensor:
     """Guided velocity [B, C, h, w] float32 at x, t [B] in scheduler units (1000 sigma): neg + g (pos - neg)."""
     dtype = transformer.context_embedder.weight.dtype
@@ -92,6 +100,17 @@ def predict_velocity(transformer, x: Tensor, t: Tensor, embeds: PromptEmbeds, gu
 def unpack_latents(pipeline, latents: Tensor, resolution: int) -> Tensor:
     """[B, C, h, w] as they are."""
     return latents
+
+
+@torch.no_grad()
+def encode_images(pipeline, images: Tensor, batch_size: int = 8) -> Tensor:
+    """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, C, h, w] float32, `batch_size` at a time."""
+    vae, config = pipeline.vae, pipeline.vae.config
+
+    def encode(part: Tensor) -> Tensor:
+        return (vae.encode(part.to(vae.dtype)).latent_dist.mode() - config.shift_factor) * config.scaling_factor
+
+    return sample_with_logprob.encode(encode, images, batch_size)
 
 
 @torch.no_grad()

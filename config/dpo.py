@@ -1,0 +1,74 @@
+"""Runs of train_*_dpo.py and prepare_preferences.py: --config config/dpo.py:NAME, or with variants NAME,online,smoke.
+
+A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
+"""
+
+import runpy
+from pathlib import Path
+
+GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
+base, select = GRPO["base"], GRPO["select"]
+
+
+def shapes_qwenimage_dpo():
+    """Offline DPO on the shipped tiny model, from pairs of its own images; minutes on two CPU cores."""
+    config = forward(base())
+    config.preferences.path = "runs/preferences_shapes_qwenimage"
+    config.num_epochs, config.eval_freq, config.save_freq = 60, 20, 20
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
+    config.sample.batch_size, config.sample.flash_ratio = 64, 0.6
+    config.train.learning_rate, config.train.dpo_beta = 1e-4, 100.0
+    config.train.updates_per_epoch = 4
+    config.preferences.min_margin = 0.2
+    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    return config
+
+
+def pickscore_qwenimage_dpo():
+    """Offline DPO on Qwen-Image, 512 px."""
+    config = forward(GRPO["qwenimage_512"](base()))
+    config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_qwenimage", "bfloat16"
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_sd3_dpo():
+    """Offline DPO on SD3.5-medium, 512 px."""
+    config = forward(GRPO["sd3_512"](base()))
+    config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_sd3", "bfloat16"
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
+    config.sample.batch_size = 16
+    return config
+
+
+def forward(config):
+    """What every run shares: settings of noisy steps stay at their defaults, since nothing reads them."""
+    config.sample.noise_level = base().sample.noise_level
+    config.train.learning_rate, config.train.weight_decay = 1e-5, 0.0
+    return config
+
+
+def online(config):
+    """Online DPO: pairs of images that the policy has just sampled; it becomes its own reference every 20 updates."""
+    config.preferences.path = ""
+    config.sample.num_prompts_per_epoch = 64
+    config.train.dpo_beta, config.train.reference_interval = 1000.0, 20
+    return config
+
+
+def smoke(config):
+    """The same algorithm in seconds: tiny model, two epochs, few pairs, fewer steps."""
+    config = GRPO["smoke"](config)
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
+    config.preferences.dtype = "float32"
+    config.sample.sde_window_range = base().sample.sde_window_range
+    return config
+
+
+RUNS = (shapes_qwenimage_dpo, pickscore_qwenimage_dpo, pickscore_sd3_dpo)
+VARIANTS = (smoke, online)
+
+
+def get_config(name="shapes_qwenimage_dpo"):
+    return select(name, RUNS, VARIANTS, "config/dpo.py")

@@ -1,0 +1,252 @@
+"""Make a folder of preference pairs: latents of a better and a worse image, with their prompt's embeddings.
+
+    python scripts/prepare_preferences.py --config config/dpo.py:shapes_qwenimage_dpo
+    torchrun --nproc_per_node=8 scripts/prepare_preferences.py --config config/dpo.py:pickscore_sd3_dpo
+
+The folder is config.preferences.path. The source is the config's own model: best and worst of
+sample.num_images_per_prompt images of each training prompt, by its reward. Or, with --config.preferences.source=FOLDER,
+images that are there, in a form that flow_grpo/image_pairs.py describes. Each part of the source makes a file, in one
+rename: killed and started again, on any number of ranks, it makes the same files. report.json says what was dropped.
+"""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from absl import app
+from ml_collections import config_flags
+from tqdm import tqdm
+
+from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rewards, rng, settings
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
+
+MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3)}
+MADE_BY = ("model", "dataset", "reward_fn", "resolution", "text_tokens", "precision", "seed", "lora", "sample")
+
+
+def check(config):
+    """Raises ValueError, before any weight is loaded; returns the model's file and the source's rows."""
+    settings.check(config, ())
+    settings.check_pairs(config.sample)
+    policies.check_lora(config.lora)
+    if not config.preferences.path:
+        raise ValueError("config.preferences.path is empty: it names the folder to write")
+    name = loading.pipeline_name(config.model)
+    if name not in MODELS:
+        raise ValueError(f"config.model {config.model!r} holds a {name}; pairs are made for {', '.join(MODELS)}")
+    if config.preferences.source:
+        return MODELS[name], image_pairs.open_rows(config.preferences.source)
+    if config.sample.batch_size % config.sample.num_images_per_prompt:
+        raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
+    rewards.check_rewards(config.reward_fn)
+    rows = prompts.load_prompts(config.dataset, "train")
+    light = MODELS[name].without_weights(config.model)
+    MODELS[name].check_prompts(light, [row.text for row in rows], config.text_tokens)
+    return MODELS[name], rows
+
+
+def load(config, model, device):
+    """The pipeline with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
+    pipeline = model.load_pipeline(config.model, device)
+    if config.lora.path:
+        policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
+    how = dict(units=model.SHARD_UNITS, device=device, precision=config.precision)
+    weights, init = model.transformer_folder(config.model), policies.adapter_init(config.lora, config.seed)
+    fsdp_utils.prepare(pipeline.transformer, None, weights=weights, init=init, **how)
+    return pipeline
+
+
+def from_rollouts(config, model, device) -> Callable:
+    """(prompts, number of the first) -> columns of their pairs, and for each prompt why it has none, or None."""
+    pipeline, sample, group = load(config, model, device), config.sample, config.sample.num_images_per_prompt
+    score = rewards.multi_score(device, config.reward_fn)
+    policy = partial(policies.predict, model, pipeline.transformer, config.precision, sample.guidance_scale)
+    how = {key: sample[key] for key in ("num_steps", "noise_level", "flash_ratio")}
+    how |= dict(resolution=config.resolution, vae_batch_size=config.vae_batch_size)
+
+    def make(rows: list[prompts.Prompt], first: int):
+        rows = [row for row in rows for _ in range(group)]
+        numbers, texts = range(first * group, first * group + len(rows)), [row.text for row in rows]
+        noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
+        guided = sample.guidance_scale > 1
+        embeds = model.encode_prompts(pipeline, texts, width=config.text_tokens, guided=guided)
+        sampled = model.pipeline_with_logprob(pipeline, embeds, noise, window=range(0), velocity=policy, **how)
+        scores = score(sampled.images, texts, [row.metadata for row in rows])["avg"]
+        margin = config.preferences.min_margin
+        pairs = preferences.best_and_worst(sampled.latents, scores, embeds, numbers, group, margin)
+        kept, scores = pairs.kept.bool(), scores.view(-1, group).double()
+        reasons = [None if keep else NO_PREFERENCE for keep in kept.tolist()]
+        return columns(texts[::group], scores.amax(1).tolist(), scores.amin(1).tolist(), pairs, kept), reasons
+
+    return make
+
+
+def from_images(config, model, device) -> Callable:
+    """(rows, number of the first) -> columns of their pairs, and for each row why it has none, or None."""
+    pipeline = model.load_pipeline(config.model, device)
+
+    def load_row(row: dict):
+        try:
+            pair = image_pairs.load_pair(row, config.resolution)
+            model.check_prompts(pipeline, [row["prompt"]], config.text_tokens)
+        except Dropped as why:
+            return str(why)
+        except ValueError:
+            return "prompt too long"
+        return pair
+
+    def make(rows: list[dict], first: int):
+        with ThreadPoolExecutor() as pool:
+            loaded = list(pool.map(load_row, rows))
+        reasons = [pair if isinstance(pair, str) else None for pair in loaded]
+        rows = [row for row, reason in zip(rows, reasons) if reason is None]
+        if not rows:
+            return {}, reasons
+        images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
+        texts = [row["prompt"].strip() for row in rows]
+        embeds = model.encode_prompts(pipeline, texts, width=config.text_tokens, guided=False)
+        winners, losers = (model.encode_images(pipeline, side, config.vae_batch_size) for side in images)
+        kept = torch.ones(len(rows))
+        scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
+        return columns(texts, *scores, preferences.Pairs(winners, losers, kept, embeds, kept), kept.bool()), reasons
+
+    return make
+
+
+def columns(texts, winner_scores, loser_scores, pairs, kept) -> dict[str, list | torch.Tensor]:
+    """Those that differ from row to row, of the pairs that are `kept` [P] bool."""
+    found = dict(prompt=texts, winner_score=winner_scores, loser_score=loser_scores)
+    found |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
+    text = {name: getattr(pairs.embeds, name) for name in preferences.TEXT}
+    found |= {name: values.cpu() for name, values in text.items() if values is not None}
+    return pick(found, kept.nonzero().flatten().tolist())
+
+
+def pick(found: dict, rows: list[int]) -> dict:
+    """Some rows of all columns."""
+    return {
+        name: values[rows] if isinstance(values, torch.Tensor) else [values[row] for row in rows]
+        for name, values in found.items()
+    }
+
+
+def make_part(make: Callable, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
+    """Columns of each batch of `size` rows, and for each row why it has no pair, or None."""
+    found, reasons = [], []
+    for start in range(part.start, part.stop, size):
+        batch = rows[start : min(start + size, part.stop)]
+        some, why = make(batch, start)
+        found += [some] if some else []
+        reasons += why
+        bar.update(len(batch))
+    return found, reasons
+
+
+def write_part(config, shapes: dict, found: list[dict], folder: Path, number: int) -> dict[str, int]:
+    """A file for each split that has a pair; how many they hold."""
+    whole, counts = {}, {}
+    for name, first in found[0].items() if found else ():
+        parts = [some[name] for some in found]
+        whole[name] = torch.cat(parts) if isinstance(first, torch.Tensor) else list(chain.from_iterable(parts))
+    alike = dict(model=config.model, resolution=config.resolution, dtype=config.preferences.dtype, negative_prompt="")
+    for split in preferences.SPLITS:
+        held_out = [is_held_out(config, text) for text in whole.get("prompt", [])]
+        rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
+        counts[split] = len(rows)
+        if rows:
+            some = pick(whole, rows) | {name: [value] * len(rows) for name, value in alike.items()}
+            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", some, shapes, config.preferences.dtype)
+    return counts
+
+
+def is_held_out(config, prompt: str) -> bool:
+    """By the prompt's own hash: all its pairs lie in one split, in any folder."""
+    digest = hashlib.blake2b(prompt.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") < config.preferences.validation_share * 2**32
+
+
+def made_by(config) -> dict:
+    """The settings that the files depend on, as JSON has them."""
+    found = config.to_dict()
+    found["preferences"].pop("max_dropped_share")
+    return json.loads(json.dumps({key: found[key] for key in (*MADE_BY, "preferences")}))
+
+
+def claim(config, folder: Path) -> bool:
+    """Begin or go on with `folder`; False if it is complete. Raises ValueError if it was made with other settings."""
+    unfinished, report = folder / "unfinished", folder / "report.json"
+    if unfinished.exists() or report.exists():
+        before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
+        differ = [key for key, value in made_by(config).items() if before[key] != value]
+        if differ:
+            raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
+        return unfinished.exists()
+    scratch = folder / "scratch"
+    if folder.exists() and set(folder.iterdir()) - {scratch}:
+        raise ValueError(f"{folder} is not empty, and not made by this script")
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config)}))
+    scratch.rename(unfinished)
+    return True
+
+
+def finish(config, folder: Path) -> None:
+    """Write report.json. Raises ValueError, and leaves the folder unfinished, if too much was unusable."""
+    parts = [json.loads(path.read_text()) for path in sorted((folder / "unfinished").glob("part_*.json"))]
+    pairs = {split: sum(part["pairs"][split] for part in parts) for split in preferences.SPLITS}
+    dropped = [row for part in parts for row in part["dropped"]]
+    reasons = Counter(row["why"] for row in dropped)
+    total, bad = sum(part["rows"] for part in parts), len(dropped) - reasons[NO_PREFERENCE]
+    print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {total}; dropped: {dict(reasons)}")
+    if bad > config.preferences.max_dropped_share * total or not pairs["train"]:
+        raise ValueError(
+            f"{bad} of {total} rows are unusable ({dict(reasons)}), {pairs['train']} pairs are left to train on; "
+            f"allowed is a share of config.preferences.max_dropped_share = {config.preferences.max_dropped_share}"
+        )
+    report = dict(made_by=made_by(config), pairs=pairs, reasons=dict(reasons), dropped=dropped)
+    (folder / "unfinished" / "report.json").write_text(json.dumps(report, indent=1))
+    (folder / "unfinished" / "report.json").replace(folder / "report.json")
+    shutil.rmtree(folder / "unfinished")
+
+
+def main(config):
+    model, rows = check(config)
+    ranks, folder = fsdp_utils.init_distributed(), Path(config.preferences.path)
+    if not fsdp_utils.broadcast_object(claim(config, folder) if fsdp_utils.is_main() else None):
+        print(f"{folder} is complete")
+        return
+    source, part_size = config.preferences.source, config.preferences.part_size
+    make = (from_images if source else from_rollouts)(config, model, ranks.device)
+    size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
+    shapes = model.row_shapes(config.model, config.resolution, config.text_tokens)
+    parts = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
+    mine = range(ranks.rank, len(parts), ranks.world_size)
+    with tqdm(total=sum(len(parts[n]) for n in mine), unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
+        for number in mine:
+            state = folder / "unfinished" / f"part_{number:05d}.json"
+            if state.exists():
+                bar.update(len(parts[number]))
+                continue
+            found, reasons = make_part(make, rows, parts[number], size, bar)
+            counts = write_part(config, shapes, found, folder, number)
+            dropped = [dict(row=row, why=why) for row, why in zip(parts[number], reasons) if why]
+            state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
+            state.with_suffix(".tmp").replace(state)
+    fsdp_utils.barrier()
+    fsdp_utils.on_main(finish, config, folder)
+    fsdp_utils.close()
+
+
+if __name__ == "__main__":
+    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo", "What to make pairs for.")
+    app.run(lambda _: main(flag.value))

@@ -1,0 +1,209 @@
+"""DPO: what a pair shares, what the reference is, and what offline and online runs log."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import train_qwenimage_dpo as script
+from small import MODELS, config_of, few_prompts, lines_of, prepare, train
+
+from flow_grpo import preferences, rng
+from flow_grpo import run as runs
+from flow_grpo.batching import plan_pairs
+
+NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    return str(prepare(NAME, folder / "pairs", dataset=few_prompts(folder / "data", 48)))
+
+
+@pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
+def started(request, pairs_folder, tmp_path):
+    """A run before its first epoch, and its first pairs."""
+    how = dict(preferences__path=pairs_folder, lora__rank=request.param, eval__num_prompts=0)
+    config = config_of(NAME, tmp_path, **how)
+    run = runs.start(
+        config, MODELS["qwenimage"], script.check_pairs, script.IGNORED, make_plan=plan_pairs, reference=True
+    )
+    yield run, script.read(run, 0)
+    run.board.finish()
+
+
+@torch.no_grad()
+def move(run):
+    stream = torch.Generator().manual_seed(1)
+    for weight in run.parameters:
+        weight += 0.02 * torch.randn(weight.shape, generator=stream)
+
+
+def streams(pairs):
+    return [rng.generator(0, "test", number) for number in pairs.numbers.tolist()]
+
+
+def test_an_image_that_is_both_winner_and_loser_has_one_error(started):
+    """Noise, level, prompt and weights are one for both sides of a pair."""
+    run, pairs = started
+    pairs.losers = pairs.winners.clone()
+    move(run)
+    win, lose, ref_win, ref_lose = script.errors(run, pairs, streams(pairs))
+    torch.testing.assert_close(win, lose, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ref_win, ref_lose, rtol=1e-5, atol=0)
+    assert win.std() > 0.01  # levels and noises differ from pair to pair
+
+
+def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
+    run, pairs = started
+    win, lose, ref_win, ref_lose = script.errors(run, pairs, streams(pairs))
+    assert torch.equal(win, ref_win)
+    assert torch.equal(lose, ref_lose)
+    assert win.requires_grad
+    assert not ref_win.requires_grad
+    move(run)
+    moved, _, still, _ = script.errors(run, pairs, streams(pairs))
+    assert torch.equal(still, ref_win)
+    assert (moved - win).abs().max() > 1e-3
+
+
+def test_pairs_from_a_disk_need_neither_text_encoder_nor_vae(started):
+    run, _ = started
+    assert run.pipeline.vae is None
+    assert run.pipeline.text_encoder is None
+    assert run.score is None
+
+
+def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
+    run, pairs = started
+    again = script.read(run, 0)
+    assert torch.equal(again.winners, pairs.winners)
+    other = script.read(run, 1)
+    assert not torch.equal(other.winners, pairs.winners)
+    assert pairs.numbers.tolist() == list(range(8))
+
+
+def stored(folder, epoch):
+    reader = dcp.FileSystemReader(folder / "checkpoints" / f"epoch_{epoch:06d}")
+    tensors = {name: torch.empty(t.size) for name, t in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=reader)
+    return tensors
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_folder, tmp_path):
+    how = dict(preferences__path=pairs_folder, lora__rank=rank, train__learning_rate=1e-3 if rank else 1e-4)
+    folder = train(NAME, tmp_path, num_epochs=6, **how)
+    updates, held_out = lines_of(folder, "update"), lines_of(folder, "validation")
+    assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert updates[0]["implicit_accuracy"] == updates[0]["winner_error_gap"] == 0
+    assert updates[0]["grad_norm"] > 0
+    later = updates[6:]
+    assert sum(line["implicit_accuracy"] for line in later) / len(later) > 0.6
+    assert held_out[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert [line["epoch"] for line in held_out] == list(range(7))
+    assert held_out[-1]["validation/winner_error_gap"] != 0
+    assert lines_of(folder, "eval")[-1]["eval/avg"] > 0
+    assert (folder / "reward.png").is_file()
+
+
+def test_online_the_reference_becomes_the_policy_every_few_updates(tmp_path):
+    how = dict(train__reference_interval=4, train__learning_rate=1e-3, keep_checkpoints=9, eval_freq=0)
+    folder = train(ONLINE, tmp_path, num_epochs=4, **how)
+    states = [stored(folder, epoch) for epoch in (1, 2, 3, 4)]
+    names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
+    moved = [name for name in names if "lora_B" in name and "txt" not in name]
+    assert moved
+    for name in names:
+        assert torch.equal(states[1][f"old/{name}"], states[1][f"model/{name}"])  # 2 updates an epoch
+        assert torch.equal(states[2][f"old/{name}"], states[1][f"old/{name}"])
+        assert torch.equal(states[3][f"old/{name}"], states[3][f"model/{name}"])
+    assert any(not torch.equal(states[2][f"old/{name}"], states[2][f"model/{name}"]) for name in moved)
+    updates = lines_of(folder, "update")
+    assert [line["winner_error_gap"] == 0 for line in updates] == [i % 4 == 0 for i in range(8)]
+    assert [row["images"] for row in lines_of(folder, "epoch")] == [32, 64, 96, 128]
+
+
+def test_a_group_whose_images_score_alike_is_left_out(tmp_path):
+    how = dict(num_epochs=1, eval_freq=0, train__reference_interval=0)
+    plain = lines_of(train(ONLINE, tmp_path / "plain", **how), "update")
+    none = lines_of(train(ONLINE, tmp_path / "none", **how, preferences__min_margin=9.0), "update")
+    assert plain[0]["grad_norm"] > 0
+    assert none[0]["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("name", [NAME, ONLINE])
+def test_a_resumed_run_logs_what_an_unbroken_one_logs(name, pairs_folder, tmp_path):
+    how = dict(preferences__path=pairs_folder if name == NAME else "")
+    how |= dict(train__reference_interval=3) if name == ONLINE else {}
+    whole = train(name, tmp_path / "whole", num_epochs=3, **how)
+    train(name, tmp_path / "parts", num_epochs=1, **how)
+    parts = train(name, tmp_path / "parts", num_epochs=3, resume_from="latest", **how)
+    kinds = ("eval", "validation")
+    later = [[row for row in lines_of(f) if row["kind"] not in kinds or row["epoch"] > 1] for f in (whole, parts)]
+    assert later[0] == later[1]
+    last = [stored(folder, 3) for folder in (whole, parts)]
+    assert all(torch.equal(tensor, last[1][name]) for name, tensor in last[0].items())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(precision="bf16", fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True),
+        dict(precision="fp16"),
+        dict(train__inner_epochs=2, sample__guidance_scale=4.0, eval__guidance_scale=4.0),
+        dict(train__reference_interval=1, train__updates_per_epoch=1),
+    ],
+    ids=["bf16", "fp16", "inner epochs", "a moving reference offline"],
+)
+def test_options_run(how, pairs_folder, tmp_path):
+    updates = lines_of(train(NAME, tmp_path, num_epochs=1, preferences__path=pairs_folder, **how), "update")
+    assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
+    assert all(math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0 for line in updates)
+
+
+def test_a_loaded_adapter_is_its_own_reference(pairs_folder, tmp_path):
+    how = dict(preferences__path=pairs_folder, eval_freq=0, train__learning_rate=1e-2, train__ema_interval=1)
+    first = train(NAME, tmp_path / "first", **how)
+    second = lines_of(train(NAME, tmp_path / "second", lora__path=str(first), **how), "update")
+    assert second[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert second[0]["implicit_accuracy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "says"),
+    [
+        (NAME, dict(preferences__path="nowhere"), r"'nowhere' holds no train_\*.parquet"),
+        (NAME, dict(sample__num_prompts_per_epoch=7), r"7 pairs an epoch .* 1 GPUs x 2 pairs a batch .* = 4"),
+        (NAME, dict(sample__batch_size=3), r"batch_size is 3; it must be even, two images to a pair"),
+        (ONLINE, dict(sample__batch_size=6), r"batch_size is 6; .* a multiple of num_images_per_prompt = 4"),
+        (NAME, dict(resolution=128), r"column 'winner_latents' holds .*\[16,64\]"),
+        (NAME, dict(text_tokens=24), r"column 'embeds' holds .*\[20,64\]"),
+        (NAME, dict(train__beta=0.1), r"train.beta is set to 0.1, but this script would ignore it"),
+        (NAME, dict(train__nft_beta=0.1), r"train.nft_beta is set to 0.1, but this script would ignore it"),
+        ("shapes_qwenimage", dict(train__dpo_beta=1.0), r"train.dpo_beta is set to 1.0, but this script would ignore"),
+        (
+            "shapes_qwenimage_nft",
+            dict(preferences__min_margin=1.0),
+            r"preferences.min_margin is set to 1.0, but this script",
+        ),
+    ],
+)
+def test_settings_are_checked(name, how, says, pairs_folder, tmp_path):
+    how = dict(preferences__path=pairs_folder) | how if name == NAME else how
+    with pytest.raises(ValueError, match=says):
+        train(name, tmp_path / "runs", **how)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_fewer_pairs_than_an_update_takes_are_refused(tmp_path):
+    few = prepare(NAME, tmp_path / "few", dataset=few_prompts(tmp_path / "data", 4), preferences__validation_share=0.0)
+    assert len(preferences.open_pairs(str(few), *shapes_of_tiny())["train"]) < 8
+    with pytest.raises(ValueError, match=r"holds \d pairs to train on; an update takes 8"):
+        train(NAME, tmp_path / "runs", preferences__path=str(few), train__updates_per_epoch=1)
+
+
+def shapes_of_tiny():
+    tiny = "flow_grpo/assets/tiny_qwenimage"
+    return MODELS["qwenimage"].row_shapes(tiny, 64, 20), tiny, 64

@@ -1,0 +1,430 @@
+"""Preference pairs: what is stored is what is read, what is wrong is named, and preparing them can be killed."""
+
+import io
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from build_random_pipeline import build
+from PIL import Image
+from small import ENV, MODELS, ROOT, config_of, few_prompts, prepare
+
+from flow_grpo import image_pairs, preferences, rng
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+
+TINY = "flow_grpo/assets/tiny_qwenimage"
+NAME = "shapes_qwenimage_dpo"
+SHAPES = dict(latents=(16, 64), embeds=(20, 64), mask=(20,))
+CPU = torch.device("cpu")
+
+
+def some_rows(count, **changed):
+    draw = torch.Generator().manual_seed(0)
+    arrays = {name: torch.randn(count, *SHAPES["latents"], generator=draw) for name in preferences.LATENTS}
+    arrays |= dict(embeds=torch.randn(count, *SHAPES["embeds"], generator=draw), mask=torch.ones(count, 20).bool())
+    alike = dict(negative_prompt="", winner_score=0.9, loser_score=0.1, model=TINY, resolution=64, dtype="float32")
+    listed = {name: [value] * count for name, value in alike.items()}
+    return arrays | listed | dict(prompt=[f"a photo of {i} circles" for i in range(count)]) | changed
+
+
+def write(folder, rows, name="train_00000.parquet", dtype="float32"):
+    preferences.write_pairs(folder / name, rows, SHAPES, dtype)
+    return folder
+
+
+def open_folder(folder):
+    return preferences.open_pairs(str(folder), SHAPES, TINY, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_read_is_what_was_written(dtype, tmp_path):
+    rows = some_rows(50, dtype=[dtype] * 50)
+    write(tmp_path, {name: values[:20] for name, values in rows.items()}, dtype=dtype)
+    write(tmp_path, {name: values[20:] for name, values in rows.items()}, "train_00001.parquet", dtype)
+    pairs = open_folder(tmp_path)["train"]
+    assert len(pairs) == 50
+    assert len(pairs.groups) >= 2
+    wanted = [49, 3, 20, 19, 3]
+    found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
+    stored = torch.float32 if dtype == "float32" else torch.bfloat16
+    for name, values in dict(
+        winner_latents=found.winners, loser_latents=found.losers, embeds=found.embeds.embeds
+    ).items():
+        assert torch.equal(values, rows[name][wanted].to(stored).float())
+        assert values.dtype == torch.float32
+    assert torch.equal(found.embeds.mask, rows["mask"][wanted])
+    assert found.embeds.pooled is None
+    assert found.numbers.tolist() == [7, 8, 9, 10, 11]
+    assert [pairs.prompts[row].text for row in wanted] == [rows["prompt"][row] for row in wanted]
+
+
+def test_the_same_rows_make_the_same_file(tmp_path):
+    for name in ("a.parquet", "b.parquet"):
+        write(tmp_path, some_rows(20), name)
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+
+
+def nan_at(row):
+    latents = some_rows(9)["winner_latents"]
+    latents[row, 3, 5] = float("nan")
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (dict(winner_latents=nan_at(7)), r"row 7, column 'winner_latents': missing, or not finite"),
+        (dict(loser_latents=some_rows(9)["winner_latents"]), r"row 0, columns .*: one image twice"),
+        (
+            dict(model=[TINY] * 4 + ["other"] * 5),
+            r"row 4, column 'model': 'other', but this run has '.*tiny_qwenimage'",
+        ),
+        (dict(resolution=[64] * 8 + [512]), r"row 8, column 'resolution': 512, but this run has 64"),
+        (dict(dtype=["float16"] * 9), r"row 0, column 'dtype': 'float16'"),
+        (dict(prompt=["a"] * 5 + [" "] + ["b"] * 3), r"row 5, column 'prompt': empty"),
+        (dict(winner_score=[0.1] * 9), r"row 0, column 'winner_score': 0.1 is not above the loser's 0.1"),
+    ],
+    ids=["NaN", "equal images", "model", "resolution", "dtype", "prompt", "scores"],
+)
+def test_a_wrong_row_is_named(changed, says, tmp_path):
+    with pytest.raises(ValueError, match=r"train_00000.parquet, " + says):
+        open_folder(write(tmp_path, some_rows(9, **changed)))
+
+
+def change_table(folder, change):
+    path = write(folder, some_rows(9)) / "train_00000.parquet"
+    pq.write_table(change(pq.read_table(path)), path)
+    return folder
+
+
+def with_nothing_in_row_2(table):
+    column = table.column("embeds").combine_chunks()
+    holes = pa.array(
+        [None if i == 2 else value for i, value in enumerate(column.storage.to_pylist())], column.storage.type
+    )
+    place = table.column_names.index("embeds")
+    return table.set_column(place, "embeds", pa.ExtensionArray.from_storage(column.type, holes))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda table: table.drop_columns(["mask", "loser_latents"]), r"missing columns \['loser_latents', 'mask'\]"),
+        (lambda table: table.append_column("seed", pa.array(range(9))), r"unknown columns \['seed'\]"),
+        (lambda table: table.slice(0, 0), r"train_00000.parquet has no row"),
+        (
+            lambda table: table.set_column(0, "prompt", pa.array(range(9))),
+            r"column 'prompt' holds int64, not string",
+        ),
+    ],
+    ids=["missing", "unknown", "empty", "type"],
+)
+def test_wrong_columns_are_named(change, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        open_folder(change_table(tmp_path, change))
+
+
+def test_a_hole_in_the_embeddings_is_named_when_it_is_read(tmp_path):
+    pairs = open_folder(change_table(tmp_path, with_nothing_in_row_2))["train"]
+    with pytest.raises(ValueError, match=r"train_00000.parquet, row 2, column 'embeds': missing"):
+        pairs.read([2], [0], CPU)
+
+
+def test_pairs_of_another_size_are_named(tmp_path):
+    write(tmp_path, some_rows(3))
+    with pytest.raises(ValueError, match=r"column 'winner_latents' holds .*shape=\[16,64\].*not .*shape=\[64,64\]"):
+        preferences.open_pairs(str(tmp_path), SHAPES | dict(latents=(64, 64)), TINY, 64)
+
+
+def test_folders_that_are_no_pairs(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no train_\*.parquet"):
+        open_folder(tmp_path)
+    (tmp_path / "train_00000.parquet").write_bytes(b"not parquet")
+    with pytest.raises(ValueError, match=r"train_00000.parquet is no parquet file"):
+        open_folder(tmp_path)
+    (tmp_path / "unfinished").mkdir()
+    with pytest.raises(ValueError, match="is not complete"):
+        open_folder(tmp_path)
+
+
+def test_best_and_worst_of_each_group():
+    latents = torch.arange(8.0).view(8, 1, 1)
+    embeds = PromptEmbeds(torch.arange(8.0).view(8, 1, 1))
+    scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.3, 0.3, 0.35, 0.3])
+    pairs = preferences.best_and_worst(latents, scores, embeds, range(40, 48), 4, 0.1)
+    assert pairs.winners.flatten().tolist() == [1, 6]
+    assert pairs.losers.flatten().tolist() == [0, 4]
+    assert pairs.kept.tolist() == [1, 0]
+    assert pairs.numbers.tolist() == [40, 44]
+    assert pairs.embeds.embeds.flatten().tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_minibatches_never_split_a_pair_and_miss_none(size):
+    pairs = preferences.Pairs(
+        *torch.arange(24.0).view(2, 12, 1), torch.ones(12), PromptEmbeds(torch.ones(12, 1, 1)), torch.arange(12)
+    )
+    updates = list(preferences.minibatches(pairs, 3, size))
+    assert [len(part) for part in updates] == [-(-4 // size)] * 3
+    rows = [rows for part in updates for rows in part]
+    assert torch.cat([r.numbers for r in rows]).tolist() == list(range(12))
+    assert all(torch.equal(r.losers - r.winners, torch.full_like(r.winners, 12)) for r in rows)
+    assert {r.num_rows for r in rows} == {4}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("models") / "sd3")
+    build("sd3", folder)
+    return {"sd3": folder, "qwenimage": TINY}
+
+
+@pytest.mark.parametrize("name", ["qwenimage", "sd3"])
+def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, folders):
+    model = MODELS[name]
+    pipeline = model.PIPELINE.from_pretrained(folders[name])
+    text = model.encode_prompts(pipeline, ["a photo of a red circle"], width=20, guided=False)
+    latents = model.encode_images(pipeline, torch.rand(3, 3, 64, 64), batch_size=2)
+    found = {key: getattr(text, key) for key in preferences.TEXT}
+    found = {"latents": latents} | {key: values for key, values in found.items() if values is not None}
+    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == model.row_shapes(folders[name], 64, 20)
+    like = model.initial_latents(pipeline, [rng.generator(0, "x")], 64, "cpu")
+    assert latents.shape[1:] == like.shape[1:]
+
+
+def test_encoded_images_decode_to_themselves(folders):
+    model = MODELS["qwenimage"]
+    pipeline = model.PIPELINE.from_pretrained(TINY)
+    noise = [rng.generator(0, b) for b in range(4)]
+    prompts = ["a photo of a red circle", "a photo of two blue squares"] * 2
+    images = model.pipeline_with_logprob(
+        pipeline, prompts, noise, window=range(0), resolution=64, noise_level=0.0
+    ).images
+    again = model.decode_latents(pipeline, model.encode_images(pipeline, images), 64)
+    assert (again - images).abs().mean() < 0.02
+    assert (again[0] - images[1]).abs().mean() > 0.05
+
+
+def test_sd3s_latents_are_scaled_as_its_decoder_unscales_them(folders):
+    model = MODELS["sd3"]
+    pipeline = model.PIPELINE.from_pretrained(folders["sd3"])
+    images, vae = torch.rand(2, 3, 64, 64), pipeline.vae
+    mode = vae.encode(images * 2 - 1).latent_dist.mode()
+    latents = model.encode_images(pipeline, images)
+    torch.testing.assert_close(latents / vae.config.scaling_factor + vae.config.shift_factor, mode)
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+
+
+def test_pairs_of_own_rollouts(tmp_path):
+    folder = prepare(NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data", 48), preferences__min_margin=0.1)
+    report = json.loads((folder / "report.json").read_text())
+    pairs = open_folder(folder)
+    assert len(pairs["train"]) == report["pairs"]["train"] > 0
+    assert len(pairs["validation"]) == report["pairs"]["validation"] > 0
+    texts = [{prompt.text for prompt in pairs[split].prompts} for split in preferences.SPLITS]
+    assert not texts[0] & texts[1]
+    rows = [row for path in folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert all(row["winner_score"] - row["loser_score"] > 0.1 for row in rows)
+    assert len(rows) + report["reasons"]["no preference"] == 48
+    before = files_of(folder)
+    prepare(NAME, folder, dataset=str(tmp_path / "data"), preferences__min_margin=0.1)  # complete: nothing to do
+    assert files_of(folder) == before
+    with pytest.raises(ValueError, match=r"begun with other settings \(seed\)"):
+        prepare(NAME, folder, dataset=str(tmp_path / "data"), preferences__min_margin=0.1, seed=7)
+
+
+def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
+    """Decoded and scored again, latents get the scores that stand beside them."""
+    from flow_grpo import rewards
+
+    folder = prepare(
+        NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0}
+    )
+    pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(TINY)
+    table = pq.read_table(folder / "train_00000.parquet").to_pylist()
+    read = open_folder(folder)["train"].read(list(range(len(table))), list(range(len(table))), CPU)
+    for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
+        images = MODELS["qwenimage"].decode_latents(pipeline, latents, 64)
+        scores = rewards.multi_score(CPU, {"jpeg_compressibility": 1.0})(images, [""] * len(images), [{}] * len(images))
+        torch.testing.assert_close(scores["avg"], torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
+
+
+def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
+    data = few_prompts(tmp_path / "data", 64)
+    whole = prepare(NAME, tmp_path / "whole", dataset=data, preferences__part_size=2)
+    command = [sys.executable, "scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    command += [f"--config.preferences.path={tmp_path / 'parts'}", f"--config.dataset={data}"]
+    command += [
+        "--config.sample.batch_size=8",
+        "--config.preferences.part_size=2",
+        "--config.preferences.validation_share=0.3",
+    ]
+    kills, draw = 0, random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=-3, stderr=-3)
+        state = tmp_path / "parts" / "unfinished"
+        done = len(list(state.glob("part_*.json")))
+        while process.poll() is None and len(list(state.glob("part_*.json"))) == done:
+            time.sleep(0.005)
+        time.sleep(0.05 * draw.random())
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills == 4
+    subprocess.run(command, cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=200)
+    assert files_of(tmp_path / "parts") == files_of(whole)
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
+    assert reports[0]["pairs"] == reports[1]["pairs"]
+    assert reports[0]["dropped"] == reports[1]["dropped"]
+
+
+def test_two_ranks_make_the_files_of_one(tmp_path):
+    data = few_prompts(tmp_path / "data")
+    whole = prepare(NAME, tmp_path / "whole", dataset=data)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    command += [
+        f"--config.preferences.path={tmp_path / 'two'}",
+        f"--config.dataset={data}",
+        "--config.sample.batch_size=8",
+    ]
+    command += ["--config.preferences.part_size=8", "--config.preferences.validation_share=0.3"]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=ENV | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert (tmp_path / "two" / "report.json").exists(), ran.stderr[-2000:]
+    assert {name: len(data) for name, data in files_of(tmp_path / "two").items()} == {
+        name: len(data) for name, data in files_of(whole).items()
+    }
+
+
+def picture(number, size=(80, 64)):
+    pixels = np.random.default_rng(number).integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Eight good pairs in a folder, and one of each that cannot be used."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(16):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    (folder / "broken.png").write_bytes(picture(0)[:500])
+    good = [dict(prompt=f"a photo of {i} circles", winner=f"{2 * i}.png", loser=f"{2 * i + 1}.png") for i in range(8)]
+    bad = [
+        dict(prompt="a", winner="broken.png", loser="1.png"),
+        dict(prompt="a", winner="nowhere.png", loser="1.png"),
+        dict(prompt="a", winner="1.png", loser="1.png"),
+        dict(prompt=" ", winner="0.png", loser="1.png"),
+        dict(prompt="word " * 99, winner="0.png", loser="1.png"),
+        dict(prompt="a", winner="0.png", loser="1.png", winner_score=0.5, loser_score=0.5),
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good + bad))
+    return folder
+
+
+REASONS = {
+    "unreadable image": 2,
+    "winner and loser are one image": 1,
+    "empty prompt": 1,
+    "prompt too long": 1,
+    "no preference": 1,
+}
+
+
+@pytest.mark.parametrize("name", ["qwenimage", "sd3"])
+def test_pairs_of_image_files(name, images, folders, tmp_path):
+    how = dict(preferences__source=str(images), preferences__max_dropped_share=0.4, model=folders[name])
+    folder = prepare(f"{'shapes' if name == 'qwenimage' else 'pickscore'}_{name}_dpo", tmp_path / "pairs", **how)
+    report = json.loads((folder / "report.json").read_text())
+    assert report["reasons"] == REASONS
+    assert [row["row"] for row in report["dropped"]] == [8, 9, 10, 11, 12, 13]
+    assert sum(report["pairs"].values()) == 8
+    pairs = preferences.open_pairs(str(folder), MODELS[name].row_shapes(folders[name], 64, 20), folders[name], 64)
+    first = pairs["train"].read([0], [0], CPU)
+    number = int(pairs["train"].prompts[0].text.split()[3])
+    loaded = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", 64) for i in range(2)])
+    encoded = MODELS[name].encode_images(MODELS[name].PIPELINE.from_pretrained(folders[name]), loaded)
+    torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
+
+
+def test_too_many_bad_images_are_an_error_that_a_larger_share_mends(images, tmp_path):
+    how = dict(preferences__source=str(images), vae_batch_size=3)
+    with pytest.raises(ValueError, match=r"5 of 14 rows are unusable .*'unreadable image': 2.*max_dropped_share = 0.2"):
+        prepare(NAME, tmp_path / "pairs", **how)
+    with pytest.raises(ValueError, match="is not complete"):
+        open_folder(tmp_path / "pairs")
+    open_folder(prepare(NAME, tmp_path / "pairs", **how, preferences__max_dropped_share=0.4))
+
+
+def test_pick_a_pics_columns(images, tmp_path):
+    labels = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.0, 1.0), (1.0, 0.0)]
+    rows = [
+        dict(
+            caption=f"a photo of {i} circles",
+            jpg_0=picture(2 * i),
+            jpg_1=picture(2 * i + 1),
+            label_0=a,
+            label_1=b,
+            user_id=i,
+        )
+        for i, (a, b) in enumerate(labels)
+    ]
+    source = tmp_path / "pickapic"
+    source.mkdir()
+    for part, some in enumerate((rows[:2], rows[2:])):
+        pq.write_table(pa.Table.from_pylist(some), source / f"{part}.parquet", row_group_size=2)
+    opened = image_pairs.open_rows(str(source))
+    assert len(opened) == 5
+    assert [row["prompt"] for row in opened[1:4]] == [row["caption"] for row in rows[1:4]]
+    assert opened[0:2][0]["winner"] == rows[0]["jpg_0"]
+    assert opened[0:2][1]["winner"] == rows[1]["jpg_1"]
+    folder = prepare(NAME, tmp_path / "pairs", preferences__source=str(source), preferences__validation_share=0.0)
+    table = pq.read_table(folder / "train_00000.parquet").to_pylist()
+    assert [row["prompt"] for row in table] == [rows[i]["caption"] for i in (0, 1, 3, 4)]
+    assert json.loads((folder / "report.json").read_text())["dropped"] == [dict(row=2, why="no preference")]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (dict(preferences__path=""), r"preferences.path is empty"),
+        (dict(preferences__source="nowhere"), r"source 'nowhere': no row in a pairs.jsonl"),
+        (dict(model="nowhere/at/all"), r"'nowhere/at/all' is no diffusers folder"),
+        (dict(sample__batch_size=6), r"batch_size must be a multiple"),
+        (dict(sample__num_images_per_prompt=1), r"num_images_per_prompt is 1"),
+        (dict(text_tokens=5), r"over config.text_tokens = 5"),
+        (dict(preferences__dtype="float16"), r"preferences.dtype is 'float16'; it may be 'float32', 'bfloat16'"),
+        (dict(reward_fn={"shape": 1.0}), r"no reward 'shape'"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_made(how, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        prepare(NAME, tmp_path / "pairs", **how)
+    assert not (tmp_path / "pairs").exists()
+
+
+def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
+    with (images / "pairs.jsonl").open("a") as file:
+        file.write('{"prompt": "a", "winner": "1.png"}\n')
+    with pytest.raises(ValueError, match=r'pairs.jsonl, line 15: needs an object with "prompt", "winner" and "loser"'):
+        prepare(NAME, tmp_path / "pairs", preferences__source=str(images))
+    with pytest.raises(ValueError, match="is not empty, and not made by this script"):
+        prepare(NAME, images)
+    shutil.rmtree(images)
+    assert config_of(NAME).preferences.source == ""
