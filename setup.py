@@ -1,5 +1,7 @@
 from setuptools import find_packages, setup
 
+OCR = ["rapidocr>=3.10,<3.11", "onnxruntime>=1.27,<2"]  # its weights come in the package: another one, other rewards
+
 setup(
     name="flow_grpo",
     version="0.1.0",
@@ -8,5 +10,9 @@ setup(
     packages=find_packages(include=["flow_grpo", "flow_grpo.*"]),
     package_data={"flow_grpo": ["assets/**/*"]},
     install_requires=[line for line in open("requirements.txt").read().splitlines() if line and line[0] != "#"],
-    extras_require={"test": ["pytest>=9,<10", "ruff==0.17.5"]},
+    extras_require={
+        "ocr": OCR,
+        "hpsv2": ["open_clip_torch>=3.3,<4"],
+        "test": ["pytest>=9,<10", "ruff==0.17.5", *OCR],
+    },
 )

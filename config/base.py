@@ -8,6 +8,8 @@ import difflib
 
 import ml_collections
 
+from flow_grpo.rewards import known
+
 
 def select(name, runs, variants, file):
     """The config that NAME or NAME,VARIANT,... of a file's functions makes; ValueError names the nearest."""
@@ -26,6 +28,9 @@ def select(name, runs, variants, file):
     except (AttributeError, KeyError, TypeError) as error:  # ml_collections' own words name the nearest key
         raise ValueError(f"{run} in {file} sets what config/base.py does not know: {error}") from error
     config.name = name.replace(",", "_")
+    config.reward_fn = dict.fromkeys(known(), 0.0) | dict(
+        config.reward_fn
+    )  # so that any can be set on the command line
     return config
 
 
@@ -44,12 +49,13 @@ def get_config():
 
     config.model = "flow_grpo/assets/tiny_qwenimage"  # diffusers folder or hub id
     config.dataset = "dataset/shapes"  # folder with {train,test}_metadata.jsonl or {train,test}.txt
-    config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight in the average
+    config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight; 0 = not used
     config.resolution = 64  # pixels, square
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
     config.vae_batch_size = 32  # images per decode
 
+    config.reward = reward()
     config.lora = lora()
     config.fsdp = fsdp()
     config.sample = sample()
@@ -58,6 +64,25 @@ def get_config():
     config.eval = evaluation()
     config.trouble = trouble()
     return config.lock()  # a name that is not in this file is an error from here on
+
+
+def reward():
+    """How rewards are scored. What reward.args says of one reward goes before what is said here."""
+    reward = ml_collections.ConfigDict()
+    reward.args = ml_collections.ConfigDict()  # NAME -> any of these but max_pending, and the options of its load()
+    reward.url = ""  # of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087
+    reward.backend = "thread"  # "inline" | "thread" | "process": a server that the run starts, one for all ranks
+    reward.device = ""  # where a thread's or a process's model lies, such as "cuda:7"; "" = the rank's own
+    reward.batch_size = 32  # images per request
+    reward.max_pending = 1024  # images of a rank that wait for a score; the rollout waits for room
+    reward.on_failure = "fail"  # "fail" | "mask": leave the image out of its group
+    reward.max_masked_share = 0.05  # of an epoch's images; more is an error
+    reward.token = ""  # for a server that asks for one
+    reward.image_format = "npy"  # to a server: "npy" keeps every bit | "png" has 8 bits and is a tenth of the size
+    reward.in_flight = 64  # requests of a rank to a server
+    reward.timeout_s = 120.0  # of one request
+    reward.retry_s = 300.0  # how long a server may be away
+    return reward
 
 
 def lora():

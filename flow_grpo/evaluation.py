@@ -21,12 +21,14 @@ def evaluate(run, epoch: int) -> dict[str, float]:
     with run.ema.applied(), run.board.timed("eval"):
         for number, counts in turns(len(starts), run):
             start = starts[number]
-            images, scores = _sample(run, prompts[start : start + settings.batch_size], start)
+            images, pending = _sample(run, prompts[start : start + settings.batch_size], start)
             panel = {start + i: image.cpu() for i, image in enumerate(images) if start + i in shown}
-            found += [(start, scores, panel)] if counts else []
+            found += [(start, pending, panel)] if counts else []
+        found = [(start, pending.result(), panel) for start, pending, panel in found]
+        run.pool.clock.pop()
     found = sorted(fsdp_utils.gather_objects(found), key=lambda part: part[0])
     scores = {name: torch.cat([part[1][name] for part in found]) for name in found[0][1]}
-    means = {f"eval/{name}": values.mean().item() for name, values in scores.items()}
+    means = {f"eval/{name}": values.nanmean().item() for name, values in scores.items()}
     panel = {number: image for part in found for number, image in part[2].items()}
     where = dict(epoch=epoch, step=run.step)
     run.board.log("eval", means, **where)
@@ -63,4 +65,4 @@ def _sample(run, prompts, start: int):
         vae_batch_size=config.vae_batch_size,
     )
     metadata = [prompt.metadata for prompt in prompts]
-    return sampled.images, run.score(sampled.images, texts, metadata, everything=True)
+    return sampled.images, run.pool.submit(sampled.images, texts, metadata, everything=True)

@@ -66,17 +66,18 @@ def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
         yield [pairs.take(slice(at, min(at + size, start + total)), total) for at in range(start, start + total, size)]
 
 
-def best_and_worst(latents: Tensor, scores: Tensor, embeds: PromptEmbeds, images: range, group: int, margin: float):
+def best_and_worst(latents: Tensor, embeds: PromptEmbeds, images: range, scores: Tensor, group: int, margin: float):
     """Of B images in whole groups of neighbours, a pair per group; kept where the rewards differ by over `margin`.
 
     Args:
         latents: [B, ...]; embeds has B rows.
-        scores: [B] f32 on the CPU.
+        scores: [B] f32 on the CPU; NaN where an image has none.
         images: their numbers.
     """
-    best, worst = (pick(scores.view(-1, group), 1).values for pick in (torch.max, torch.min))
-    first = torch.arange(0, len(scores), group)
-    winners, losers = (first + pick(scores.view(-1, group), 1) for pick in (torch.argmax, torch.argmin))
+    scores = scores.view(-1, group)
+    high, low = scores.nan_to_num(-torch.inf), scores.nan_to_num(torch.inf)  # an image without a score is neither
+    best, worst, first = high.amax(1), low.amin(1), torch.arange(0, scores.numel(), group)
+    winners, losers = first + high.argmax(1), first + low.argmin(1)
     there = lambda index: index.to(latents.device)  # noqa: E731
     return Pairs(
         latents[there(winners)],

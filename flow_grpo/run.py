@@ -1,5 +1,6 @@
 """A run: everything that lives as long as it, and what all training scripts do between their own lines."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.ema import Ema
 from flow_grpo.evaluation import evaluate
 from flow_grpo.rollout import Minibatch, Rollout, from_trace
+from flow_grpo.scoring.pool import Pending, Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
     "eval_freq", "eval", "fsdp", "trouble", "vae_batch_size", "sample.completion_batch_size",
+    *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
 
 
@@ -39,7 +42,7 @@ class Run:
     train_prompts: list[prompts.Prompt]
     test_prompts: list[prompts.Prompt]
     pairs: dict[str, preferences.PairFiles]  # "train" and "validation", where config.preferences.path names some
-    score: Callable  # (images, prompts, metadata) -> {"avg": [B], name: [B], ...}; see rewards.multi_score
+    pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
     loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
@@ -101,6 +104,7 @@ def start(
     Raises:
         ValueError: before any weight is loaded, for all that a user can get wrong.
     """
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     settings.check(config, ignored)
     check(config.sample)
     data = _check_files(config, model)
@@ -119,6 +123,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
     no_images = bool(fields["pairs"]) and not _evaluates(config)
+    pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
     pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images)
     return Run(
         **fields,
@@ -126,7 +131,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         config=config,
         model=model,
         pipeline=pipeline,
-        score=None if no_images else rewards.multi_score(ranks.device, config.reward_fn, config.eval.rewards),
+        pool=pool,
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
@@ -139,7 +144,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
 def _check_files(config, model) -> dict[str, Any]:
     """That everything the config names is there; the prompts of both splits, and pairs if there are any."""
     policies.check_lora(config.lora)
-    rewards.check_rewards(config.reward_fn, config.eval.rewards)
+    check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model.check_folder(config.model)
     pairs, folder = {}, config.preferences.path
     if folder:
@@ -150,7 +155,9 @@ def _check_files(config, model) -> dict[str, Any]:
             raise ValueError(f"{folder} holds {len(pairs['train'])} pairs to train on; an update takes {taken}")
     train = pairs["train"].prompts if folder else prompts.load_prompts(config.dataset, "train")
     test = prompts.load_prompts(config.dataset, "test") if not folder or _evaluates(config) else []
-    texts = [prompt.text for prompt in (test if folder else train + test)]
+    scored = test if folder else train + test
+    texts = [prompt.text for prompt in scored]
+    rewards.check_prompts([*config.reward_fn, *config.eval.rewards], texts, [prompt.metadata for prompt in scored])
     model.check_prompts(model.without_weights(config.model), texts, config.text_tokens)
     return dict(train_prompts=train, test_prompts=test, pairs=pairs)
 
@@ -200,7 +207,8 @@ def _embedder(config, model, pipeline) -> Callable:
 
 
 def _synchronize(device: torch.device) -> Callable | None:
-    return torch.cuda.synchronize if device.type == "cuda" else None
+    """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
+    return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
 
 
 def _choose_folder(config) -> tuple[Path, Path | None]:
@@ -293,8 +301,8 @@ def remember(run: Run, sampled, embeds, batch: prompts.Batch) -> Rollout:
     return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=run.plan.num_trained_steps, **how)
 
 
-def score_images(run: Run, sampled, batch: prompts.Batch, groups: Tensor) -> dict[str, Tensor]:
-    """Rewards of a batch's images [B, ..., 3, H, W], each [B, ...] float32 on the CPU; nothing in them is infinite.
+def score_images(run: Run, sampled, batch: prompts.Batch, groups: Tensor) -> Pending:
+    """Begin to score a batch's images [B, ..., 3, H, W]; the result is name -> [B, ...] float32 on the CPU.
 
     groups: [B, ...] int64, which images compete.
     """
@@ -305,16 +313,33 @@ def score_images(run: Run, sampled, batch: prompts.Batch, groups: Tensor) -> dic
     texts = [text for text in batch.prompts for _ in range(repeats)]
     metadata = [row for row in batch.metadata for _ in range(repeats)]
     with run.board.timed("reward"):
-        scores = run.score(images.flatten(0, -4), texts, metadata)
-    return {name: values.view(len(batch.prompts), *shape) for name, values in scores.items()}
+        scores = run.pool.submit(images.flatten(0, -4), texts, metadata)
+    shape = (len(batch.prompts), *shape)
+    return Pending(lambda: {name: values.view(shape) for name, values in scores.result().items()})
 
 
-def gather_rewards(run: Run, epoch: int, scores: list, groups: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """The epoch's rewards by name and their groups over all ranks, flat [all]; logs what there is to see in them."""
+def gather_rewards(
+    run: Run, epoch: int, pending: list[Pending], groups: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Wait for the epoch's rewards: name -> [all] and their groups [all], over all ranks; NaN where one was masked.
+
+    Logs what there is to see in them.
+
+    Raises:
+        RewardFailed: one failed that must not, or too often.
+    """
+    start = time.perf_counter()
+    with run.board.timed("reward"):
+        scores = [part.result() for part in pending]
+    waited = time.perf_counter() - start
+    run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
     everyone = {name: fsdp_utils.gather(torch.cat([s[name] for s in scores])).flatten() for name in scores[0]}
     groups = fsdp_utils.gather(torch.cat(groups)).flatten()
+    for name, share in run.pool.masked_shares(everyone).items():
+        run.epoch_figures[f"reward/{name}_masked_share"] = share
     for name, values in everyone.items():
-        stats, prefix = group_stats(values, groups), "" if name == "avg" else f"{name}_"
+        scored, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
+        values, stats = values[scored], group_stats(values[scored], groups[scored])
         run.epoch_figures |= {
             f"reward/{name}": values.mean().item(),
             f"reward/{prefix}group_std": stats.std.mean().item(),
@@ -325,14 +350,16 @@ def gather_rewards(run: Run, epoch: int, scores: list, groups: list[Tensor]) -> 
 
 
 def advantages(run: Run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat."""
+    """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
     config = run.config
     weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
-    values = combined_advantages(everyone, weights, groups, *how)
-    kept = torch.ones_like(values)
+    scored = torch.stack([everyone[name].isfinite() for name in weights]).all(0)
+    everyone, groups = {name: everyone[name][scored] for name in weights}, groups[scored]
+    values, kept = torch.zeros(len(scored)), scored.float()
+    values[scored] = combined_advantages(everyone, weights, groups, *how)
     if config.train.filter_groups:
-        kept *= kept_rows(everyone, weights, groups)
-        kept /= kept.mean().clamp(min=1 / len(kept))
+        kept[scored] *= kept_rows(everyone, weights, groups)
+    kept /= kept.mean().clamp(min=1 / len(kept))
     return fsdp_utils.mine(values), fsdp_utils.mine(kept)
 
 
@@ -403,5 +430,7 @@ def export(run: Run, folder: Path) -> None:
 def finish(run: Run) -> None:
     """Export, draw the plots, and leave the process group."""
     export(run, run.folder)
+    if run.pool:
+        run.pool.close()
     run.board.finish()
     fsdp_utils.close()

@@ -12,6 +12,9 @@ CHOICES = {
     "train.objective": ("clip", "guard"),
     "train.reward_aggregation": ("sum", "gdpo"),
     "train.old_decay_schedule": (0, 1, 2),
+    "reward.backend": ("inline", "thread", "process"),
+    "reward.on_failure": ("fail", "mask"),
+    "reward.image_format": ("npy", "png"),
     "preferences.dtype": ("float32", "bfloat16"),
     "trouble.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
@@ -29,10 +32,11 @@ AT_LEAST = {  # smallest value of a number
     "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
     "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
     "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
-    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.dpo_beta": 0,
-    "train.reference_interval": 0, "preferences.min_margin": 0, "preferences.validation_share": 0,
-    "preferences.max_dropped_share": 0, "preferences.part_size": 1, "eval.num_pairs": 1, "eval.noises_per_pair": 1,
-    "train.max_grad_norm": 0, "train.weight_decay": 0,
+    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.dpo_beta": 0, "reward.batch_size": 1,
+    "reward.max_pending": 1, "reward.max_masked_share": 0, "reward.in_flight": 1, "reward.timeout_s": 0,
+    "reward.retry_s": 0, "train.reference_interval": 0, "preferences.min_margin": 0,
+    "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
+    "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0, "train.weight_decay": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
     "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
     "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
@@ -71,6 +75,8 @@ def _check_meaning(config) -> None:
             f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: "
             "only replicated weights are merged"
         )
+    if config.reward.max_masked_share > 1:
+        raise ValueError(f"config.reward.max_masked_share is {config.reward.max_masked_share}; a share is at most 1")
     if config.sample.flash_ratio > 1:
         raise ValueError(f"config.sample.flash_ratio is {config.sample.flash_ratio}; a share of the steps is at most 1")
     if config.train.objective == "guard" and config.sample.sde_type == "cps":

@@ -24,11 +24,12 @@ from absl import app
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rewards, rng, settings
+from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
+from flow_grpo.scoring.pool import Pool, check_rewards
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3)}
 MADE_BY = ("model", "dataset", "reward_fn", "resolution", "text_tokens", "precision", "seed", "lora", "sample")
@@ -36,6 +37,7 @@ MADE_BY = ("model", "dataset", "reward_fn", "resolution", "text_tokens", "precis
 
 def check(config):
     """Raises ValueError, before any weight is loaded; returns the model's file and the source's rows."""
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     settings.check(config, ())
     settings.check_pairs(config.sample)
     policies.check_lora(config.lora)
@@ -48,7 +50,7 @@ def check(config):
         return MODELS[name], image_pairs.open_rows(config.preferences.source)
     if config.sample.batch_size % config.sample.num_images_per_prompt:
         raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
-    rewards.check_rewards(config.reward_fn)
+    check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
     light = MODELS[name].without_weights(config.model)
     MODELS[name].check_prompts(light, [row.text for row in rows], config.text_tokens)
@@ -69,7 +71,7 @@ def load(config, model, device):
 def from_rollouts(config, model, device) -> Callable:
     """(prompts, number of the first) -> columns of their pairs, and for each prompt why it has none, or None."""
     pipeline, sample, group = load(config, model, device), config.sample, config.sample.num_images_per_prompt
-    score = rewards.multi_score(device, config.reward_fn)
+    pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, pipeline.transformer, config.precision, sample.guidance_scale)
     how = {key: sample[key] for key in ("num_steps", "noise_level", "flash_ratio")}
     how |= dict(resolution=config.resolution, vae_batch_size=config.vae_batch_size)
@@ -81,9 +83,9 @@ def from_rollouts(config, model, device) -> Callable:
         guided = sample.guidance_scale > 1
         embeds = model.encode_prompts(pipeline, texts, width=config.text_tokens, guided=guided)
         sampled = model.pipeline_with_logprob(pipeline, embeds, noise, window=range(0), velocity=policy, **how)
-        scores = score(sampled.images, texts, [row.metadata for row in rows])["avg"]
+        scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
         margin = config.preferences.min_margin
-        pairs = preferences.best_and_worst(sampled.latents, scores, embeds, numbers, group, margin)
+        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)
         kept, scores = pairs.kept.bool(), scores.view(-1, group).double()
         reasons = [None if keep else NO_PREFERENCE for keep in kept.tolist()]
         return columns(texts[::group], scores.amax(1).tolist(), scores.amin(1).tolist(), pairs, kept), reasons

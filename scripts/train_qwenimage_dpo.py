@@ -43,7 +43,7 @@ def read(run, epoch):
 
 def rollout(run, epoch):
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
-    parts, scores, groups = [], [], []
+    drawn, pending, groups = [], [], []
     for batch in runs.batches(run, epoch):
         embeds = run.embed(batch.prompts)
         noise = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
@@ -52,11 +52,12 @@ def rollout(run, epoch):
                 run.pipeline, embeds, noise, window=range(0), velocity=run.velocity, **runs.sampling(run)
             )
         groups.append(torch.tensor(batch.groups))
-        scores.append(runs.score_images(run, sampled, batch, groups[-1]))
-        how = run.plan.group_size, run.config.preferences.min_margin
-        parts.append(preferences.best_and_worst(sampled.latents, scores[-1]["avg"], embeds, batch.images, *how))
-    runs.gather_rewards(run, epoch, scores, groups)
-    return preferences.concat(parts)
+        pending.append(runs.score_images(run, sampled, batch, groups[-1]))
+        drawn.append((sampled.latents, embeds, batch.images))
+    runs.gather_rewards(run, epoch, pending, groups)
+    how = run.plan.group_size, run.config.preferences.min_margin
+    scores = [part.result()["avg"] for part in pending]
+    return preferences.concat([preferences.best_and_worst(*parts, s, *how) for parts, s in zip(drawn, scores)])
 
 
 def errors(run, pairs, streams):

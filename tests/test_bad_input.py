@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from small import config_of, lines_of, train
 
 from flow_grpo import checkpoints, rewards
+from flow_grpo.scoring.pool import RewardFailed
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -140,7 +141,7 @@ def test_an_unknown_key_on_the_command_line_is_answered_with_the_nearest(monkeyp
 
 
 def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
-    config = config_of(WINDOW, tmp_path, model=weightless)
+    config = config_of(WINDOW, tmp_path, model=weightless, reward_fn={"shapes": 1.0})
     checkpoint = tmp_path / config.name / "checkpoints" / "epoch_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
@@ -155,7 +156,7 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path,
         '    return lambda images, prompts, metadata: [float("nan") if "a" in p else 1.0 for p in prompts]\n'
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    with pytest.raises(ValueError, match=r"reward 'broken' is nan for 'a"):
+    with pytest.raises(RewardFailed, match=r"reward 'broken' \(thread\): reward 'broken' is nan for 'a"):
         train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0})
 
 
@@ -181,7 +182,7 @@ def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(na
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
-        train(name, tmp_path / "runs", reward_fn={"brightness": 1.0}, eval_freq=0)
+        train(name, tmp_path / "runs", reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
     checkpoint = checkpoints.find(run.folder / "checkpoints")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)

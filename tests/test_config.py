@@ -12,6 +12,7 @@ import train_qwenimage_nft
 import train_qwenimage_pr
 
 from flow_grpo import batching, policies, rewards, settings
+from flow_grpo.scoring import pool
 
 ROOT = Path(__file__).parents[1]
 GRPO = runpy.run_path(str(ROOT / "config" / "grpo.py"))
@@ -137,10 +138,15 @@ def reads():
 READS = reads()
 
 
+def test_settings_of_rewards_are_those_that_one_reward_may_set():
+    assert set(BASE.reward) == {*pool.OWN, "args", "max_pending"}
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_somewhere(key):
     assert (key if "." in key else f"config.{key}") in READS
 
 
 def test_choices_and_limits_are_of_keys_that_exist():
-    assert settings.CHOICES.keys() | settings.AT_LEAST.keys() <= set(KEYS)
+    keys = {*KEYS, *(f"reward.{key}" for key in BASE.reward)}
+    assert settings.CHOICES.keys() | settings.AT_LEAST.keys() <= keys

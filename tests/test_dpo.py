@@ -72,7 +72,7 @@ def test_pairs_from_a_disk_need_neither_text_encoder_nor_vae(started):
     run, _ = started
     assert run.pipeline.vae is None
     assert run.pipeline.text_encoder is None
-    assert run.score is None
+    assert run.pool is None
 
 
 def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):

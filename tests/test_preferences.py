@@ -160,7 +160,7 @@ def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
     embeds = PromptEmbeds(torch.arange(8.0).view(8, 1, 1))
     scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.3, 0.3, 0.35, 0.3])
-    pairs = preferences.best_and_worst(latents, scores, embeds, range(40, 48), 4, 0.1)
+    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, 0.1)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.kept.tolist() == [1, 0]
@@ -257,8 +257,8 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
     read = open_folder(folder)["train"].read(list(range(len(table))), list(range(len(table))), CPU)
     for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
         images = MODELS["qwenimage"].decode_latents(pipeline, latents, 64)
-        scores = rewards.multi_score(CPU, {"jpeg_compressibility": 1.0})(images, [""] * len(images), [{}] * len(images))
-        torch.testing.assert_close(scores["avg"], torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
+        scores = rewards.load("jpeg_compressibility", CPU)(images, [""] * len(images), [{}] * len(images))
+        torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
 
 
 def test_killed_again_and_again_it_makes_the_same_files(tmp_path):

@@ -1,11 +1,15 @@
 """Several rewards in one run, and the rewards that need no model."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from small import lines_of, train
+from small import ENV, ROOT, config_of, lines_of, train
 
 from flow_grpo import rewards
 from flow_grpo.rewards import jpeg_compressibility
+from flow_grpo.scoring.pool import Pool
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 BOTH = {"shapes": 1.0, "jpeg_compressibility": 0.1}
@@ -26,9 +30,11 @@ def test_a_flat_image_compresses_best_and_an_image_alone_as_in_a_batch():
 
 
 def test_watched_rewards_are_measured_on_request_and_do_not_count():
-    score = rewards.multi_score(CPU, {"jpeg_compressibility": 2.0}, ["shapes"])
+    pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
     metadata = [{"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}] * 3
-    plain, everything = (score(images(), ["a red circle"] * 3, metadata, everything=e) for e in (False, True))
+    plain, everything = (
+        pool.submit(images(), ["a red circle"] * 3, metadata, everything=e).result() for e in (False, True)
+    )
     assert set(plain) == {"jpeg_compressibility", "avg"}
     assert set(everything) == {"jpeg_compressibility", "avg", "shapes", "shapes_accuracy"}
     assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
@@ -68,3 +74,22 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monke
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
+
+
+def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):
+    command = [sys.executable, "scripts/train_qwenimage.py", "--config=config/grpo.py:shapes_qwenimage,smoke"]
+    how = {"dataset": "dataset/ocr", "text_tokens": 96, "train.reward_aggregation": "gdpo", "output_dir": tmp_path}
+    how |= {"reward_fn.ocr": 1.0, "reward_fn.jpeg_compressibility": 0.5, "reward_fn.shapes": 0.0, "eval.num_prompts": 2}
+    command += [f"--config.{key}={value}" for key, value in how.items()]
+    ran = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[-1]
+    assert 0 <= line["reward/ocr"] <= 1
+    assert line["reward/avg"] == pytest.approx(line["reward/ocr"] + 0.5 * line["reward/jpeg_compressibility"], abs=1e-5)
+    assert "reward/shapes" not in line
+
+
+def test_prompts_that_a_reward_cannot_score_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="finds no text to look for in prompt"):
+        train(WINDOW, tmp_path / "runs", reward_fn={"ocr": 1.0})
+    assert not (tmp_path / "runs").exists()

@@ -23,8 +23,25 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "ema": set(),
     "rewards": set(),
     "rewards.shapes": {"shapes"},
-    "rewards.pickscore": set(),
+    "rewards.clip_model": set(),
+    **{
+        f"rewards.{name}": {"rewards.clip_model"}
+        for name in ("pickscore", "clipscore", "aesthetic", "imagereward", "hpsv2", "hpsv3", "image_similarity")
+    },
+    "rewards.ocr": set(),
+    "rewards.jpeg_incompressibility": {"rewards.jpeg_compressibility"},
     "rewards.jpeg_compressibility": set(),
+    "rewards.judge": {"scoring", "scoring.wire", "scoring.client"},
+    **{f"rewards.{name}": {"rewards", "rewards.judge"} for name in ("vlm_judge", "unifiedreward")},
+    **{f"rewards.{name}": {"scoring.pickled", "scoring.wire"} for name in ("geneval", "deqa")},
+    "scoring": set(),
+    "scoring.wire": set(),
+    "scoring.client": set(),
+    "scoring.pickled": {"scoring.client", "scoring.wire"},
+    "scoring.server": {"rewards", "scoring.wire"},
+    "scoring.serve": {"rewards", "scoring.server"},
+    "scoring.processes": {"fsdp_utils"},
+    "scoring.pool": {"rewards", "scoring", "scoring.wire", "scoring.client", "scoring.processes"},
     "trouble": set(),
     "forward": set(),
     "image_pairs": set(),
@@ -39,7 +56,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "optimization": {"fsdp_utils", "losses", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "run": {
         *("advantages", "batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils"),
-        *("policies", "preferences", "prompts", "rewards", "rng", "rollout", "settings", "trouble"),
+        *("policies", "preferences", "prompts", "rewards", "rng", "rollout", "scoring.pool", "settings", "trouble"),
     },
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
@@ -56,8 +73,12 @@ OUTSIDE = {  # packages that live in one room
     "wandb": {"dashboards"},
     "torch.distributed": {"fsdp_utils", "checkpoints"},
     "matplotlib": {"pictures"},
+    "httpx": {"scoring.client", "scoring.pool"},
+    "starlette": {"scoring.server"},
+    "uvicorn": {"scoring.server"},
     "pyarrow": {"preferences", "image_pairs"},
     "scipy": {"rewards.shapes"},
+    "rapidocr": {"rewards.ocr"},
 }
 
 

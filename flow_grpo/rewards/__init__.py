@@ -1,66 +1,96 @@
-"""Rewards. One file per reward, whose name is the reward's name in `config.reward_fn`.
+"""Rewards. One file per reward, whose name is the reward's name in `config.reward_fn`; here, or in a folder that
+the environment's FLOW_GRPO_REWARDS names.
 
-A file has `load(device) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`, which returns [B], or a dict whose
-"score" [B] is the reward and whose other entries [B] are logged beside it.
+A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
+a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
+the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
+cannot score.
 """
 
 import difflib
 import importlib
+import inspect
 import math
+import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+CONNECTION = ("token", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+HELPERS = ("clip_model", "judge")  # files here that are no rewards
+__path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
 
-def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = ()) -> None:
+
+def known() -> list[str]:
+    """Names of all reward files."""
+    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(HELPERS))
+
+
+def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
     """Raises ValueError for an unknown reward, a weight that is no finite number, or no reward at all.
 
-    watched: names of rewards that are measured only.
+    Args:
+        watched: names of rewards that are measured only.
+        served: names that need no file here, since a server scores them.
     """
-    known = sorted(module.name for module in pkgutil.iter_modules(__path__))
     if not weights:
-        raise ValueError(f"config.reward_fn is empty; there are: {', '.join(known)}")
-    for name in [*weights, *watched]:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, cutoff=0)
+        raise ValueError(f"config.reward_fn is empty; there are: {', '.join(known())}")
+    for name in {**weights, **dict.fromkeys(watched)}:
+        if name not in known() and name not in served:
+            near = difflib.get_close_matches(name, known(), cutoff=0)
             raise ValueError(f"no reward {name!r} in flow_grpo/rewards; nearest: {', '.join(near)}")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ValueError(f"config.reward_fn.{name} is {weight!r}; its weight must be a finite number")
 
 
-def multi_score(
-    device: torch.device, weights: Mapping[str, float], watched: Iterable[str] = ()
-) -> Callable[..., dict[str, Tensor]]:
-    """Load several rewards as one.
-
-    Args:
-        watched: names of rewards that only `score(..., everything=True)` measures; they do not count in "avg".
-
-    Returns:
-        (images, prompts, metadata) -> {"avg": weighted sum [B], name: [B], name_extra: [B], ...}, float32 on the CPU.
-        It raises ValueError when a reward is not one finite number per image, and names the prompt.
-    """
-    names = dict.fromkeys([*weights, *watched])
-    scorers = {name: importlib.import_module(f"flow_grpo.rewards.{name}").load(device) for name in names}
-
-    def score(images: Tensor, prompts: list[str], metadata: list[dict], everything: bool = False) -> dict[str, Tensor]:
-        scores = {}
-        for name in scorers if everything else weights:
-            found = scorers[name](images, prompts, metadata)
-            found = found if isinstance(found, dict) else {"score": found}
-            scores |= {
-                name if key == "score" else f"{name}_{key}": _checked(name, v, prompts) for key, v in found.items()
-            }
-        scores["avg"] = sum(weight * scores[name] for name, weight in weights.items())
-        return scores
-
-    return score
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for an option that the reward's `load` does not take, or one that it needs and has not."""
+    parameters = inspect.signature(_file(name).load).parameters
+    takes = {key: value for key, value in parameters.items() if key != "device" and value.kind != value.VAR_KEYWORD}
+    unknown = sorted(set(options) - set(takes) - set(CONNECTION if is_service(name) else ()))
+    if unknown:
+        raise ValueError(
+            f"config.reward.args.{name}: {', '.join(unknown)} unknown; it takes {', '.join(takes) or 'none'}"
+        )
+    needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
+    if needed:
+        raise ValueError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
 
 
-def _checked(name: str, values, prompts: list[str]) -> Tensor:
+def check_prompts(names: Iterable[str], prompts: list[str], metadata: list[dict]) -> None:
+    """Raises ValueError for the first prompt that one of the rewards cannot score."""
+    for name in set(names) & set(known()):
+        check = getattr(_file(name), "check_prompts", None)
+        if check:
+            check(prompts, metadata)
+
+
+def is_service(name: str) -> bool:
+    """Whether the reward file asks a server of another kind than ours: its `load` takes a url and **CONNECTION."""
+    return name in known() and "url" in inspect.signature(_file(name).load).parameters
+
+
+def load(name: str, device: torch.device, options: Mapping[str, Any] | None = None) -> Callable:
+    """A reward file's scorer."""
+    return _file(name).load(device, **options or {})
+
+
+def bounds(name: str) -> tuple[float, float]:
+    """The lowest and the highest score there can be; without limits for a reward that has no file here."""
+    return getattr(_file(name), "RANGE", (-math.inf, math.inf)) if name in known() else (-math.inf, math.inf)
+
+
+def as_scores(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a `score` returned, as a dict."""
+    return found if isinstance(found, dict) else {"score": found}
+
+
+def checked(name: str, values, prompts: list[str]) -> Tensor:
+    """[B] float32 on the CPU. Raises ValueError unless they are one finite number per image, and names the prompt."""
     values = torch.as_tensor(values).detach().float().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
@@ -68,3 +98,7 @@ def _checked(name: str, values, prompts: list[str]) -> Tensor:
     if bad:
         raise ValueError(f"reward {name!r} is {values[bad[0]].item()} for {prompts[bad[0]]!r} ({len(bad)} such images)")
     return values
+
+
+def _file(name: str):
+    return importlib.import_module(f"flow_grpo.rewards.{name}")

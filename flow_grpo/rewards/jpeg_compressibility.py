@@ -3,12 +3,15 @@
 It needs no model and no prompt, which makes it a reward to try a pipeline with. A flat image is its optimum.
 """
 
+import math
 from collections.abc import Callable
 from io import BytesIO
 
 import torch
 from PIL import Image
 from torch import Tensor
+
+RANGE = (-math.inf, 0.0)
 
 
 def load(device: torch.device) -> Callable[..., Tensor]:

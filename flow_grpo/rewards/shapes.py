@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate
 
 from flow_grpo.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, signed_distances
 
+RANGE = (0.0, 1.0)
 SIDE = 64  # pixels; every picture is looked at in this size
 SPECK_AREA = 0.002  # of the picture; less is dirt, not an object
 SMALLEST_AREA = 0.014  # of the picture; the smallest shape that is ever rendered has 0.0187

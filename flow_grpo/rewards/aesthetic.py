@@ -1,0 +1,54 @@
+"""LAION's improved aesthetic predictor: how beautiful people would find an image, whatever the prompt.
+
+Linear layers on the L2-normalised image embedding of OpenAI's CLIP ViT-L/14, fitted to ratings from 1 to 10
+(github.com/christophschuhmann/improved-aesthetic-predictor). Nothing keeps a score within that scale.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, read_weights, to_pil
+
+MODEL = "openai/clip-vit-large-patch14"
+PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
+RANGE = (-math.inf, math.inf)
+
+
+def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, predictor: str = PREDICTOR):
+    """The scorer, in float32 on `device`.
+
+    Args:
+        model: hub id or folder of the CLIPModel that the predictor was fitted to.
+        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
+
+    Raises:
+        ValueError: weights or processor cannot be had, or the predictor is not one for this CLIP.
+    """
+    weights = read_weights("aesthetic", predictor)
+    clip, prepare = load_clip("aesthetic", model, processor or model, device)
+    rating = linear_layers(clip.config.projection_dim)
+    try:
+        rating.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {error}") from error
+    rating = rating["layers"].to(device).requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
+        return in_batches(lambda part: rating(embed(clip, prepare, to_pil(part))).squeeze(1), BATCH_SIZE, images)
+
+    return score
+
+
+def linear_layers(width: int) -> nn.ModuleDict:
+    """From an embedding to its rating. No activations, as published; names layers.0, 2, 4, 6 and 7, as in the file."""
+    dropout = {1024: nn.Dropout(0.2), 128: nn.Dropout(0.2), 64: nn.Dropout(0.1)}
+    layers = []
+    for size in (1024, 128, 64, 16, 1):
+        layers += [nn.Linear(width, size), *([dropout[size]] if size in dropout else [])]
+        width = size
+    return nn.ModuleDict({"layers": nn.Sequential(*layers)})

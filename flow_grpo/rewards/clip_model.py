@@ -1,0 +1,108 @@
+"""What the rewards with a model, mostly a CLIP, share: pixels, batches, and weights or packages that may be missing.
+
+It is no reward itself (`flow_grpo.rewards.HELPERS`).
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from huggingface_hub import hf_hub_download
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+from transformers import CLIPModel, CLIPProcessor
+
+BATCH_SIZE = 32  # images per forward
+WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """[B, 3, H, W] in [0, 1] -> B pictures of 8 bits a channel."""
+    pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(image) for image in pixels]
+
+
+def in_batches(score: Callable[..., Tensor], size: int, *columns) -> Tensor:
+    """score(*columns) over `size` rows at a time; every column has a row per image."""
+    parts = [slice(start, start + size) for start in range(0, len(columns[0]), size)]
+    return torch.cat([score(*(column[part] for column in columns)) for part in parts])
+
+
+def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, CLIPProcessor]:
+    """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder.
+
+    Raises:
+        ValueError: weights or processor cannot be had; the message names the reward and the id.
+    """
+    clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
+    prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
+    return clip, prepare
+
+
+def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: list[str]) -> Tensor:
+    """Of each image with its own prompt, [B]."""
+    inputs = prepare(
+        text=prompts,
+        images=to_pil(images),
+        padding="max_length",  # one width, whatever the neighbours
+        truncation=True,
+        max_length=clip.config.text_config.max_position_embeddings,
+        return_tensors="pt",
+    ).to(clip.device)
+    out = clip(**inputs)
+    return cosine_similarity(out.image_embeds, out.text_embeds)
+
+
+def embed(clip: CLIPModel, prepare: CLIPProcessor, pictures: list[Image.Image]) -> Tensor:
+    """L2-normalised image embeddings [B, projection_dim]."""
+    pixels = prepare(images=pictures, return_tensors="pt")["pixel_values"].to(clip.device)
+    return normalize(clip.visual_projection(clip.vision_model(pixel_values=pixels).pooler_output))
+
+
+def read_weights(reward: str, name: str) -> dict:
+    """The state dict in a local file or in owner/repository/file of the hub: .safetensors, else torch.save's format.
+
+    Raises:
+        ValueError: it is neither; the message names the reward and the file.
+    """
+    path = Path(name)
+    if not path.is_file():
+        try:
+            owner, repository, file = name.split("/", 2)
+            path = Path(hf_hub_download(f"{owner}/{repository}", file))
+        except (OSError, ValueError) as error:  # nothing to be had there, or no id of the hub at all
+            raise ValueError(
+                f"reward {reward} needs the weights {name!r}, neither a file, nor in the Hugging Face cache, nor to be "
+                f"downloaded: give a path, or run `hf download OWNER/REPOSITORY FILE` {WAY_OUT}"
+            ) from error
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+
+
+def optional_package(reward: str, name: str, install: str) -> ModuleType:
+    """Import what only one reward needs.
+
+    Raises:
+        ValueError: it is not installed, the message says how; or it does not import beside what is.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name == name:
+            raise ValueError(f"reward {reward} needs the package {name}: {install}") from error
+        raise ValueError(
+            f"reward {reward} needs the package {name}, which is here but cannot be imported: {error}"
+        ) from error
+
+
+def _pretrained(reward: str, kind: type, name: str, **how):
+    try:
+        return kind.from_pretrained(name, **how)
+    except OSError as error:  # no such id, or no network and nothing in the cache
+        raise ValueError(
+            f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
+            f"downloaded: run `hf download {name}` {WAY_OUT}"
+        ) from error

@@ -1,0 +1,37 @@
+"""CLIPScore (arXiv:2104.08718): how well an image shows what its prompt says, 2.5 * max(cosine(image, prompt), 0).
+
+0 to 2.5. The paper's own scores are of ViT-B/32 and the prefix "A photo depicts ", the defaults here ViT-L/14 and the
+bare prompt; only scores of one setting compare.
+"""
+
+import torch
+from torch import Tensor
+
+from flow_grpo.rewards.clip_model import BATCH_SIZE, cosines, in_batches, load_clip
+
+MODEL = "openai/clip-vit-large-patch14"
+SCALE = 2.5
+RANGE = (0.0, SCALE)
+
+
+def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, prefix: str = ""):
+    """The scorer, in float32 on `device`.
+
+    Args:
+        model: hub id or folder of a CLIPModel.
+        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        prefix: put before every prompt, with a space of its own at the end.
+
+    Raises:
+        ValueError: weights or processor cannot be had.
+    """
+    clip, prepare = load_clip("clipscore", model, processor or model, device)
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
+        texts = [prefix + prompt for prompt in prompts]
+        found = in_batches(lambda *rows: cosines(clip, prepare, *rows), BATCH_SIZE, images, texts)
+        return SCALE * found.clamp(0, 1)
+
+    return score

@@ -1,0 +1,30 @@
+"""DeQA-Score (arXiv:2501.11561): the technical quality of an image, from 1 (bad) to 5 (excellent), here over 5.
+
+The model runs in the reward server that came with Flow-GRPO, which speaks pickle and answers with scores in [0, 1].
+"""
+
+import torch
+from torch import Tensor
+
+from flow_grpo.scoring.pickled import PickleServer
+from flow_grpo.scoring.wire import check_numbers
+
+RANGE = (0.0, 1.0)
+
+
+def load(device: torch.device, url: str = "http://127.0.0.1:18086", allow_pickle: bool = False, **server):
+    """The scorer; nothing is loaded here.
+
+    Args:
+        allow_pickle: must be True. Only plain data are unpickled, see scoring/pickled.py.
+        server: token, in_flight, timeout_s, retry_s.
+
+    Raises:
+        ValueError: allow_pickle is not True.
+    """
+    model = PickleServer("deqa", url, allow_pickle, **server)
+
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        return check_numbers("outputs", list(model.ask(images).get("outputs", [])), len(images), RANGE)
+
+    return score

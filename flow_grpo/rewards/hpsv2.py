@@ -1,0 +1,44 @@
+"""HPS v2.1 (arXiv:2306.09341): how much people prefer an image for its prompt, by a CLIP trained on their choices.
+
+A score is cosine(image, prompt), about 0.2 to 0.35. An oblong image is padded with black, as by the authors.
+"""
+
+import torch
+from torch import Tensor
+
+from flow_grpo.rewards.clip_model import BATCH_SIZE, in_batches, optional_package, read_weights, to_pil
+
+WEIGHTS = "xswu/HPSv2/HPS_v2.1_compressed.pt"
+ARCHITECTURE = "ViT-H-14"
+RANGE = (-1.0, 1.0)
+
+
+def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str = ARCHITECTURE):
+    """The scorer, in float32 on `device`.
+
+    Args:
+        weights: checkpoint whose "state_dict" it is, a local file or owner/repository/file of the hub.
+        architecture: name that open_clip knows.
+
+    Raises:
+        ValueError: no open_clip, or weights that cannot be had.
+    """
+    open_clip = optional_package("hpsv2", "open_clip", "pip install flow_grpo[hpsv2]")
+    state = read_weights("hpsv2", weights)["state_dict"]
+    clip, _, prepare = open_clip.create_model_and_transforms(
+        architecture, load_weights=False, image_resize_mode="longest"
+    )
+    clip.load_state_dict(state)
+    clip.to(device).requires_grad_(False).eval()
+    tokenize = open_clip.get_tokenizer(architecture)  # pads to one width, whatever the neighbours
+
+    def cosines(images: Tensor, prompts: list[str]) -> Tensor:
+        seen = clip.encode_image(torch.stack([prepare(p) for p in to_pil(images)]).to(device), normalize=True)
+        return (seen * clip.encode_text(tokenize(prompts).to(device), normalize=True)).sum(1)
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
+        return in_batches(cosines, BATCH_SIZE, images, prompts)
+
+    return score

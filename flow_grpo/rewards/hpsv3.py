@@ -1,0 +1,43 @@
+"""HPSv3 (arXiv:2508.03789): how much people prefer an image for its prompt, by a Qwen2-VL 7B trained on their choices.
+
+A score is the mean mu of the predicted preference, unbounded. `sigma`, its standard deviation, is logged beside it. The
+package hpsv3 pins transformers 4.45.2.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flow_grpo.rewards.clip_model import optional_package, to_pil
+
+RANGE = (-math.inf, math.inf)
+INSTALL = "pip install hpsv3 in an environment of its own, as it pins transformers 4.45.2, and serve it from there"
+
+
+def load(device: torch.device | str, checkpoint: str | None = None, config: str | None = None):
+    """The scorer, in bfloat16 on `device`.
+
+    Args:
+        checkpoint: local HPSv3.safetensors; the hub's MizzenAI/HPSv3 unless given.
+        config: the package's YAML file, which also names the base model; its own HPSv3_7B.yaml unless given.
+
+    Raises:
+        ValueError: no package, or weights that cannot be had.
+    """
+    package = optional_package("hpsv3", "hpsv3", INSTALL)
+    try:
+        judge = package.HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
+    except OSError as error:
+        name = checkpoint or "MizzenAI/HPSv3"
+        raise ValueError(f"reward hpsv3 needs the weights {name!r}, which cannot be had: {error}") from error
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
+        """Images [B, 3, H, W] in [0, 1] -> [B] each, an image per forward as bfloat16 would feel its neighbours."""
+        pairs = zip(to_pil(images), prompts, strict=True)
+        found = torch.cat([judge.reward(image_paths=[picture], prompts=[prompt]) for picture, prompt in pairs])
+        mu, log_sigma = found.float().unbind(1)
+        return {"score": mu, "sigma": log_sigma.exp()}
+
+    return score

@@ -1,0 +1,60 @@
+"""How much an image looks like a reference image: cosine of their CLIP embeddings (arXiv:2103.00020), -1 to 1.
+
+metadata["reference"] is the reference's path. A copy of it scores 1. The prompt does not count.
+"""
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, to_pil
+
+MODEL = "openai/clip-vit-large-patch14"
+RANGE = (-1.0, 1.0)
+
+
+def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, folder: str = "."):
+    """The scorer, in float32 on `device`; a reference is read and embedded once.
+
+    Args:
+        model: hub id or folder of a CLIPModel.
+        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        folder: what the references' paths are relative to.
+
+    Raises:
+        ValueError: weights or processor cannot be had; when scoring, no reference or none that can be read.
+    """
+    clip, prepare = load_clip("image_similarity", model, processor or model, device)
+    known = {}  # path -> embedding
+
+    def embedding(path: Path) -> Tensor:
+        if path not in known:
+            known[path] = embed(clip, prepare, [_read(path)])[0]
+        return known[path]
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
+        paths = [Path(folder, _reference(prompt, data)) for prompt, data in zip(prompts, metadata, strict=True)]
+        wanted = torch.stack([embedding(path) for path in paths])
+        found = in_batches(lambda part: embed(clip, prepare, to_pil(part)), BATCH_SIZE, images)
+        return (found * wanted).sum(1).clamp(*RANGE)
+
+    return score
+
+
+def _reference(prompt: str, metadata: dict) -> str:
+    reference = metadata.get("reference")
+    if not isinstance(reference, str):
+        raise ValueError(f"reward image_similarity needs the path metadata['reference'], which {prompt!r} has not")
+    return reference
+
+
+def _read(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        raise ValueError(f"reward image_similarity cannot read the reference {path}: {error}") from error

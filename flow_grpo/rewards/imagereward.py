@@ -1,0 +1,42 @@
+"""ImageReward (arXiv:2304.05977): how much people prefer an image for its prompt, by a BLIP trained on their rankings.
+
+Standardised by the authors to mean 0 and standard deviation 1, so mostly -2 to 2, and unbounded. Only 35 tokens of the
+prompt count. It comes in the package image-reward, which needs a transformers older than 5.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flow_grpo.rewards.clip_model import optional_package, to_pil
+
+MODEL = "ImageReward-v1.0"
+RANGE = (-math.inf, math.inf)
+INSTALL = (
+    "pip install image-reward, and transformers older than 5, in an environment of its own, and serve it from there"
+)
+
+
+def load(device: torch.device | str, model: str = MODEL, folder: str | None = None):
+    """The scorer on `device`.
+
+    Args:
+        model: name that the package knows, or a local checkpoint.
+        folder: where the package keeps ImageReward.pt and med_config.json; ~/.cache/ImageReward unless given.
+
+    Raises:
+        ValueError: no package, or weights that cannot be had.
+    """
+    package = optional_package("imagereward", "ImageReward", INSTALL)
+    try:
+        judge = package.load(model, device=device, download_root=folder).requires_grad_(False)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"reward imagereward needs the weights {model!r}, which cannot be had: {error}") from error
+
+    @torch.no_grad()
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> [B] float32, an image per forward."""
+        return torch.tensor([judge.score(prompt, picture) for prompt, picture in zip(prompts, to_pil(images))])
+
+    return score

@@ -1,0 +1,35 @@
+"""UnifiedReward (arXiv:2503.05236), a vision-language model that rates images, on an OpenAI-compatible server.
+
+It rates from 1 to 5, which is scaled to [0, 1]. The question is ours; a model that was trained with another one does
+best with that as the option `template`.
+"""
+
+import torch
+
+from flow_grpo.rewards.judge import load_judge
+
+RANGE = (0.0, 1.0)
+TEMPLATE = """This image was generated from a caption: {prompt}
+
+Judge how faithful the image is to the caption, and its quality. Give your reasons, then, on a line of its own, your
+rating from 1 to 5 as "Final Score: N"."""
+PATTERN = r"Final Score:\s*\**\s*(\d+(?:\.\d+)?)"
+
+
+def load(
+    device: torch.device,
+    url: str,
+    model: str = "UnifiedReward",
+    template: str = TEMPLATE,
+    max_tokens: int = 512,
+    **server,
+):
+    """The scorer; nothing is loaded here.
+
+    Args:
+        url: of the server, without /v1.
+        model: the name it serves the model under.
+        template: the question; {prompt} stands for the image's prompt.
+        server: token, in_flight, timeout_s, retry_s.
+    """
+    return load_judge(url, model, template, PATTERN, 1.0, 5.0, max_tokens, **server)

@@ -1,0 +1,11 @@
+"""Serve a reward file over HTTP, to runs on this machine or others.
+
+    python scripts/serve_reward.py pickscore --port 18087 --device cuda:0
+
+A run uses it with --config.reward.args="{'pickscore': {'url': 'http://127.0.0.1:18087'}}", see docs/reward_servers.md.
+"""
+
+from flow_grpo.scoring.serve import main
+
+if __name__ == "__main__":
+    main()

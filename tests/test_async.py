@@ -1,0 +1,185 @@
+"""Training while rewards are still being scored: the same weights, little waiting, masks, new reward files."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import hostile
+import pytest
+import torch
+from hostile import http_server
+from safetensors.torch import load_file
+from small import ENV, ROOT, lines_of, train
+from test_scoring import served
+
+WINDOW, BRANCHES, NFT, DPO = (
+    "shapes_qwenimage",
+    "shapes_qwenimage_pr",
+    "shapes_qwenimage_nft",
+    "shapes_qwenimage_dpo,online",
+)
+
+
+def weights_of(folder):
+    return load_file(folder / "pytorch_lora_weights.safetensors")
+
+
+def assert_same_run(folder, other):
+    assert lines_of(folder) == lines_of(other)
+    ours, theirs = weights_of(folder), weights_of(other)
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT, DPO])
+def test_every_backend_trains_the_same_weights(name, tmp_path):
+    runs = {
+        backend: train(name, tmp_path / backend, reward__backend=backend) for backend in ("inline", "thread", "process")
+    }
+    with served(name="shapes") as (url, _):
+        runs["url"] = train(name, tmp_path / "url", reward__args={"shapes": {"url": url}})
+    for backend in ("thread", "process", "url"):
+        assert_same_run(runs["inline"], runs[backend])
+
+
+def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
+    how = dict(num_epochs=3, sample__num_prompts_per_epoch=8)
+    with served(name="shapes") as (url, _):
+        calm = train(WINDOW, tmp_path / "calm", reward__args={"shapes": {"url": url}}, **how)
+    port = int(url.split(":")[-1])
+    stop, up, kills = threading.Event(), threading.Event(), []
+
+    def restart_for_ever():
+        while not stop.is_set():
+            with served(name="shapes", port=port):
+                up.set()
+                kills.append(stop.wait(1.5))
+            time.sleep(0.2)
+
+    keeper = threading.Thread(target=restart_for_ever)
+    keeper.start()
+    while not up.is_set():
+        up.wait(1)
+    try:
+        stormy = train(WINDOW, tmp_path / "stormy", reward__args={"shapes": {"url": url}}, **how)
+    finally:
+        stop.set()
+        keeper.join()
+    assert len(kills) >= 2
+    assert_same_run(calm, stormy)
+
+
+def slow(seconds):
+    def answer(handler, body, number):
+        time.sleep(seconds)
+        hostile.honest(handler, body, number)
+
+    return answer
+
+
+def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
+    def every_third_fails(handler, body, number):
+        (hostile.says({}, 400) if number % 3 == 0 else hostile.honest)(handler, body, number)
+
+    with http_server(every_third_fails) as (url, _):
+        args = {"shapes": dict(url=url, on_failure="mask", max_masked_share=0.5, batch_size=1)}
+        folder = train(
+            WINDOW, tmp_path / "mask", num_epochs=2, eval_freq=0, reward__args=args, train__filter_groups=True
+        )
+        for line in lines_of(folder, "epoch"):
+            assert 0.2 < line["reward/shapes_masked_share"] < 0.45
+            assert line["reward/shapes"] == 0.5
+        args["shapes"]["max_masked_share"] = 0.1
+        with pytest.raises(RuntimeError, match=rf"reward 'shapes' \({url}\) failed for .* of an epoch's images"):
+            train(WINDOW, tmp_path / "too_many", num_epochs=1, eval_freq=0, reward__args=args)
+
+
+@pytest.mark.parametrize("name", [WINDOW, NFT, DPO])
+def test_a_masked_image_does_not_move_the_policy(name, tmp_path, monkeypatch):
+    """The gradient of a run in which some images were masked is that of the other images."""
+    from flow_grpo.rewards import shapes
+
+    seen = []
+    plain = shapes.load
+
+    def load(device):
+        score = plain(device)
+
+        def partly(images, prompts, metadata):
+            seen.append(len(prompts))
+            if len(seen) == 2:
+                raise RuntimeError("for a test")
+            return score(images, prompts, metadata)
+
+        return partly
+
+    monkeypatch.setattr(shapes, "load", load)
+    how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, reward__batch_size=2, reward__backend="inline")
+    lines = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
+    assert all(line["grad_norm"] >= 0 for line in lines)
+    assert any(line["grad_norm"] > 0 for line in lines)
+
+
+def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
+    def dies_later(handler, body, number):
+        (hostile.honest if number <= 4 else hostile.says({}, 400))(handler, body, number)
+
+    with http_server(dies_later) as (url, _):
+        args = {"shapes": dict(url=url, retry_s=0.0)}
+        with pytest.raises(RuntimeError, match=rf"reward 'shapes' \({url}\).*HTTP 400.*first prompt: '"):
+            train(WINDOW, tmp_path, num_epochs=9, eval_freq=0, save_freq=1, reward__args=args)
+    assert list((tmp_path / "shapes_qwenimage_smoke" / "checkpoints").glob("epoch_*"))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (dict(reward__args={"shape": {"url": "http://127.0.0.1:1"}}), r"reward.args.shape: .* not in config.reward_fn"),
+        (dict(reward__args={"shapes": {"urll": "x"}}), r"reward.args.shapes: urll unknown"),
+        (dict(reward__args={"shapes": {"on_failure": "zero"}}), r"on_failure is 'zero'; it may be 'fail', 'mask'"),
+        (dict(reward__args={"shapes": {"url": "127.0.0.1:1"}}), r"url is '127.0.0.1:1'; it begins with http"),
+        (dict(reward__args={"shapes": {"url": "http://127.0.0.1:1"}}), r"no answer from http://127.0.0.1:1"),
+        (dict(reward__backend="threads"), r"reward.backend is 'threads'"),
+        (dict(reward_fn={"vlm_judge": 1.0}), r"reward 'vlm_judge' needs config.reward.args.vlm_judge: url, model"),
+        (dict(reward__max_masked_share=2.0), r"max_masked_share is 2.0"),
+    ],
+)
+def test_settings_are_checked(how, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        train(WINDOW, tmp_path / "runs", **how)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_judge_trains(tmp_path):
+    def rates(handler, body, number):
+        hostile.send(handler, {"choices": [{"message": {"content": f"Rating: {len(body) % 11}"}}]})
+
+    with http_server(rates) as (url, asked):
+        args = {"vlm_judge": dict(url=url, model="any", timeout_s=5.0)}
+        folder = train(WINDOW, tmp_path, reward_fn={"vlm_judge": 1.0}, reward__args=args, num_epochs=1, eval_freq=0)
+    assert len(asked) == 8
+    assert 0 < lines_of(folder, "epoch")[0]["reward/vlm_judge"] < 1
+
+
+REWARD = '''"""Brightness."""
+
+
+def load(device, gain=1.0):
+    """Nothing to load."""
+    return lambda images, prompts, metadata: gain * images.mean((1, 2, 3))
+'''
+
+
+def test_a_new_file_is_a_new_reward(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "brightness.py").write_text(REWARD)
+    command = [sys.executable, "scripts/train_qwenimage.py", f"--config=config/grpo.py:{WINDOW},smoke"]
+    command += ["--config.reward_fn.brightness=1.0", f"--config.output_dir={tmp_path}"]
+    env = ENV | {"FLOW_GRPO_REWARDS": str(tmp_path / "mine")}
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[0]
+    assert 0 < line["reward/brightness"] < 1
+    assert line["reward/avg"] == pytest.approx(line["reward/brightness"] + line["reward/shapes"])
+    refused = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+    assert "brightness" in refused.stderr

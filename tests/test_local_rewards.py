@@ -1,0 +1,247 @@
+"""Rewards that run beside the training: tiny models of the real classes, with random weights."""
+# ruff: noqa: F401, F811 - two fixtures come from test_pickscore
+
+import importlib
+import json
+from importlib.util import find_spec
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_pickscore import PROMPTS, folder, images
+from transformers import CLIPModel, CLIPProcessor
+
+from flow_grpo import rewards
+from flow_grpo.rewards import (
+    aesthetic,
+    clip_model,
+    clipscore,
+    hpsv2,
+    image_similarity,
+    jpeg_compressibility,
+    jpeg_incompressibility,
+)
+
+OPTIONAL = {"imagereward": "ImageReward", "hpsv2": "open_clip", "hpsv3": "hpsv3"}  # reward -> what it imports
+
+
+@pytest.fixture(scope="module")
+def predictor(tmp_path_factory):
+    """The aesthetic predictor's linear layers for embeddings of 8, in a file with the published names."""
+    path = tmp_path_factory.mktemp("aesthetic") / "predictor.pth"
+    noise = torch.Generator().manual_seed(1)
+    shapes = {0: (1024, 8), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}
+    weights = {f"layers.{i}.weight": torch.randn(s, generator=noise) / s[1] ** 0.5 for i, s in shapes.items()}
+    weights |= {f"layers.{i}.bias": torch.randn(s[0], generator=noise) for i, s in shapes.items()}
+    torch.save(weights, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory, images):
+    """A folder with the images of the batch as references, in another order, and their metadata."""
+    path = tmp_path_factory.mktemp("references")
+    for i, picture in enumerate(pictures_of(images)):
+        picture.save(path / f"{i}.png")
+    return path, [{"reference": f"{i}.png"} for i in (0, 2, 1, 0)]
+
+
+@pytest.fixture(scope="module")
+def hps_weights(tmp_path_factory):
+    """A tiny open_clip of random weights in HPS's kind of file; open_clip knows it as "tiny"."""
+    reason = "open_clip_torch needs torchvision, which this installation does not have"
+    open_clip = pytest.importorskip("open_clip", reason=reason)
+    path = tmp_path_factory.mktemp("open_clip")
+    vision = dict(image_size=32, layers=2, width=16, head_width=8, patch_size=8)
+    text = dict(context_length=77, vocab_size=49408, width=16, heads=2, layers=2)
+    (path / "tiny.json").write_text(json.dumps(dict(embed_dim=8, vision_cfg=vision, text_cfg=text)))
+    open_clip.add_model_config(path / "tiny.json")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        clip = open_clip.create_model("tiny", load_weights=False)
+    torch.save({"state_dict": clip.state_dict()}, path / "tiny.pt")
+    return path / "tiny.pt"
+
+
+@pytest.fixture(params=["clipscore", "aesthetic", "image_similarity", "jpeg_incompressibility", "hpsv2"])
+def reward(request, folder, predictor, references):
+    """(module, its scorer) of one reward."""
+    module = importlib.import_module(f"flow_grpo.rewards.{request.param}")
+    options = {
+        "clipscore": lambda: dict(model=folder),
+        "aesthetic": lambda: dict(model=folder, predictor=str(predictor)),
+        "image_similarity": lambda: dict(model=folder, folder=str(references[0])),
+        "jpeg_incompressibility": dict,
+        "hpsv2": lambda: dict(weights=str(request.getfixturevalue("hps_weights")), architecture="tiny"),
+    }
+    return module, module.load("cpu", **options[request.param]())
+
+
+def pictures_of(batch):
+    return [Image.fromarray(p) for p in batch.mul(255).round().byte().permute(0, 2, 3, 1).numpy()]
+
+
+def unit_embeddings(path, batch):
+    """Image embeddings in float64's numpy, after CLIPModel's own forward."""
+    clip, prepare = CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path, backend="pil")
+    with torch.no_grad():
+        out = clip(**prepare(text=["a"] * len(batch), images=pictures_of(batch), return_tensors="pt"))
+    found = out.image_embeds.double().numpy()
+    return found / np.linalg.norm(found, axis=1, keepdims=True)
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=torch.float32), rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_alone_scores_as_in_any_batch(reward, references, images, monkeypatch):
+    module, score = reward
+    metadata = references[1]
+    scores = score(images, PROMPTS, metadata)
+    assert scores.shape == (4,)
+    assert scores.dtype == torch.float32
+    assert module.RANGE[0] <= scores.min() < scores.max() <= module.RANGE[1]
+    alone = [score(images[i : i + 1], PROMPTS[i : i + 1], metadata[i : i + 1]) for i in range(4)]
+    torch.testing.assert_close(torch.cat(alone), scores)
+    torch.testing.assert_close(score(images.flip(0), PROMPTS[::-1], metadata[::-1]).flip(0), scores)
+    monkeypatch.setattr(module, "BATCH_SIZE", 3, raising=False)
+    torch.testing.assert_close(score(images, PROMPTS, metadata), scores)
+
+
+@pytest.mark.parametrize("prefix", ["", "a photo of "])
+def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, images, prefix):
+    clip, prepare = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder, backend="pil")
+    texts = [prefix + prompt for prompt in PROMPTS]
+    how = dict(padding=True, truncation=True, max_length=24, return_tensors="pt")
+    with torch.no_grad():
+        logits = clip(**prepare(text=texts, images=pictures_of(images), **how)).logits_per_image.diagonal()
+    cosines = logits / clip.logit_scale.exp().detach()
+    scores = clipscore.load("cpu", folder, prefix=prefix)(images, PROMPTS, [{}] * 4)
+    close(scores, 2.5 * cosines.clamp(min=0))
+    assert (cosines < 0).any() == (scores == 0).any()
+
+
+def test_clipscore_of_opposite_embeddings_is_zero(folder, images, tmp_path):
+    clip = CLIPModel.from_pretrained(folder)
+    score = clipscore.load("cpu", folder)(images, PROMPTS, [{}] * 4)
+    with torch.no_grad():
+        clip.text_projection.weight.neg_()
+    clip.save_pretrained(tmp_path)
+    opposite = clipscore.load("cpu", str(tmp_path), folder)(images, PROMPTS, [{}] * 4)
+    assert ((score > 0) ^ (opposite > 0)).all()
+    assert torch.minimum(score, opposite).eq(0).all()
+
+
+def test_aesthetic_is_the_linear_layers_of_the_unit_embedding(folder, images, predictor, tmp_path):
+    weights = {name: w.double().numpy() for name, w in torch.load(predictor, weights_only=True).items()}
+    wanted = unit_embeddings(folder, images)
+    for i in (0, 2, 4, 6, 7):
+        wanted = wanted @ weights[f"layers.{i}.weight"].T + weights[f"layers.{i}.bias"]
+    score = aesthetic.load("cpu", folder, predictor=str(predictor))
+    close(score(images, PROMPTS, [{}] * 4), wanted[:, 0])
+    assert torch.equal(score(images, PROMPTS[::-1], [{}] * 4), score(images, PROMPTS, [{}] * 4))
+    save_file(torch.load(predictor, weights_only=True), tmp_path / "predictor.safetensors")
+    other = aesthetic.load("cpu", folder, predictor=str(tmp_path / "predictor.safetensors"))
+    assert torch.equal(other(images, PROMPTS, [{}] * 4), score(images, PROMPTS, [{}] * 4))
+
+
+def test_the_published_predictor_has_these_names_and_sizes():
+    shapes = {name: list(w.shape) for name, w in aesthetic.linear_layers(768).state_dict().items()}
+    sizes = {0: (768, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+    wanted = {f"layers.{i}.weight": [out, width] for i, (width, out) in sizes.items()}
+    assert shapes == wanted | {f"layers.{i}.bias": [out] for i, (_, out) in sizes.items()}
+
+
+def test_a_predictor_for_another_clip_is_refused(folder, tmp_path):
+    torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
+    with pytest.raises(ValueError, match=r"aesthetic: '.*wide.pth' is no predictor for the CLIP '.*clip"):
+        aesthetic.load("cpu", folder, predictor=str(tmp_path / "wide.pth"))
+
+
+def test_similarity_is_the_cosine_with_the_reference_and_a_copy_scores_one(folder, images, references):
+    units = unit_embeddings(folder, images)
+    path, metadata = references
+    scores = image_similarity.load("cpu", folder, folder=str(path))(images, PROMPTS, metadata)
+    close(scores, (units * units[[0, 2, 1, 0]]).sum(1))
+    assert scores[0] == pytest.approx(1)
+    assert scores[1] == pytest.approx(scores[2])
+    assert scores[1:].max() < 0.9999
+
+
+def test_a_reference_is_read_once(folder, images, tmp_path):
+    pictures_of(images)[0].save(tmp_path / "once.png")
+    score = image_similarity.load("cpu", folder, folder=str(tmp_path))
+    first = score(images, PROMPTS, [{"reference": "once.png"}] * 4)
+    (tmp_path / "once.png").unlink()
+    assert torch.equal(score(images, PROMPTS, [{"reference": "once.png"}] * 4), first)
+
+
+def test_a_reference_that_is_missing_is_named(folder, images, tmp_path):
+    score = image_similarity.load("cpu", folder, folder=str(tmp_path))
+    with pytest.raises(ValueError, match=r"metadata\['reference'\], which 'a cross' has not"):
+        score(images[:1], ["a cross"], [{"prompt": "a cross"}])
+    with pytest.raises(ValueError, match=r"cannot read the reference .*nowhere\.png"):
+        score(images[:1], ["a cross"], [{"reference": "nowhere.png"}])
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(ValueError, match=r"cannot read the reference .*text\.png"):
+        score(images[:1], ["a cross"], [{"reference": "text.png"}])
+
+
+def test_incompressibility_is_minus_compressibility(images):
+    batch = torch.cat([torch.full((1, 3, 48, 48), 0.5), images])
+    scores = jpeg_incompressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5)
+    assert torch.equal(scores, -jpeg_compressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5))
+    assert 0 < scores[0] < scores[1:].min()
+
+
+def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights):
+    open_clip = pytest.importorskip("open_clip")
+    wide = torch.rand(2, 3, 24, 48, generator=torch.Generator().manual_seed(0))
+    black = torch.zeros(2, 3, 12, 48)
+    clip, _, prepare = open_clip.create_model_and_transforms("tiny", str(hps_weights))
+    padded = torch.stack([prepare(p) for p in pictures_of(torch.cat([black, wide, black], 2))])
+    with torch.no_grad():
+        seen, asked, _ = clip(padded, open_clip.get_tokenizer("tiny")(PROMPTS[:2]))
+    scores = hpsv2.load("cpu", str(hps_weights), "tiny")(wide, PROMPTS[:2], [{}] * 2)
+    torch.testing.assert_close(scores, (seen * asked).sum(1), rtol=0, atol=0.02)  # the border is resized another way
+
+
+@pytest.mark.parametrize("name", ["clipscore", "aesthetic", "image_similarity"])
+def test_a_clip_that_cannot_be_had_is_named_with_its_reward(name, predictor, tmp_path):
+    options = {"predictor": str(predictor)} if name == "aesthetic" else {}
+    module = importlib.import_module(f"flow_grpo.rewards.{name}")
+    with pytest.raises(ValueError, match=rf"reward {name} needs the CLIPModel '.*nowhere', .* HF_HOME"):
+        module.load("cpu", str(tmp_path / "nowhere"), **options)
+
+
+@pytest.mark.parametrize("name", ["/tmp/no/such.pth", "no_such.pth", aesthetic.PREDICTOR])
+def test_weights_that_cannot_be_had_are_named_with_their_reward(name, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=rf"reward aesthetic needs the weights '{name}', .* HF_HOME"):
+        aesthetic.load("cpu", folder, predictor=name)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_missing_package_is_named_with_the_way_to_install_it(name):
+    if find_spec(OPTIONAL[name]):
+        pytest.skip(f"{OPTIONAL[name]} is installed")
+    with pytest.raises(ValueError, match=rf"reward {name} needs the package {OPTIONAL[name]}: pip install "):
+        importlib.import_module(f"flow_grpo.rewards.{name}").load("cpu")
+
+
+def test_a_package_that_does_not_import_is_not_called_missing(tmp_path, monkeypatch):
+    (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"reward hpsv2 .* outdated_package, which is here but cannot .*no_such_name"):
+        clip_model.optional_package("hpsv2", "outdated_package", "pip install it")
+
+
+def test_helpers_are_no_rewards():
+    with pytest.raises(ValueError, match="no reward 'clip_model'"):
+        rewards.check_rewards({"clip_model": 1.0})
+    for name in ("clipscore", "aesthetic", "image_similarity", "jpeg_incompressibility", *OPTIONAL):
+        rewards.check_rewards({name: 1.0})

@@ -1,0 +1,215 @@
+"""The reward for rendered text: what it reads, how it counts, and who cheats it; and the prompts that come with it."""
+
+import functools
+import itertools
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from flow_grpo.prompts import load_prompts
+from flow_grpo.rewards import ocr
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "dataset" / "ocr"
+TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
+SAMPLE = TEST[::13]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make_ocr_dataset.py"))
+
+
+def picture(lines, side=256, ink="black", paper="white"):
+    """Lines of text [3, side, side], as large as they fit, centred."""
+    image = Image.new("RGB", (side, side), paper)
+    draw = ImageDraw.Draw(image)
+    text = "\n".join(lines)
+    left, top, right, bottom = draw.multiline_textbbox((0, 0), text, ImageFont.load_default(100))
+    font = ImageFont.load_default(min(80 * side / (right - left), 80 * side / (bottom - top), side / 5))
+    draw.multiline_text((side / 2, side / 2), text, ink, font, anchor="mm", align="center")
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+
+
+@pytest.fixture(scope="module")
+def score():
+    return ocr.load("cpu", threads=1)
+
+
+@pytest.fixture(scope="module")
+def images():
+    """A clean picture of each sampled target, a word a line."""
+    return torch.stack([picture(p.metadata["target"].split()) for p in SAMPLE])
+
+
+def scored(score, images, targets):
+    return score(images, [f'a sign that says "{target}"' for target in targets], [{}] * len(targets))
+
+
+def of(prompts):
+    return [p.text for p in prompts], [p.metadata for p in prompts]
+
+
+def test_clean_pictures_earn_all_and_other_words_little(score, images):
+    found = score(images, *of(SAMPLE))
+    assert all(v.shape == (40,) and v.dtype == torch.float32 for v in found.values())
+    assert found["score"].mean() >= 0.95
+    assert found["exact"].mean() >= 0.9
+    others = score(images.roll(7, 0), *of(SAMPLE))
+    assert others["score"].mean() <= 0.3
+    assert others["exact"].sum() == 0
+    assert (torch.stack([found["score"], others["score"]]) >= ocr.RANGE[0]).all()
+    assert (torch.stack([found["score"], others["score"]]) <= ocr.RANGE[1]).all()
+
+
+@pytest.mark.parametrize(("side", "ink", "paper"), [(64, "black", "white"), (512, "gold", "navy")])
+def test_any_size_and_colour(score, side, ink, paper):
+    targets = ["Bakery", "JAZZ", "river", "1987", "Exit 36", "Late Soup"]
+    pictures = torch.stack([picture(target.split(), side, ink, paper) for target in targets])
+    assert scored(score, pictures, targets)["score"].mean() >= 0.95
+
+
+def test_an_image_alone_as_in_a_batch_and_again(score, images):
+    together = score(images[:4], *of(SAMPLE[:4]))["score"]
+    alone = [score(images[i : i + 1], *of(SAMPLE[i : i + 1]))["score"] for i in range(4)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_nothing_and_noise_earn_nothing(score):
+    noise = torch.rand(2, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    found = scored(score, torch.cat([torch.ones(1, 3, 256, 256), torch.zeros(1, 3, 256, 256), noise]), ["Bakery"] * 4)
+    assert found["score"].tolist() == [0, 0, 0, 0]
+
+
+def test_a_dictionary_earns_nothing_for_the_words_that_are_in_it(score):
+    words = SCRIPT["NOUNS"].split()[:120]
+    page = picture([" ".join(words[i : i + 8]) for i in range(0, 120, 8)], 768)[None].expand(4, -1, -1, -1)
+    found = scored(score, page, words[3::30])
+    assert found["exact"].mean() >= 0.75, "the page must be legible, or this shows nothing"
+    assert found["score"].max() == 0
+    assert found["surplus"].min() > 50
+
+
+def test_repeating_the_target_costs_a_tenth_each_time(score):
+    pictures = torch.stack([picture(["BAKERY"] * times, 512) for times in (1, 2, 4)])
+    found = scored(score, pictures, ["Bakery"] * 3)
+    assert found["score"].tolist() == pytest.approx([1, 0.9, 0.7])
+    assert found["surplus"].tolist() == pytest.approx([0, 1, 3])
+
+
+def test_lines_are_read_top_to_bottom_and_left_to_right(score):
+    target = "one two three four five six"
+    assert scored(score, picture(["one two", "three four", "five six"], 512)[None], [target])["score"] == 1
+    assert scored(score, picture(["five six", "three four", "one two"], 512)[None], [target])["score"] < 0.7
+
+
+def test_boxes_of_a_slanted_line_stay_a_line():
+    def box(x, y, height=20):
+        return [[x, y], [x + 30, y], [x + 30, y + height], [x, y + height]]
+
+    boxes = np.array([box(80, 2), box(0, 8), box(40, 5, 24), box(90, 40), box(10, 44)], dtype=float)
+    assert ocr.reading_order(boxes) == [1, 2, 0, 4, 3]
+
+
+@functools.cache
+def edit_distance(a, b):
+    """Levenshtein's recursion."""
+    if not a or not b:
+        return len(a) + len(b)
+    substituted = edit_distance(a[1:], b[1:]) + (a[0] != b[0])
+    return min(substituted, edit_distance(a[1:], b) + 1, edit_distance(a, b[1:]) + 1)
+
+
+def test_the_window_distance_is_the_least_over_all_stretches():
+    assert edit_distance("kitten", "sitting") == 3
+    assert ocr.window_distance("thesittingroom", "kitten") == 2  # "sittin"
+    assert ocr.window_distance("", "abc") == 3
+    assert ocr.window_distance("xabcx", "abc") == 0
+    texts = ["".join(letters) for n in (1, 3, 5) for letters in itertools.product("ab", repeat=n)]
+    for found, target in itertools.product(texts, texts[::3]):
+        stretches = {found[i:j] for i in range(len(found)) for j in range(i, len(found) + 1)}
+        assert ocr.window_distance(found, target) == min(edit_distance(s, target) for s in stretches)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ("fresh BREAD", 1),  # 10 characters
+        ("Ｆｒｅｓｈ\nbread", 1),
+        ("Fresh Bred", 0.9),
+        ("Fresh Breads", 0.99),
+        ("Fresh Bread daily", 0.95),
+        ("Fresh Bred daily", 0.86),  # one edit, 4 surplus characters
+        ("zzz", 0),
+        ("", 0),
+    ],
+)
+def test_grades(found, wanted):
+    assert ocr.grade(found, "Fresh Bread")["score"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "metadata", "target"),
+    [
+        ('a sign that says "Open Late" at night', {}, "Open Late"),
+        ("a sign that says “Open Late” at night", {}, "Open Late"),
+        ("ein Schild: „Offen“", {}, "Offen"),
+        ('a poster with "Jazz" above "Tonight"', {}, "Jazz Tonight"),
+        ('a sign that says "Open"', {"target": "Closed"}, "Closed"),
+    ],
+)
+def test_the_target_is_quoted_or_in_the_metadata(prompt, metadata, target):
+    assert ocr.target_of(prompt, metadata) == target
+    ocr.check_prompts([prompt], [metadata])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "metadata"), [("a red circle", {}), ('a 5" pipe', {}), ('a " " sign', {}), ("a sign", {"target": 7})]
+)
+def test_a_prompt_without_a_target_is_named(score, prompt, metadata):
+    for call in (
+        lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata]),
+        lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata]),
+    ):
+        with pytest.raises(ValueError, match="reward ocr finds no text to look for in prompt") as caught:
+            call()
+        assert repr(prompt) in str(caught.value)
+
+
+@pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
+def test_a_missing_engine_is_answered_with_the_command(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"{package}.* pip install 'flow_grpo\[ocr\]'"):
+        ocr.load("cpu")
+
+
+def test_the_engine_is_silent():
+    script = """import torch; from flow_grpo.rewards import ocr
+score = ocr.load("cpu", threads=1)
+score(torch.ones(1, 3, 64, 64), ["a sign"], [{"target": "Open"}])"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout + done.stderr == ""
+
+
+def test_the_dataset_is_what_the_script_writes(tmp_path):
+    SCRIPT["main"](tmp_path, seed=42)
+    for split in ("train", "test"):
+        name = f"{split}_metadata.jsonl"
+        assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
+    SCRIPT["main"](tmp_path, seed=1)
+    assert (tmp_path / name).read_bytes() != (FOLDER / name).read_bytes()
+
+
+def test_prompts_quote_their_targets_and_the_splits_share_none():
+    assert len(TRAIN) == 5200
+    assert len(TEST) == 520
+    keys = [ocr.normalise(p.metadata["target"]) for p in (*TRAIN, *TEST)]
+    assert len(set(keys)) == 5720
+    assert min(map(len, keys)) >= 3
+    assert all(ocr.target_of(p.text, {}) == p.metadata["target"] for p in (*TRAIN, *TEST))
+    assert {tuple(json.loads(line)) for line in (FOLDER / "test_metadata.jsonl").read_text().splitlines()} == {
+        ("prompt", "target")
+    }
