@@ -124,6 +124,7 @@ def sample():
     sample.num_branches = 1  # train_*_pr.py: noisy branches per step of a trunk, at least 2
     sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
     sample.flash_ratio = 0.0  # above 0: after the noise, DPM-Solver++ over this share of the steps that are left
+    sample.engine = "full"  # "full": a batch's rows walk together | "stepwise": each row or branch in a slot
     sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights
     return sample
 

@@ -147,6 +147,12 @@ def fast(config):
     return config
 
 
+def stepwise(config):
+    """Every row or branch walks in a slot of its own; not with `fast`."""
+    config.sample.engine = "stepwise"
+    return config
+
+
 def guard(config):
     """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
     config.train.objective, config.train.clip_range = "guard", 4e-6
@@ -180,7 +186,7 @@ RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
-VARIANTS = (smoke, mixgrpo, flash, fast, guard)
+VARIANTS = (smoke, mixgrpo, flash, fast, stepwise, guard)
 
 
 def get_config(name="shapes_qwenimage"):

@@ -64,7 +64,7 @@ def smoke(config):
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (smoke, GRPO["flash"])
+VARIANTS = (smoke, GRPO["flash"], GRPO["stepwise"])
 
 
 def get_config(name="shapes_qwenimage_nft"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from flow_grpo import batching, checkpoints, fsdp_utils, policies, preferences, prompts, rewards, rng, settings, trouble
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
 from flow_grpo.evaluation import evaluate
 from flow_grpo.rollout import Minibatch, Rollout, from_trace
@@ -53,6 +54,7 @@ class Run:
     embed_one: Callable  # prompt -> its embeddings, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
     levels: Tensor  # [1000] f32, timesteps of the whole forward process
+    slots: Slots | None  # of the rollout; None where a batch's rows walk together
     epoch: int = 0  # epochs completed
     step: int = 0  # optimizer steps taken
     on_policy: bool = True  # no optimizer step since the rollout
@@ -137,6 +139,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         meter=Meter(ranks.device),
         embed_one=_embedder(config, model, pipeline),
         scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
+        slots=_slots(config.sample),
         levels=model.schedule(pipeline, 1000, config.resolution, ranks.device).timesteps,
     )
 
@@ -282,6 +285,7 @@ def sampling(run: Run) -> dict[str, Any]:
         vae_batch_size=config.vae_batch_size,
         flash_ratio=sample.flash_ratio,
         unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext,
+        slots=run.slots,
     )
 
 
@@ -363,7 +367,16 @@ def advantages(run: Run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[T
     return fsdp_utils.mine(values), fsdp_utils.mine(kept)
 
 
+def _slots(sample) -> Slots | None:
+    """As many for log-probs as the update's forwards have rows."""
+    free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
+    return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
+
+
 def _log_epoch(run: Run, epoch: int) -> None:
+    if run.slots:
+        run.epoch_figures["slot_use"] = run.slots.use
+        run.slots = _slots(run.config.sample)
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
     _watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)

@@ -7,6 +7,7 @@ from pathlib import Path
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "fsdp.mode": ("replicate", "shard", "hybrid"),
+    "sample.engine": ("full", "stepwise"),
     "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
     "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
     "train.objective": ("clip", "guard"),
@@ -107,6 +108,8 @@ def check_window(sample) -> None:
         )
     if sample.num_images_per_prompt < 2:
         raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+    if sample.same_latent and sample.engine == "stepwise":
+        raise ValueError("config.sample.same_latent with sample.engine 'stepwise': slots do not share a group's steps")
 
 
 def check_branches(sample) -> None:

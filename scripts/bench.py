@@ -64,6 +64,7 @@ FULL = {
 }
 
 
+KEPT = ("images_per_s", "slot_use")
 ROWS = {  # what a published model stores of a pair at 512 px and 48 text tokens
     "qwenimage": dict(latents=(1024, 64), embeds=(48, 3584), mask=(48,)),
     "sd3": dict(latents=(16, 64, 64), embeds=(125, 4096), pooled=(2048,)),
@@ -123,7 +124,7 @@ def epoch_figures(script: str, config, model) -> dict:
     images = last["images"] - first["images"]
     gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
     parity = {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
-    figures = {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name == "images_per_s"}
+    figures = {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
     return {"images": images} | parity | figures
 
 

@@ -8,9 +8,9 @@ import torch
 
 from flow_grpo import rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import (
-    _dpm_solver,
     branch_with_logprob,
     denoise_with_logprob,
+    dpm_solver,
 )
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
@@ -148,7 +148,7 @@ def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
     latents, noise, velocity, calls = start()
     found, _ = denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, flash_ratio=ratio, **HOW)
     assert len(calls) == window.stop + max(1, int((T - window.stop) * ratio))
-    solver = _dpm_solver(SCHEDULER, window.stop, ratio)
+    solver = dpm_solver(SCHEDULER, window.stop, ratio)
     assert solver.sigmas[-1] == 0
     assert solver.sigmas[0] == SIGMAS[window.stop]
     assert found.isfinite().all()

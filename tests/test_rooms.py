@@ -57,13 +57,15 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "run": {
         *("advantages", "batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils"),
         *("policies", "preferences", "prompts", "rewards", "rng", "rollout", "scoring.pool", "settings", "trouble"),
+        PATCH + "stepwise_with_logprob",
     },
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
     PATCH + "denoise_with_logprob": {PATCH + "sde_with_logprob"},
+    PATCH + "stepwise_with_logprob": {PATCH + "denoise_with_logprob", PATCH + "sde_with_logprob"},
     PATCH + "loading": {PATCH + "single_frame_vae"},
-    PATCH + "sample_with_logprob": {"rng", PATCH + "denoise_with_logprob"},
+    PATCH + "sample_with_logprob": {"rng", PATCH + "denoise_with_logprob", PATCH + "stepwise_with_logprob"},
     **{
         f"{PATCH}{model}_pipeline_with_logprob": {"rng", PATCH + "loading", PATCH + "sample_with_logprob"}
         for model in ("qwenimage", "sd3", "flux")

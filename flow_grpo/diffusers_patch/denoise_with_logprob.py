@@ -119,7 +119,7 @@ class _Ode(NamedTuple):
         num_steps = len(self.scheduler.timesteps)
         if not self.flash_ratio or start == num_steps:
             return self.steps(x, range(start, num_steps), rows)
-        solver = _dpm_solver(self.scheduler, start, self.flash_ratio)
+        solver = dpm_solver(self.scheduler, start, self.flash_ratio)
         for t in solver.timesteps:
             x = solver.step(self._velocity(x, t, rows), t, x, return_dict=False)[0]
         return x
@@ -137,7 +137,7 @@ def _first_of_each(groups: list[int], device) -> tuple[Tensor, Tensor]:
     return firsts, torch.tensor([numbers[group] for group in groups], device=device)
 
 
-def _dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepScheduler:
+def dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepScheduler:
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
     sigmas, evenly spread from step `start` to sigma = 0."""
     num_steps = len(scheduler.timesteps)

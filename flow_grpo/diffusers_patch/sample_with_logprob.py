@@ -1,17 +1,21 @@
 """What all models' entry points do: from prompts to images, with the log-probs of the noisy steps on the way."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from flow_grpo import rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep, branch_with_logprob, denoise_with_logprob
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, Slots, branches_in_order, in_order, walk
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,13 @@ class PromptEmbeds:
     def concat(cls, parts: list["PromptEmbeds"]) -> "PromptEmbeds":
         """Join along B; all parts padded to one width."""
         return cls._map(torch.cat, parts)
+
+    def padded(self, width: int) -> "PromptEmbeds":
+        """Rows of `width` tokens, masked beyond their own; for transformers that take a mask."""
+        missing = width - self.embeds.shape[1]
+        mask = torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
+        mask = F.pad(mask if self.mask is None else self.mask, (0, missing))
+        return replace(self, embeds=F.pad(self.embeds, (0, 0, 0, missing)), mask=mask)
 
     def expand(self, num: int) -> "PromptEmbeds":
         """One row as `num` rows."""
@@ -66,6 +77,7 @@ def sample_window(
     num_steps: int = 10,
     resolution: int = 512,
     vae_batch_size: int = 8,
+    slots: Slots | None = None,
     **how,
 ) -> Sampled:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
@@ -77,10 +89,14 @@ def sample_window(
         window: the noisy steps, within [0, num_steps); empty for a deterministic image.
         velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
+        slots: walk in these (stepwise_with_logprob.py) instead of all rows together; the same up to rounding.
         how: groups, flash_ratio, unscored of denoise_with_logprob; noise_level, sde_type of sde_step_with_logprob.
     """
     start = _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale)
-    latents, trace = denoise_with_logprob(**start, window=window, **how)
+    if slots is None:
+        latents, trace = denoise_with_logprob(**start.full(), window=window, **how)
+    else:
+        latents, trace = in_order(start.walk(slots, noisy=window, **how))
     return Sampled(model.decode_latents(pipeline, latents, resolution, vae_batch_size), latents, trace)
 
 
@@ -99,20 +115,68 @@ def sample_perstep(
     num_steps: int = 10,
     resolution: int = 512,
     vae_batch_size: int = 8,
+    slots: Slots | None = None,
     **how,
 ) -> Sampled:
     """A deterministic trunk per prompt and `num_branches` noisy branches at each of its `steps`, all finished
     deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `sample_window`;
     `completion_batch_size` rows per forward for the branches on their way."""
     start = _start(model, pipeline, prompts, generators, velocity, None, num_steps, resolution, guidance_scale)
-    branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
-    latents, trace = branch_with_logprob(**start, **branching, **how)
+    if slots is None:
+        branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
+        latents, trace = branch_with_logprob(**start.full(), **branching, **how)
+    else:
+        latents, trace = branches_in_order(start.walk(slots, noisy=steps, num_branches=num_branches, **how))
     images = model.decode_latents(pipeline, latents.flatten(0, 2), resolution, vae_batch_size)
     return Sampled(images.unflatten(0, latents.shape[:3]), latents, trace)
 
 
-def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale) -> dict:
-    """The arguments that both walks of denoise_with_logprob.py take."""
+@dataclass(frozen=True)
+class _Start:
+    """B prompts about to be walked."""
+
+    velocity: Callable  # (x, t, embeds=) -> velocity
+    embeds: PromptEmbeds
+    scheduler: Any
+    latents: Tensor
+    generators: list[torch.Generator]
+
+    def noise(self, rows: slice, num: int) -> Tensor:
+        """[rows * num, ...], the next draws of these rows."""
+        shape = (num, *self.latents.shape[1:])
+        return rng.normal(shape, self.generators[rows], self.latents.device).flatten(0, 1)
+
+    def full(self) -> dict[str, Any]:
+        """The arguments that both walks of denoise_with_logprob.py take."""
+        return dict(
+            velocity=lambda x, t, rows: self.velocity(x, t, embeds=self.embeds.take(rows)),
+            scheduler=self.scheduler,
+            latents=self.latents,
+            noise=partial(self.noise, slice(None)),
+        )
+
+    def walk(
+        self, slots: Slots, noisy: range, num_branches=0, flash_ratio=0.0, groups=None, unscored=nullcontext, **how
+    ) -> Iterator[Request]:
+        """The same rows as requests, whatever their order of finishing; a group's shared steps are not shared."""
+        kind = dict(scheduler=self.scheduler, guidance_scale=0.0, noisy=noisy, num_branches=num_branches)
+        firsts = range(len(self.latents)) if groups is None else [groups.index(group) for group in groups]
+        requests = [
+            Request(
+                row,
+                self.embeds.take(slice(row, row + 1)),
+                self.latents[first : first + 1],
+                noise=partial(self.noise, slice(row, row + 1)),
+                how=how,
+                flash_ratio=flash_ratio,
+                **kind,
+            )
+            for row, first in enumerate(firsts)
+        ]
+        return walk(lambda x, t, embeds, guidance_scale: self.velocity(x, t, embeds=embeds), requests, slots, unscored)
+
+
+def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale) -> _Start:
     embeds = prompts
     if not isinstance(prompts, PromptEmbeds):
         embeds = model.encode_prompts(pipeline, prompts, guided=guidance_scale > 1)
@@ -121,12 +185,7 @@ def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, r
     device = embeds.embeds.device
     if latents is None:
         latents = model.initial_latents(pipeline, generators, resolution, device)
-    return dict(
-        velocity=lambda x, t, rows: velocity(x, t, embeds=embeds.take(rows)),
-        scheduler=model.schedule(pipeline, num_steps, resolution, device),
-        latents=latents,
-        noise=lambda num: rng.normal((num, *latents.shape[1:]), generators, device).flatten(0, 1),
-    )
+    return _Start(velocity, embeds, model.schedule(pipeline, num_steps, resolution, device), latents, generators)
 
 
 def schedule(pipeline, num_steps: int, num_tokens: int, device):

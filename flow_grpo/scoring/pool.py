@@ -213,7 +213,9 @@ class Scorer:
             self.score = rewards.load(name, torch.device(own["device"] or device), options)
             self.send = self._send_here
             if own["backend"] == "thread":
-                self.threads = ThreadPoolExecutor(own["in_flight"] if rewards.is_service(name) else 1)
+                # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
+                workers = own["in_flight"] if rewards.is_service(name) else 1
+                self.threads = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
                 self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _connect(self, own: dict[str, Any], options: dict, device: torch.device) -> None:
