@@ -141,6 +141,7 @@ def train():
     train.updates_per_epoch = 2  # optimizer steps per epoch and inner epoch
     train.inner_epochs = 1  # passes over one rollout, reshuffled
     train.objective = "clip"  # "clip" | "guard" (ratios normalised per step, GRPO-Guard)
+    train.old_log_prob = "rollout"  # of the ratio: noted by the "rollout" | "recompute": by one more forward per row
     train.clip_range = 1e-4  # of the ratio; log-probs are means over elements, so ratios stay near 1
     train.adv_clip_max = 5.0
     train.reward_aggregation = "sum"  # "sum" of weighted rewards | "gdpo": of their advantages

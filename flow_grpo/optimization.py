@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flow_grpo import fsdp_utils, losses, parity, prompts
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
-from flow_grpo.rollout import Minibatch
+from flow_grpo.rollout import Minibatch, Rollout
 
 
 def policy_step(run, rows: Minibatch) -> SDEStep:
@@ -35,16 +35,32 @@ def policy_step(run, rows: Minibatch) -> SDEStep:
 
 
 @torch.no_grad()
-def reference_step(run, rows: Minibatch) -> SDEStep | None:
-    """What the reference policy would have done; None, and no forward, where train.beta is 0.
+def recompute_log_probs(run, rollout: Rollout) -> None:
+    """Where train.old_log_prob asks for it: put what the update's own forward says of the stored steps in the place of
+    what the rollout noted, so that the first ratio is 1 whatever made the two differ; logs by how much they did."""
+    if run.config.train.old_log_prob == "rollout":
+        return
+    noted, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.shape[0]
+    with run.board.timed("update"):
+        for rows in torch.arange(num_rows).split(run.plan.batch_size):
+            step = policy_step(run, rollout.take(rows, num_rows))
+            there = rows.to(noted.device)
+            rollout.log_probs.view(num_rows, -1)[there] = step.log_prob.view(len(rows), -1)
+            if rollout.means is not None:
+                rollout.means.flatten(0, 1)[there] = step.prev_sample_mean[:: rollout.shape[1]]
+    gap = fsdp_utils.gather((rollout.log_probs - noted).abs().flatten())
+    run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gap.mean().item()}
+    run.epoch_figures |= {"parity/recomputed_abs_diff_max": gap.max().item()}
 
-    Call it before `policy_step`: full weights are swapped in place, which a graph that is waiting for its backward
-    would not survive.
-    """
-    if run.reference is None:
-        return None
-    with run.reference():
-        return policy_step(run, rows)
+
+def score_rows(run, rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
+    """The stored outcomes under the policy, with gradients, and under the reference: None, and no forward, where
+    train.beta is 0."""
+    reference = None
+    if run.reference is not None:  # first: full weights are swapped in place, which no waiting graph would survive
+        with torch.no_grad(), run.reference():
+            reference = policy_step(run, rows)
+    return policy_step(run, rows), reference
 
 
 def surrogate(run, step: SDEStep, rows: Minibatch) -> Tensor:

@@ -10,6 +10,7 @@ CHOICES = {
     "sample.engine": ("full", "stepwise"),
     "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
     "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
+    "train.old_log_prob": ("rollout", "recompute"),
     "train.objective": ("clip", "guard"),
     "train.reward_aggregation": ("sum", "gdpo"),
     "train.old_decay_schedule": (0, 1, 2),

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from flow_grpo import rng
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step, surrogate
+from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_window
 from flow_grpo.windows import window_at
@@ -39,8 +39,7 @@ def rollout(run, batch, epoch):
 
 def update(run, rows):
     """Add the gradient of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
-    reference = reference_step(run, rows)
-    step = policy_step(run, rows)
+    step, reference = score_rows(run, rows)
     policy_loss = rows.weights * surrogate(run, step, rows)
     run.meter.add(policy_loss=policy_loss)
     accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
@@ -59,6 +58,7 @@ def main(config, model=qwenimage):
 
         rewards, group_of = runs.gather_rewards(run, epoch, scores, groups)
         sampled = concat(sampled)
+        recompute_log_probs(run, sampled)
         credit(sampled, *runs.advantages(run, rewards, group_of))  # an image's advantage, at each of its steps
 
         with run.board.timed("update"):

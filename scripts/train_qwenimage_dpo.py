@@ -25,7 +25,10 @@ IGNORED = (
     *NFT,
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
     *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("objective", "clip_range", "step_weight", "beta", "timestep_fraction")),
+    *(
+        f"train.{key}"
+        for key in ("objective", "old_log_prob", "clip_range", "step_weight", "beta", "timestep_fraction")
+    ),
     *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups")),
 )
 

@@ -23,7 +23,7 @@ IGNORED = (
     *DPO,
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
     *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("objective", "clip_range", "step_weight")),
+    *(f"train.{key}" for key in ("objective", "old_log_prob", "clip_range", "step_weight")),
 )
 
 

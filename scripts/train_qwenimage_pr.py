@@ -13,7 +13,7 @@ from ml_collections import config_flags
 
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, policy_step, reference_step, surrogate
+from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rng import generator
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_branches
@@ -40,7 +40,7 @@ def rollout(run, batch, epoch):
 
 def update(run, rows):
     """Add the gradient of a minibatch: the clipped objective of each branch, times its step's noise weight."""
-    reference, step = reference_step(run, rows), policy_step(run, rows)
+    step, reference = score_rows(run, rows)
     weighted = rows.weights * surrogate(run, step, rows)
     run.meter.add(policy_loss=weighted)
     accumulate(run, weighted + kl_penalty(run, step, reference), rows, step)
@@ -66,6 +66,7 @@ def main(config, model=qwenimage):
 
         rewards, step_of_trunk = runs.gather_rewards(run, epoch, scores, groups)
         trunks = concat(trunks)
+        recompute_log_probs(run, trunks)
         credit(trunks, *runs.advantages(run, rewards, step_of_trunk))
 
         for inner in range(config.train.inner_epochs):
