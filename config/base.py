@@ -53,6 +53,7 @@ def get_config():
     config.resolution = 64  # pixels, square
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
+    config.compile = False  # the transformer's blocks: minutes at the start, faster from then on; fsdp.mode replicate
     config.vae_batch_size = 32  # images per decode
 
     config.reward = reward()
@@ -142,6 +143,7 @@ def train():
     train.inner_epochs = 1  # passes over one rollout, reshuffled
     train.objective = "clip"  # "clip" | "guard" (ratios normalised per step, GRPO-Guard)
     train.old_log_prob = "rollout"  # of the ratio: noted by the "rollout" | "recompute": by one more forward per row
+    train.importance_cap = 0.0  # above 0, with "recompute": also weigh by min(recomputed / noted probability, this)
     train.clip_range = 1e-4  # of the ratio; log-probs are means over elements, so ratios stay near 1
     train.adv_clip_max = 5.0
     train.reward_aggregation = "sum"  # "sum" of weighted rewards | "gdpo": of their advantages

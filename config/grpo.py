@@ -23,6 +23,7 @@ def shapes_qwenimage_pr():
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
     config.sample.batch_size = 36
     config.sample.flash_ratio, config.sample.merge_adapter = 0.4, True
+    config.sample.engine = "stepwise"
     config.train.learning_rate = 1e-3
     config.train.step_weight = "sqrt3"
     config.train.timestep_fraction = 0.67
@@ -124,7 +125,7 @@ def branching(config):
     """4 trunks per prompt, 6 branches at every step but the last."""
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
     config.sample.num_branches, config.sample.completion_batch_size = 6, 24
-    config.train.step_weight = "sqrt3"
+    config.sample.engine, config.train.step_weight = "stepwise", "sqrt3"
     return config
 
 
@@ -148,7 +149,7 @@ def fast(config):
 
 
 def stepwise(config):
-    """Every row or branch walks in a slot of its own; not with `fast`."""
+    """Every row or branch walks in a slot of its own; train_*_pr.py does so anyway."""
     config.sample.engine = "stepwise"
     return config
 

@@ -72,10 +72,14 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
     "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0 in float32, else below clip_range / 10"),
     "parity/ratio_minus_one_e4": Metric("1e-4", "mean absolute ratio - 1 before any update", "0 in float32"),
+    "parity/step_<n>_<name>": Metric(
+        "", "the same of denoising step n in an epoch's first update, and its clip_fraction", "0 in float32"
+    ),
     "parity/recomputed_abs_diff_mean": Metric(
         "nat", "mean gap of recomputed log-probs to the rollout's (train.old_log_prob recompute)", "0 in float32"
     ),
     "parity/recomputed_abs_diff_max": Metric("nat", "the largest such gap", "0 in float32, else below clip_range / 10"),
+    "parity/importance_weight_mean": Metric("", "mean truncated importance weight (train.importance_cap)", "1"),
     "trouble/x0_norm": Metric("", "root mean square of the final latents", "steady; drift announces washed-out images"),
     "trouble/high_frequency": Metric("", "share of their energy above half Nyquist", "steady; a rise is grid or noise"),
     "trouble/diversity": Metric("", "spread within a group over x0_norm", "falls slowly; near 0 is mode collapse"),

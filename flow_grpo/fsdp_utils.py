@@ -182,6 +182,15 @@ def prepare(
     return transformer
 
 
+def compile_units(transformer: nn.Module, units: tuple[str, ...]) -> None:
+    """Compile the modules of these classes, which are not sharded, on their first forward of each shape and mode. One
+    graph serves all modules of a class; shapes are fixed, since a graph for any shape would use other kernels."""
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    for module in transformer.modules():
+        if type(module).__name__ in units:
+            module.compile(dynamic=False)
+
+
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
     learned = learned_parameters(transformer)
     for name, p in transformer.named_parameters():

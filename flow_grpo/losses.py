@@ -49,7 +49,7 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     """The loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
 
     Args:
-        transition_std: [K] of the trained steps, in their order.
+        transition_std: [..., K] of an image's trained steps, in their order.
         mode: "none" = 1; "sqrt3" = sqrt(3) * transition_std; "mean_one" = transition_std over its mean.
 
     Raises:
@@ -60,7 +60,7 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     if mode == "sqrt3":
         return math.sqrt(3) * transition_std
     if mode == "mean_one":
-        return transition_std / transition_std.mean()
+        return transition_std / transition_std.mean(-1, keepdim=True)
     raise ValueError(f"train.step_weight is {mode!r}; there are: {', '.join(STEP_WEIGHTS)}")
 
 

@@ -37,20 +37,30 @@ def policy_step(run, rows: Minibatch) -> SDEStep:
 @torch.no_grad()
 def recompute_log_probs(run, rollout: Rollout) -> None:
     """Where train.old_log_prob asks for it: put what the update's own forward says of the stored steps in the place of
-    what the rollout noted, so that the first ratio is 1 whatever made the two differ; logs by how much they did."""
+    what the rollout noted, so that the first ratio is 1 whatever made the two differ; logs by how much they did.
+
+    With train.importance_cap each outcome's share in the loss is also weighted by min(recomputed / noted, cap), the
+    truncated importance weight of having been drawn by a slightly other policy (of mean log-probs, as all ratios here).
+    """
     if run.config.train.old_log_prob == "rollout":
         return
     noted, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.shape[0]
     with run.board.timed("update"):
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
-            step = policy_step(run, rollout.take(rows, num_rows))
+            with run.exact():
+                step = policy_step(run, rollout.take(rows, num_rows))
             there = rows.to(noted.device)
-            rollout.log_probs.view(num_rows, -1)[there] = step.log_prob.view(len(rows), -1)
+            rollout.log_probs.view(num_rows, -1)[there] = step.log_prob.detach().view(len(rows), -1)
             if rollout.means is not None:
-                rollout.means.flatten(0, 1)[there] = step.prev_sample_mean[:: rollout.shape[1]]
-    gap = fsdp_utils.gather((rollout.log_probs - noted).abs().flatten())
-    run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gap.mean().item()}
-    run.epoch_figures |= {"parity/recomputed_abs_diff_max": gap.max().item()}
+                rollout.means.flatten(0, 1)[there] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
+    gap = rollout.log_probs - noted
+    gaps = fsdp_utils.gather(gap.abs().flatten())
+    run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gaps.mean().item()}
+    run.epoch_figures |= {"parity/recomputed_abs_diff_max": gaps.max().item()}
+    if cap := run.config.train.importance_cap:
+        weights = gap.exp().clamp(max=cap)
+        rollout.kept *= weights
+        run.epoch_figures["parity/importance_weight_mean"] = fsdp_utils.gather(weights.flatten()).mean().item()
 
 
 def score_rows(run, rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
@@ -91,7 +101,11 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
     (run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss)
     if step is not None:
-        parity.record(run.meter, step.log_prob, rows.log_probs, run.config.train.clip_range, on_policy=run.on_policy)
+        compared = step.log_prob, rows.log_probs, run.config.train.clip_range
+        parity.record(run.meter, *compared, on_policy=run.on_policy)
+        if run.on_policy:
+            number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
+            run.gaps.add(number.repeat_interleave(run.plan.num_branches), *compared)
 
 
 def optimizer_step(run) -> None:

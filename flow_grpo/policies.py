@@ -91,6 +91,9 @@ def merged(transformer: nn.Module) -> Callable:
 
     For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by the rounding of the sum. Weights
     that are not sharded only. Outside the context everything is bitwise what it was.
+
+    Raises:
+        RuntimeError: on entering the context, if the adapter has changed since.
     """
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     weights = [layer.get_base_layer().weight for layer in layers]
@@ -98,11 +101,19 @@ def merged(transformer: nn.Module) -> Callable:
         torch.add(weight, layer.get_delta_weight("default")).to(weight.dtype)
         for layer, weight in zip(layers, weights, strict=True)
     ]
-    return lambda: _merged(transformer, weights, sums)
+    adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
+    versions = [p._version for p in adapter]  # every write in place counts it up
+
+    def use_merged():
+        if [p._version for p in adapter] != versions:
+            raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
+        return _exchanged_data(transformer, weights, sums)
+
+    return use_merged
 
 
 @contextmanager
-def _merged(transformer: nn.Module, weights: list[nn.Parameter], sums: list[Tensor]) -> Iterator[None]:
+def _exchanged_data(transformer: nn.Module, weights: list[nn.Parameter], sums: list[Tensor]) -> Iterator[None]:
     own = [weight.data for weight in weights]
     for weight, total in zip(weights, sums, strict=True):
         weight.data = total

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Batch:
-    """The images that one rank samples together."""
+    """Images of one rank that are sampled together, or finished together."""
 
     prompts: list[str]  # B
     metadata: list[dict[str, Any]]  # B
     groups: list[int]  # B, number of the prompt within the epoch
-    images: range  # B global image numbers within the epoch
-    number: int  # of the batch within the epoch, over all ranks
-    block: int  # smallest run of batches that holds whole groups; its images share an SDE window
+    images: Sequence[int]  # B global image numbers within the epoch
+    block: int | None = None  # smallest run of batches that holds whole groups; its images share an SDE window
 
 
 def load_prompts(folder: str, split: str) -> list[Prompt]:
@@ -87,4 +86,10 @@ def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int,
         groups = [image // plan.group_size for image in images]
         rows = [dataset[picks[group]] for group in groups]
         block = images.start // math.lcm(plan.batch_size, plan.group_size)
-        yield Batch([r.text for r in rows], [r.metadata for r in rows], groups, images, number, block)
+        yield Batch([r.text for r in rows], [r.metadata for r in rows], groups, images, block)
+
+
+def pick(rows: Iterable[tuple[Batch, int]]) -> Batch:
+    """The given rows of some batches."""
+    columns = zip(*((b.prompts[row], b.metadata[row], b.groups[row], b.images[row]) for b, row in rows))
+    return Batch(*(list(column) for column in columns))

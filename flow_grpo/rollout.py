@@ -5,7 +5,7 @@ B images of a batch, K trained steps of each, J outcomes of each step (1 in a wi
 C channels, R rows of a minibatch; L text tokens, D text width, P prompts, G images per group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -117,19 +117,19 @@ class CleanMinibatch:
 
 
 def from_trace(
-    trace, embeds, images: range, *, num_trained_steps: int, step_weight: str, keep_means: bool = False
+    trace, embeds, images: Sequence[int], *, num_trained_steps: int, step_weight: str, keep_means: bool = False
 ) -> Rollout:
     """From the TracedSteps of a walk, of which the first `num_trained_steps` are kept."""
     trace = trace[:num_trained_steps]
     num_images = len(images)
     log_probs = torch.stack([t.step.log_prob.unflatten(0, (num_images, -1)) for t in trace], 1)
-    std = torch.stack([t.step.transition_std.flatten()[0] for t in trace])  # a walk's rows share their sigmas
+    std = torch.stack([t.step.transition_std.view(num_images, -1)[:, 0] for t in trace], 1)  # outcomes share theirs
     return Rollout(
         latents=torch.stack([t.latents for t in trace], 1),
         next_latents=torch.stack([t.step.prev_sample.unflatten(0, (num_images, -1)) for t in trace], 1),
         timesteps=torch.stack([t.timestep for t in trace], 1),
         log_probs=log_probs,
-        weights=losses.step_weights(std, step_weight).expand(num_images, -1),
+        weights=losses.step_weights(std, step_weight),
         advantages=torch.zeros_like(log_probs),
         kept=torch.ones_like(log_probs),
         means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1)
@@ -141,11 +141,16 @@ def from_trace(
 
 
 def concat(rollouts: list[Rollout] | list[Finished]) -> Rollout | Finished:
-    """Join along B."""
+    """Join along B, in the order of their images' numbers."""
     columns = {field.name: [getattr(r, field.name) for r in rollouts] for field in fields(rollouts[0])}
     embeds = columns.pop("embeds")
     joined = {name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()}
-    return type(rollouts[0])(**joined, embeds=embeds[0].concat(embeds))
+    embeds, order = embeds[0].concat(embeds), joined["images"].argsort()
+    if not torch.equal(order, torch.arange(len(order))):  # batches come in order, requests as they are finished
+        here = order.to(joined["latents"].device)
+        joined = {name: None if whole is None else whole[order.to(whole.device)] for name, whole in joined.items()}
+        embeds = embeds.take(here)
+    return type(rollouts[0])(**joined, embeds=embeds)
 
 
 def credit(rollout: Rollout | Finished, advantages: Tensor, kept: Tensor) -> None:

@@ -1,6 +1,5 @@
 """A run: everything that lives as long as it, and what all training scripts do between their own lines."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,14 +12,25 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import batching, checkpoints, fsdp_utils, policies, preferences, prompts, rewards, rng, settings, trouble
-from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo import (
+    batching,
+    checkpoints,
+    fsdp_utils,
+    policies,
+    preferences,
+    prompts,
+    rewards,
+    sampling,
+    settings,
+    trouble,
+)
 from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
 from flow_grpo.evaluation import evaluate
-from flow_grpo.rollout import Minibatch, Rollout, from_trace
-from flow_grpo.scoring.pool import Pending, Pool, check_rewards
+from flow_grpo.parity import StepGaps
+from flow_grpo.rollout import Minibatch
+from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
@@ -54,6 +64,7 @@ class Run:
     embed_one: Callable  # prompt -> its embeddings, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
     levels: Tensor  # [1000] f32, timesteps of the whole forward process
+    gaps: StepGaps  # of log-probs, rollout to update, in this epoch
     slots: Slots | None  # of the rollout; None where a batch's rows walk together
     epoch: int = 0  # epochs completed
     step: int = 0  # optimizer steps taken
@@ -72,6 +83,12 @@ class Run:
     def parameters(self) -> list[torch.nn.Parameter]:
         """What is trained."""
         return list(fsdp_utils.trainable_parameters(self.pipeline.transformer).values())
+
+    @property
+    def exact(self) -> Callable:
+        """() -> context in which a forward without a backward has the update's bits: compiled graphs differ in theirs
+        where no gradient is wanted."""
+        return torch.enable_grad if self.config.compile else nullcontext
 
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
@@ -139,7 +156,8 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         meter=Meter(ranks.device),
         embed_one=_embedder(config, model, pipeline),
         scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
-        slots=_slots(config.sample),
+        gaps=StepGaps(config.sample.num_steps, ranks.device),
+        slots=sampling.slots(config.sample),
         levels=model.schedule(pipeline, 1000, config.resolution, ranks.device).timesteps,
     )
 
@@ -183,6 +201,8 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         init=policies.adapter_init(config.lora, config.seed),
         activation_checkpointing=config.fsdp.activation_checkpointing,
     )
+    if config.compile:
+        fsdp_utils.compile_units(pipeline.transformer, model.SHARD_UNITS)
     train, trained = config.train, fsdp_utils.trainable_parameters(pipeline.transformer)
     optimizer = torch.optim.AdamW(
         trained.values(),
@@ -267,120 +287,20 @@ def epochs(run: Run, *measures: Callable) -> Iterator[int]:
         measure(run, run.epoch)
 
 
-def batches(run: Run, epoch: int) -> Iterator[prompts.Batch]:
-    """This rank's batches of an epoch, under a progress bar."""
-    dealt = prompts.epoch_batches(run.train_prompts, run.plan, run.config.seed, epoch, run.rank, run.world_size)
-    return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
-
-
-def sampling(run: Run) -> dict[str, Any]:
-    """What the entry points of a model file take from the run."""
-    config, sample = run.config, run.config.sample
-    merge = sample.merge_adapter and config.lora.rank
-    return dict(
-        num_steps=sample.num_steps,
-        noise_level=sample.noise_level,
-        sde_type=sample.sde_type,
-        resolution=config.resolution,
-        vae_batch_size=config.vae_batch_size,
-        flash_ratio=sample.flash_ratio,
-        unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext,
-        slots=run.slots,
-    )
-
-
-def group_noise(run: Run, batch: prompts.Batch, epoch: int) -> dict[str, Any]:
-    """Where sample.same_latent asks for it: one noise to start from for all images of a group, on whatever rank."""
-    if not run.config.sample.same_latent:
-        return {}
-    generators = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
-    latents = run.model.initial_latents(run.pipeline, generators, run.config.resolution, run.device)
-    return dict(latents=latents, groups=batch.groups)
-
-
-def remember(run: Run, sampled, embeds, batch: prompts.Batch) -> Rollout:
-    """What the update needs of a batch's images."""
-    train = run.config.train
-    how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
-    return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=run.plan.num_trained_steps, **how)
-
-
-def score_images(run: Run, sampled, batch: prompts.Batch, groups: Tensor) -> Pending:
-    """Begin to score a batch's images [B, ..., 3, H, W]; the result is name -> [B, ...] float32 on the CPU.
-
-    groups: [B, ...] int64, which images compete.
-    """
-    images, shape = sampled.images, sampled.images.shape[1:-3]
-    latents = run.model.unpack_latents(run.pipeline, sampled.latents.flatten(0, len(shape)), run.config.resolution)
-    run.signs.append(trouble.measure(latents, groups.flatten()))
-    repeats = shape.numel()
-    texts = [text for text in batch.prompts for _ in range(repeats)]
-    metadata = [row for row in batch.metadata for _ in range(repeats)]
-    with run.board.timed("reward"):
-        scores = run.pool.submit(images.flatten(0, -4), texts, metadata)
-    shape = (len(batch.prompts), *shape)
-    return Pending(lambda: {name: values.view(shape) for name, values in scores.result().items()})
-
-
-def gather_rewards(
-    run: Run, epoch: int, pending: list[Pending], groups: list[Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Wait for the epoch's rewards: name -> [all] and their groups [all], over all ranks; NaN where one was masked.
-
-    Logs what there is to see in them.
-
-    Raises:
-        RewardFailed: one failed that must not, or too often.
-    """
-    start = time.perf_counter()
-    with run.board.timed("reward"):
-        scores = [part.result() for part in pending]
-    waited = time.perf_counter() - start
-    run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
-    everyone = {name: fsdp_utils.gather(torch.cat([s[name] for s in scores])).flatten() for name in scores[0]}
-    groups = fsdp_utils.gather(torch.cat(groups)).flatten()
-    for name, share in run.pool.masked_shares(everyone).items():
-        run.epoch_figures[f"reward/{name}_masked_share"] = share
-    for name, values in everyone.items():
-        scored, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
-        values, stats = values[scored], group_stats(values[scored], groups[scored])
-        run.epoch_figures |= {
-            f"reward/{name}": values.mean().item(),
-            f"reward/{prefix}group_std": stats.std.mean().item(),
-            f"reward/{prefix}zero_std_share": (stats.std < 1e-6).float().mean().item(),
-        }
-    run.epoch_figures["images"] = (epoch + 1) * len(groups)
-    return everyone, groups
-
-
-def advantages(run: Run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
-    config = run.config
-    weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
-    scored = torch.stack([everyone[name].isfinite() for name in weights]).all(0)
-    everyone, groups = {name: everyone[name][scored] for name in weights}, groups[scored]
-    values, kept = torch.zeros(len(scored)), scored.float()
-    values[scored] = combined_advantages(everyone, weights, groups, *how)
-    if config.train.filter_groups:
-        kept[scored] *= kept_rows(everyone, weights, groups)
-    kept /= kept.mean().clamp(min=1 / len(kept))
-    return fsdp_utils.mine(values), fsdp_utils.mine(kept)
-
-
-def _slots(sample) -> Slots | None:
-    """As many for log-probs as the update's forwards have rows."""
-    free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
-    return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
-
-
 def _log_epoch(run: Run, epoch: int) -> None:
     if run.slots:
         run.epoch_figures["slot_use"] = run.slots.use
-        run.slots = _slots(run.config.sample)
+        run.slots = sampling.slots(run.config.sample)
+    run.epoch_figures |= run.gaps.pop(_over_ranks)
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
     _watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
     run.epoch_figures = {}
+
+
+def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """StepGaps.pop's reduction."""
+    return fsdp_utils.gather(sums[None]).sum(0), fsdp_utils.gather(maxima[None]).amax(0)
 
 
 def _watch(run: Run, epoch: int) -> None:

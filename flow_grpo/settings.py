@@ -21,6 +21,9 @@ CHOICES = {
     "trouble.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
+RATIO = tuple(  # of train_*.py and train_*_pr.py alone
+    f"train.{key}" for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight")
+)
 NFT = ("train.nft_beta", "train.old_decay_schedule")  # of train_*_nft.py alone
 DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
     *("train.dpo_beta", "train.reference_interval", "eval.num_pairs", "eval.noises_per_pair"),
@@ -38,7 +41,8 @@ AT_LEAST = {  # smallest value of a number
     "reward.max_pending": 1, "reward.max_masked_share": 0, "reward.in_flight": 1, "reward.timeout_s": 0,
     "reward.retry_s": 0, "train.reference_interval": 0, "preferences.min_margin": 0,
     "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
-    "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0, "train.weight_decay": 0,
+    "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
+    "train.weight_decay": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
     "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
     "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
@@ -61,6 +65,7 @@ def check(config, ignored: tuple[str, ...]) -> None:
         if not least <= _get(config, key) < math.inf:  # NaN compares false too
             raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
     _check_meaning(config)
+    _check_replicated(config)
     defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
     for key in ignored:
         if _get(config, key) != _get(defaults, key):
@@ -72,11 +77,6 @@ def _check_meaning(config) -> None:
         raise ValueError(f"config.resolution is {config.resolution}; it must be a multiple of 16 pixels")
     if not 0 < config.train.timestep_fraction <= 1:
         raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
-    if config.sample.merge_adapter and config.fsdp.mode != "replicate":
-        raise ValueError(
-            f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: "
-            "only replicated weights are merged"
-        )
     if config.reward.max_masked_share > 1:
         raise ValueError(f"config.reward.max_masked_share is {config.reward.max_masked_share}; a share is at most 1")
     if config.sample.flash_ratio > 1:
@@ -86,8 +86,21 @@ def _check_meaning(config) -> None:
             "config.train.objective 'guard' corrects a Gaussian log-prob, which sample.sde_type 'cps' has not; "
             "'cps_gaussian' is the same step with one"
         )
+    if config.train.importance_cap and config.train.old_log_prob == "rollout":
+        raise ValueError(
+            f"config.train.importance_cap is {config.train.importance_cap} with config.train.old_log_prob 'rollout': "
+            "a weight compares recomputed log-probs with the rollout's; set 'recompute'"
+        )
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+
+
+def _check_replicated(config) -> None:
+    for key, done in (("sample.merge_adapter", "merged"), ("compile", "compiled")):
+        if _get(config, key) and config.fsdp.mode != "replicate":
+            raise ValueError(
+                f"config.{key} with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are {done}"
+            )
 
 
 def check_window(sample) -> None:
@@ -109,8 +122,6 @@ def check_window(sample) -> None:
         )
     if sample.num_images_per_prompt < 2:
         raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
-    if sample.same_latent and sample.engine == "stepwise":
-        raise ValueError("config.sample.same_latent with sample.engine 'stepwise': slots do not share a group's steps")
 
 
 def check_branches(sample) -> None:

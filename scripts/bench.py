@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import build_random_pipeline as random_pipeline
 import torch
+import yaml
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -139,9 +140,11 @@ def main(args):
         model, config = qwenimage, get_config(f"shapes_{suffix}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
+    changes = dict(text.split("=", 1) for text in args.set)
+    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         figures = epoch_figures(script, config, model)
-    print(json.dumps(what | figures))
+    print(json.dumps(what | changes | figures))
 
 
 if __name__ == "__main__":
@@ -150,4 +153,5 @@ if __name__ == "__main__":
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")
     main(parser.parse_args())

@@ -11,30 +11,26 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import rng
 from flow_grpo import run as runs
+from flow_grpo import sampling, windows
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_window
-from flow_grpo.windows import window_at
 
 IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
 
-def rollout(run, batch, epoch):
-    """Sample a batch: SDE steps inside the window, ODE steps outside it."""
-    config, embeds = run.config, run.embed(batch.prompts)
-    sampled = run.model.pipeline_with_logprob(
-        run.pipeline,
-        embeds,
-        [rng.generator(config.seed, "noise", epoch, image) for image in batch.images],
-        window=window_at(config.sample, config.seed, epoch, batch.block, updates=run.step),
-        velocity=run.velocity,
-        **runs.group_noise(run, batch, epoch),
-        **runs.sampling(run),
-    )
-    return runs.remember(run, sampled, embeds, batch), sampled
+def rollout(run, epoch):
+    """Sample with SDE steps inside the window, ODE steps outside it; yields the steps to train and the scores."""
+
+    def walk(batch):
+        window = windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
+        return dict(noisy=window, **sampling.group_noise(run, batch, epoch))
+
+    for batch, images in sampling.sampled(run, epoch, walk):
+        groups = torch.tensor(batch.groups)
+        yield sampling.remember(run, images, batch), sampling.score_images(run, images, batch, groups)
 
 
 def update(run, rows):
@@ -48,18 +44,11 @@ def update(run, rows):
 def main(config, model=qwenimage):
     run = runs.start(config, model, check_window, IGNORED)
     for epoch in runs.epochs(run):
-        sampled, scores, groups = [], [], []
-        for batch in runs.batches(run, epoch):
-            with run.board.timed("rollout"):
-                kept, images = rollout(run, batch, epoch)
-            sampled.append(kept)
-            groups.append(torch.tensor(batch.groups))
-            scores.append(runs.score_images(run, images, batch, groups[-1]))
-
-        rewards, group_of = runs.gather_rewards(run, epoch, scores, groups)
+        sampled, scores = zip(*rollout(run, epoch))
+        rewards, group_of = sampling.gather_rewards(run, epoch, scores)
         sampled = concat(sampled)
         recompute_log_probs(run, sampled)
-        credit(sampled, *runs.advantages(run, rewards, group_of))  # an image's advantage, at each of its steps
+        credit(sampled, *sampling.advantages(run, rewards, group_of))  # an image's advantage, at each of its steps
 
         with run.board.timed("update"):
             for inner in range(config.train.inner_epochs):

@@ -12,24 +12,20 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, losses, preferences, rng
+from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
 from flow_grpo import run as runs
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.optimization import accumulate, optimizer_step
-from flow_grpo.settings import NFT, check_pairs
+from flow_grpo.settings import NFT, RATIO, check_pairs
 
 IGNORED = (
-    *NFT,
+    *(*NFT, *RATIO),
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
     *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
-    *(
-        f"train.{key}"
-        for key in ("objective", "old_log_prob", "clip_range", "step_weight", "beta", "timestep_fraction")
-    ),
-    *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups")),
+    *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups", "beta", "timestep_fraction")),
 )
 
 
@@ -37,7 +33,7 @@ def read(run, epoch):
     """This rank's pairs of an epoch, from the disk."""
     parts = []
     with run.board.timed("rollout"):
-        for batch in runs.batches(run, epoch):
+        for batch in sampling.batches(run, epoch):
             rows = [metadata["pair"] for metadata in batch.metadata]
             parts.append(run.pairs["train"].read(rows, list(batch.images), run.device))
     run.epoch_figures["images"] = (epoch + 1) * 2 * run.plan.num_groups
@@ -46,21 +42,15 @@ def read(run, epoch):
 
 def rollout(run, epoch):
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
-    drawn, pending, groups = [], [], []
-    for batch in runs.batches(run, epoch):
-        embeds = run.embed(batch.prompts)
-        noise = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
-        with run.board.timed("rollout"):
-            sampled = run.model.pipeline_with_logprob(
-                run.pipeline, embeds, noise, window=range(0), velocity=run.velocity, **runs.sampling(run)
-            )
-        groups.append(torch.tensor(batch.groups))
-        pending.append(runs.score_images(run, sampled, batch, groups[-1]))
-        drawn.append((sampled.latents, embeds, batch.images))
-    runs.gather_rewards(run, epoch, pending, groups)
-    how = run.plan.group_size, run.config.preferences.min_margin
-    scores = [part.result()["avg"] for part in pending]
-    return preferences.concat([preferences.best_and_worst(*parts, s, *how) for parts, s in zip(drawn, scores)])
+    drawn, scores = {}, []
+    for batch, sampled in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
+        scores.append(sampling.score_images(run, sampled, batch, torch.tensor(batch.groups)))
+        drawn |= dict(zip(batch.images, zip(sampled.latents, batch.prompts)))
+    rewards, _ = sampling.gather_rewards(run, epoch, scores)
+    numbers = sorted(drawn)
+    latents, texts = zip(*(drawn[number] for number in numbers))
+    images = torch.stack(latents), run.embed(texts), numbers, fsdp_utils.mine(rewards["avg"])
+    return preferences.best_and_worst(*images, run.plan.group_size, run.config.preferences.min_margin)
 
 
 def errors(run, pairs, streams):

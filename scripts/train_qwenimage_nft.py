@@ -11,35 +11,32 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import losses, rng
+from flow_grpo import losses, rng, sampling
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
 from flow_grpo.optimization import accumulate, optimizer_step
 from flow_grpo.rollout import Finished, concat, credit, minibatches
-from flow_grpo.settings import DPO, check_forward
+from flow_grpo.settings import DPO, RATIO, check_forward
 
 IGNORED = (
-    *DPO,
+    *(*DPO, *RATIO),
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
     *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("objective", "old_log_prob", "clip_range", "step_weight")),
 )
 
 
-def rollout(run, batch, epoch):
-    """Sample a batch with the old policy, and draw the timesteps at which each image will be trained."""
-    seed, embeds = run.config.seed, run.embed(batch.prompts)
-    noise = [rng.generator(seed, "noise", epoch, image) for image in batch.images]
+def rollout(run, epoch):
+    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
+    grid, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     with run.old.applied():
-        sampled = run.model.pipeline_with_logprob(
-            run.pipeline, embeds, noise, window=range(0), velocity=run.velocity, **runs.sampling(run)
-        )
-    grid = run.scheduler.timesteps[:-1]
-    drawn = [torch.randperm(len(grid), generator=rng.generator(seed, "timesteps", epoch, i)) for i in batch.images]
-    timesteps = grid[torch.stack(drawn)[:, : run.plan.num_trained_steps].to(run.device)]
-    nothing = torch.zeros(len(batch.images), 1, 1, device=run.device)
-    return Finished(sampled.latents, timesteps, nothing, nothing + 1, embeds, torch.tensor(batch.images)), sampled
+        for batch, drawn in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
+            streams = [rng.generator(run.config.seed, "timesteps", epoch, image) for image in batch.images]
+            places = torch.stack([torch.randperm(len(grid), generator=stream)[:num_steps] for stream in streams])
+            nothing, numbers = torch.zeros(len(batch.images), 1, 1, device=run.device), torch.tensor(batch.images)
+            embeds, timesteps = run.embed(batch.prompts), grid[places.to(run.device)]
+            finished = Finished(drawn.latents, timesteps, nothing, nothing + 1, embeds, numbers)
+            yield finished, sampling.score_images(run, drawn, batch, torch.tensor(batch.groups))
 
 
 def velocities(run, rows, x_t):
@@ -73,17 +70,10 @@ def update(run, rows, *where):
 def main(config, model=qwenimage):
     run = runs.start(config, model, check_forward, IGNORED, old=True)
     for epoch in runs.epochs(run):
-        finished, scores, groups = [], [], []
-        for batch in runs.batches(run, epoch):
-            with run.board.timed("rollout"):
-                images, sampled = rollout(run, batch, epoch)
-            finished.append(images)
-            groups.append(torch.tensor(batch.groups))
-            scores.append(runs.score_images(run, sampled, batch, groups[-1]))
-
-        rewards, group_of = runs.gather_rewards(run, epoch, scores, groups)
+        finished, scores = zip(*rollout(run, epoch))
+        rewards, group_of = sampling.gather_rewards(run, epoch, scores)
         finished = concat(finished)
-        credit(finished, *runs.advantages(run, rewards, group_of))
+        credit(finished, *sampling.advantages(run, rewards, group_of))
         with run.board.timed("update"):
             for inner in range(config.train.inner_epochs):
                 for part in minibatches(finished, run.plan, config.seed, epoch, inner):

@@ -12,9 +12,9 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import run as runs
+from flow_grpo import sampling
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
-from flow_grpo.rng import generator
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_branches
 
@@ -22,20 +22,13 @@ WINDOW = ("size", "range", "schedule", "interval", "stride")
 IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW), *NFT, *DPO)
 
 
-def rollout(run, batch, epoch):
-    """Sample a trunk per row and its branches: the steps to train, and the branches' images [B, K, J, 3, H, W]."""
-    sample, embeds = run.config.sample, run.embed(batch.prompts)
-    branched = run.model.pipeline_with_logprob_perstep(
-        run.pipeline,
-        embeds,
-        [generator(run.config.seed, "noise", epoch, image) for image in batch.images],
-        steps=range(run.plan.num_trained_steps),  # never the last: its density is a spike
-        num_branches=sample.num_branches,
-        completion_batch_size=sample.completion_batch_size,
-        velocity=run.velocity,
-        **runs.sampling(run),
-    )
-    return runs.remember(run, branched, embeds, batch), branched
+def rollout(run, epoch):
+    """Sample trunks and their branches; yields, as they are finished, the steps to train and the branches' scores."""
+    noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
+    branching = dict(noisy=noisy, num_branches=run.plan.num_branches)
+    for batch, branched in sampling.sampled(run, epoch, lambda _: branching.copy()):
+        groups = groups_of(run, batch.images)
+        yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
 
 
 def update(run, rows):
@@ -56,18 +49,11 @@ def groups_of(run, images):
 def main(config, model=qwenimage):
     run = runs.start(config, model, check_branches, IGNORED)
     for epoch in runs.epochs(run):
-        trunks, scores, groups = [], [], []
-        for batch in runs.batches(run, epoch):
-            with run.board.timed("rollout"):
-                kept, branched = rollout(run, batch, epoch)
-            trunks.append(kept)
-            groups.append(groups_of(run, batch.images))
-            scores.append(runs.score_images(run, branched, batch, groups[-1]))
-
-        rewards, step_of_trunk = runs.gather_rewards(run, epoch, scores, groups)
+        trunks, scores = zip(*rollout(run, epoch))
+        rewards, step_of_trunk = sampling.gather_rewards(run, epoch, scores)
         trunks = concat(trunks)
         recompute_log_probs(run, trunks)
-        credit(trunks, *runs.advantages(run, rewards, step_of_trunk))
+        credit(trunks, *sampling.advantages(run, rewards, step_of_trunk))
 
         for inner in range(config.train.inner_epochs):
             for update_rows in minibatches(trunks, run.plan, config.seed, epoch, inner):

@@ -181,8 +181,9 @@ def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(na
         "    return lambda images, *_: images.mean((1, 2, 3)) * (1 if next(calls) < 2 else 3e38)\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    how = dict(reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999, sample__engine="full")
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
-        train(name, tmp_path / "runs", reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999)
+        train(name, tmp_path / "runs", **how)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
     checkpoint = checkpoints.find(run.folder / "checkpoints")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)

@@ -10,17 +10,23 @@ from small import MODELS, config_of, lines_of, train
 
 from flow_grpo import losses, policies
 from flow_grpo import run as runs
+from flow_grpo.rollout import concat
 
 NAME = "shapes_qwenimage_nft"
 
 
 @pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
 def started(request, tmp_path):
-    """A run before its first epoch, and its first batch."""
+    """A run before its first epoch."""
     config = config_of(NAME, tmp_path, lora__rank=request.param)
     run = runs.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
-    yield run, next(iter(runs.batches(run, 0)))
+    yield run
     run.board.finish()
+
+
+def rollout(run):
+    """All images of the first epoch."""
+    return concat([images for images, _ in script.rollout(run, 0)])
 
 
 @torch.no_grad()
@@ -32,20 +38,19 @@ def move(run):
 
 
 def test_the_old_policy_samples_whatever_the_trained_one_has_become(started):
-    run, batch = started
-    first, _ = script.rollout(run, batch, 0)
+    run = started
+    first = rollout(run)
     move(run)
-    again, sampled = script.rollout(run, batch, 0)
+    again = rollout(run)
     assert torch.equal(again.latents, first.latents)
-    assert sampled.trace == []
     run.old.move(1.0)  # had the trained policy sampled, its images would have been these
-    trained, _ = script.rollout(run, batch, 0)
+    trained = rollout(run)
     assert (trained.latents - first.latents).abs().max() > 0.01
 
 
 def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
-    run, batch = started
-    images, _ = script.rollout(run, batch, 0)
+    run = started
+    images = rollout(run)
     rows = images.take(torch.arange(4), 4)
     old, reference, velocity = script.velocities(run, rows, rows.latents)
     assert torch.equal(old, reference)
@@ -63,9 +68,9 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
 
 
 def test_each_image_is_trained_at_timesteps_of_its_own_and_never_at_the_last(started):
-    run, batch = started
-    images, _ = script.rollout(run, batch, 0)
-    assert images.timesteps.shape == (len(batch.images), run.plan.num_trained_steps)
+    run = started
+    images = rollout(run)
+    assert images.timesteps.shape == (len(images.images), run.plan.num_trained_steps)
     assert set(images.timesteps.flatten().tolist()) <= set(run.scheduler.timesteps[:-1].tolist())
     assert all(len(set(row)) == len(row) for row in images.timesteps.tolist())
 

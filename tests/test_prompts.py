@@ -45,8 +45,9 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
         plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=rounds)
         ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
         for rank, batches in enumerate(ranks):
-            assert [batch.number for batch in batches] == list(range(rank, rounds * world_size, world_size))
-        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.number)
+            numbers = range(rank, rounds * world_size, world_size)
+            assert [batch.images[0] for batch in batches] == [batch_size * number for number in numbers]
+        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.images[0])
 
     one = dealt(1)
     assert [image for batch in one for image in batch.images] == list(range(48))

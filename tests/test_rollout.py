@@ -4,7 +4,7 @@ import pytest
 import torch
 from small import lines_of, train
 
-from flow_grpo import run
+from flow_grpo import sampling
 from flow_grpo.batching import BatchPlan
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
@@ -159,7 +159,7 @@ def test_credit_goes_to_the_image_or_the_outcome(per_outcome):
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr"])
 def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(name, how, tmp_path, monkeypatch):
     """A rollout whose log-probs are wrong is a ratio that is not 1; recomputing them cures it, and says how wrong."""
-    plain = run.from_trace
+    plain = sampling.from_trace
 
     def wrong(*args, **options):
         found = plain(*args, **options)
@@ -170,7 +170,7 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
 
     settings = dict(num_epochs=1, eval_freq=0)
     right = lines_of(train(name + how, tmp_path / "right", train__old_log_prob="recompute", **settings))
-    monkeypatch.setattr(run, "from_trace", wrong)
+    monkeypatch.setattr(sampling, "from_trace", wrong)
     spoilt = lines_of(train(name + how, tmp_path / "spoilt", **settings), "update")
     cured = lines_of(train(name + how, tmp_path / "cured", train__old_log_prob="recompute", **settings))
     assert spoilt[0]["parity/log_prob_abs_diff_max"] == pytest.approx(1e-3, rel=1e-2)

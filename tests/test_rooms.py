@@ -54,9 +54,13 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "checkpoints": {"fsdp_utils", "ema"},
     "evaluation": {"fsdp_utils", "rng"},
     "optimization": {"fsdp_utils", "losses", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
+    "sampling": {
+        *("advantages", "fsdp_utils", "policies", "prompts", "rng", "rollout", "scoring.pool", "trouble"),
+        *(PATCH + "sample_with_logprob", PATCH + "stepwise_with_logprob"),
+    },
     "run": {
-        *("advantages", "batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils"),
-        *("policies", "preferences", "prompts", "rewards", "rng", "rollout", "scoring.pool", "settings", "trouble"),
+        *("batching", "checkpoints", "dashboards", "ema", "evaluation", "fsdp_utils", "policies", "preferences"),
+        *("parity", "prompts", "rewards", "rollout", "sampling", "scoring.pool", "settings", "trouble"),
         PATCH + "stepwise_with_logprob",
     },
     "diffusers_patch": set(),

@@ -1,12 +1,15 @@
 """Requests in slots: whoever shares a forward and whenever they arrive, trajectories are those of the full walks."""
 
+from functools import partial
+
 import pytest
 import torch
 from build_random_pipeline import build
 from small import MODELS, lines_of, train
 
-from flow_grpo import rng
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, Slots, branches_in_order, in_order, walk
+from flow_grpo import rng, sampling
+from flow_grpo.diffusers_patch.sample_with_logprob import post_decode, prepare_encode
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, joined, walk
 
 QWEN, TINY = MODELS["qwenimage"], "flow_grpo/assets/tiny_qwenimage"
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
@@ -63,52 +66,65 @@ def expected(pipeline):
     return {n: alone(pipeline, n, what) for n, what in mix()}
 
 
-def request_of(pipeline, n, what):
-    generator = rng.generator(0, "noise", n)
-    latents = QWEN.initial_latents(pipeline, [generator], SIZE, "cpu")
+def requests_of(pipeline, n, what):
+    """The same as a request, with the text padded to a width that all have in common."""
     embeds = QWEN.encode_prompts(pipeline, [what["prompt"]], width=what["width"]).padded(32)
-    options = {key: what[key] for key in ("guidance_scale", "noisy", "num_branches", "flash_ratio", "how")}
-    return Request(
-        n,
-        embeds,
-        latents,
-        QWEN.schedule(pipeline, what["num_steps"], SIZE, "cpu"),
-        noise=lambda num: rng.normal((num, *latents.shape[1:]), [generator])[0],
-        **options,
-    )
+    how = {key: what[key] for key in ("guidance_scale", "noisy", "num_branches", "flash_ratio", "num_steps")}
+    noise = [rng.generator(0, "noise", n)]
+    return prepare_encode(QWEN, pipeline, embeds, noise, names=[n], resolution=SIZE, **how, **what["how"])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("slots", SLOTS)
 def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, pipeline, expected):
-    def velocity(x, t, embeds, guidance_scale):
-        return QWEN.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
-
     order = torch.randperm(40, generator=torch.Generator().manual_seed(slots)).tolist()
-    wanted = dict(mix())
-    used = Slots(slots, slots)
-    finished = list(walk(velocity, (request_of(pipeline, n, wanted[n]) for n in order), used))
-    for n, what in wanted.items():
-        trunk = [r for r in finished if r.name == n]
-        if what["num_branches"]:
-            trunk += [r for r in finished if isinstance(r.name, tuple) and r.name[0] == n]
-            latents, trace = branches_in_order(trunk)
-        else:
-            latents, trace = in_order(trunk)
-        close = dict(rtol=0, atol=1e-6, msg=lambda text, n=n: f"request {n}: {text}")
-        torch.testing.assert_close(latents, expected[n].latents, **close)
-        assert len(trace) == len(expected[n].trace) == len(what["noisy"])
-        for ours, theirs in zip(trace, expected[n].trace):
-            assert torch.equal(ours.timestep, theirs.timestep)
-            torch.testing.assert_close(ours.latents, theirs.latents, **close)
-            torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, **close)
-            torch.testing.assert_close(ours.step.prev_sample, theirs.step.prev_sample, **close)
+    wanted, used = dict(mix()), Slots(slots, slots)
+    requests = (request for n in order for request in requests_of(pipeline, n, wanted[n]))
+    finished = {request.name: request for request in walk(partial(velocity, pipeline), requests, used)}
+    assert sorted(finished) == list(range(40))
+    for n in wanted:
+        assert_equal(*joined([finished[n]]), expected[n], f"request {n}")
     assert used.rows <= used.offered
+    assert used.ticks >= used.rows / slots
+
+
+def velocity(pipeline, x, t, embeds, guidance_scale):
+    return QWEN.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
+
+
+def assert_equal(latents, trace, wanted, name, atol=1e-6):
+    close = dict(rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(latents, wanted.latents, **close)
+    for ours, theirs in zip(trace, wanted.trace, strict=True):
+        assert torch.equal(ours.timestep, theirs.timestep)
+        torch.testing.assert_close(ours.latents, theirs.latents, **close)
+        torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, **close)
+        torch.testing.assert_close(ours.step.prev_sample, theirs.step.prev_sample, **close)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_a_group_shares_its_steps_up_to_the_window(slots, pipeline):
+    """The second group comes in other numbers; a window at the first step leaves nothing to share but the noise."""
+    for window, shared in ((range(2, 4), 2), (range(0, 2), 0)):
+        groups, how = [0, 0, 0, 1, 1], dict(num_steps=6, resolution=SIZE, guidance_scale=1.0, noise_level=0.7)
+        texts = [PROMPTS[group] for group in groups]
+
+        def noise():
+            return [rng.generator(0, "noise", row) for row in range(5)]
+
+        embeds = QWEN.encode_prompts(pipeline, texts, width=24)
+        wanted = QWEN.pipeline_with_logprob(pipeline, embeds, noise(), window=window, groups=groups, **how)
+        used = Slots(slots, slots)
+        requests = prepare_encode(QWEN, pipeline, embeds, noise(), names=range(5), noisy=window, groups=groups, **how)
+        finished = sorted(walk(partial(velocity, pipeline), requests, used), key=lambda request: request.name)
+        assert_equal(*joined(finished), wanted, f"{slots} slots, window {window}")
+        assert used.rows == 2 * shared + 5 * (6 - shared)
 
 
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_entry_points_make_the_same_in_slots(name, slots, tmp_path):
+def test_every_model_makes_the_same_in_slots(name, slots, tmp_path):
     model, folder = MODELS[name], TINY
     if name != "qwenimage":
         folder = str(tmp_path / name)
@@ -119,21 +135,34 @@ def test_the_entry_points_make_the_same_in_slots(name, slots, tmp_path):
     def noise():
         return [rng.generator(0, "noise", b) for b in range(4)]
 
-    for entry, what in (
-        (model.pipeline_with_logprob, dict(window=range(1, 3))),
-        (model.pipeline_with_logprob, dict(window=range(1, 3), flash_ratio=0.5)),
-        (model.pipeline_with_logprob_perstep, dict(steps=range(3), num_branches=2)),
+    for entry, noisy, kind in (
+        (model.pipeline_with_logprob, dict(window=range(1, 3)), {}),
+        (model.pipeline_with_logprob, dict(window=range(1, 3)), dict(flash_ratio=0.5)),
+        (model.pipeline_with_logprob_perstep, dict(steps=range(3)), dict(num_branches=2)),
     ):
-        full, slotted = (entry(pipeline, PROMPTS, noise(), **what, **how, slots=s) for s in (None, Slots(slots, slots)))
-        torch.testing.assert_close(slotted.images, full.images, rtol=0, atol=1e-4)
-        for ours, theirs in zip(slotted.trace, full.trace, strict=True):
-            assert torch.equal(ours.timestep, theirs.timestep)
-            torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, rtol=0, atol=1e-5)
+        full = entry(pipeline, PROMPTS, noise(), **noisy, **kind, **how)
+        prepared = dict(noisy=next(iter(noisy.values())), names=range(4), **kind, **how)
+        requests = prepare_encode(model, pipeline, PROMPTS, noise(), **prepared)
+        predict = partial(model.predict_velocity, pipeline.transformer)
+        finished = walk(predict, requests, Slots(slots, slots))
+        parts = list(post_decode(model, pipeline, finished, resolution=SIZE, vae_batch_size=3))
+        assert len(parts) > 1
+        for some, sampled in parts:
+            rows = [request.name for request in some]
+            torch.testing.assert_close(sampled.images, full.images[rows], rtol=0, atol=1e-4)
+            for ours, theirs in zip(sampled.trace, full.trace, strict=True):
+                assert torch.equal(ours.timestep, theirs.timestep[rows])
+                log_prob = theirs.step.log_prob.unflatten(0, (4, -1))[rows].flatten()
+                torch.testing.assert_close(ours.step.log_prob, log_prob, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage,flash", "shapes_qwenimage_pr", "shapes_qwenimage_nft"])
+RUNS = ["shapes_qwenimage,flash", "shapes_qwenimage,fast", "shapes_qwenimage_pr", "shapes_qwenimage_nft"]
+
+
+@pytest.mark.parametrize("name", [*RUNS, "shapes_qwenimage_dpo,online"])
 def test_a_run_in_slots_logs_what_a_run_in_batches_logs(name, tmp_path):
-    runs = [train(name, tmp_path / engine, sample__engine=engine) for engine in ("full", "stepwise")]
+    how = dict(sample__num_prompts_per_epoch=4, vae_batch_size=3)  # more than a batch, and decodes of parts of it
+    runs = [train(name, tmp_path / engine, sample__engine=engine, **how) for engine in ("full", "stepwise")]
     full, slotted = (lines_of(folder) for folder in runs)
     for ours, theirs in zip(slotted, full, strict=True):
         for key in {"loss", "grad_norm", "reward/avg", "eval/avg"} & set(theirs):
@@ -142,13 +171,21 @@ def test_a_run_in_slots_logs_what_a_run_in_batches_logs(name, tmp_path):
     assert {line["parity/log_prob_abs_diff_max"] for line in firsts} <= {0.0}
 
 
-def test_branches_fill_their_slots_and_take_fewer_forwards_than_one_step_after_the_other(tmp_path):
-    how = dict(sample__num_prompts_per_epoch=5, sample__num_images_per_prompt=1, sample__batch_size=5)
+def test_branches_fill_their_slots_and_take_as_few_forwards_as_these_allow(tmp_path):
+    how = dict(sample__num_prompts_per_epoch=20, sample__num_images_per_prompt=1, sample__batch_size=5)
     how |= dict(sample__num_steps=8, sample__completion_batch_size=24, train__updates_per_epoch=1)
-    folder = train("shapes_qwenimage_pr", tmp_path, sample__engine="stepwise", num_epochs=1, eval_freq=0, **how)
+    folder = train("shapes_qwenimage_pr", tmp_path, num_epochs=1, eval_freq=0, **how)
     assert lines_of(folder, "epoch")[0]["slot_use"] > 0.9
 
 
-def test_groups_that_share_their_steps_do_not_walk_in_slots(tmp_path):
-    with pytest.raises(ValueError, match="slots do not share a group's steps"):
-        train("shapes_qwenimage,fast", tmp_path / "runs", sample__engine="stepwise")
+def test_an_epochs_images_cannot_be_drawn_with_two_policies(tmp_path, monkeypatch):
+    """Whoever updates while requests are in flight is told so, before a row of the older weights is used."""
+    plain = sampling.remember
+
+    def impatient(run, sampled, batch):
+        run.step += 1
+        return plain(run, sampled, batch)
+
+    monkeypatch.setattr(sampling, "remember", impatient)
+    with pytest.raises(RuntimeError, match="update 1 came before epoch 1 had drawn all of its images"):
+        train("shapes_qwenimage_pr", tmp_path, vae_batch_size=1)

@@ -1,8 +1,8 @@
 """The walks from noise to image that all models share: a noisy window, or a trunk with branches.
 
 A model brings `predict_velocity`; a walk asks for it as `velocity(x [B, ...], t [B], rows)`, where `rows` (a slice or
-an index tensor) says to which rows of the prompt embeddings the latents belong. Forwards whose velocity enters no
-log-prob run inside `unscored()`: they may be faster than exact.
+an index tensor) says to which rows of the prompt embeddings the latents belong. Forwards whose velocity enters a
+log-prob run inside `scored()`, as the update's do; the others inside `unscored()`: they may be faster than exact.
 """
 
 from collections.abc import Callable
@@ -33,6 +33,7 @@ def denoise_with_logprob(
     noise: Callable,
     groups: list[int] | None = None,
     flash_ratio: float = 0.0,
+    scored: Callable = nullcontext,
     unscored: Callable = nullcontext,
     **how,
 ) -> tuple[Tensor, list[TracedStep]]:
@@ -56,7 +57,9 @@ def denoise_with_logprob(
     x, trace = ode.steps(latents[rows], range(window.start), rows)[member], []
     for i in window:
         timestep = scheduler.timesteps[i].expand(len(x))
-        step = sde_step_with_logprob(scheduler, velocity(x, timestep, slice(None)), timestep, x, noise=noise(1), **how)
+        with scored():
+            v = velocity(x, timestep, slice(None)).detach()
+        step = sde_step_with_logprob(scheduler, v, timestep, x, noise=noise(1), **how)
         trace.append(TracedStep(timestep, x, step))
         x = step.prev_sample
     return ode.finish(x, window.stop, torch.arange(len(x), device=x.device)), trace
@@ -72,6 +75,7 @@ def branch_with_logprob(
     batch_size: int,
     noise: Callable,
     flash_ratio: float = 0.0,
+    scored: Callable = nullcontext,
     unscored: Callable = nullcontext,
     **how,
 ) -> tuple[Tensor, list[TracedStep]]:
@@ -87,7 +91,8 @@ def branch_with_logprob(
     origin = torch.arange(len(latents), device=latents.device).repeat_interleave(num_branches)  # of each branch
     for i in range(steps[-1] + 1):
         timestep = scheduler.timesteps[i].expand(len(trunk))
-        v = velocity(trunk, timestep, slice(None))
+        with scored():
+            v = velocity(trunk, timestep, slice(None)).detach()
         if i in steps:
             t = timestep[:1].expand(len(origin))
             step = sde_step_with_logprob(scheduler, v[origin], t, trunk[origin], noise=noise(num_branches), **how)

@@ -1,8 +1,7 @@
 """What all models' entry points do: from prompts to images, with the log-probs of the noisy steps on the way."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import ModuleType
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from flow_grpo import rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep, branch_with_logprob, denoise_with_logprob
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, Slots, branches_in_order, in_order, walk
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, joined
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ def sample_window(
     num_steps: int = 10,
     resolution: int = 512,
     vae_batch_size: int = 8,
-    slots: Slots | None = None,
     **how,
 ) -> Sampled:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
@@ -89,14 +87,11 @@ def sample_window(
         window: the noisy steps, within [0, num_steps); empty for a deterministic image.
         velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
-        slots: walk in these (stepwise_with_logprob.py) instead of all rows together; the same up to rounding.
-        how: groups, flash_ratio, unscored of denoise_with_logprob; noise_level, sde_type of sde_step_with_logprob.
+        how: groups, flash_ratio, scored, unscored of denoise_with_logprob; noise_level, sde_type of
+            sde_step_with_logprob.
     """
     start = _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale)
-    if slots is None:
-        latents, trace = denoise_with_logprob(**start.full(), window=window, **how)
-    else:
-        latents, trace = in_order(start.walk(slots, noisy=window, **how))
+    latents, trace = denoise_with_logprob(**start.full(), window=window, **how)
     return Sampled(model.decode_latents(pipeline, latents, resolution, vae_batch_size), latents, trace)
 
 
@@ -115,20 +110,82 @@ def sample_perstep(
     num_steps: int = 10,
     resolution: int = 512,
     vae_batch_size: int = 8,
-    slots: Slots | None = None,
     **how,
 ) -> Sampled:
     """A deterministic trunk per prompt and `num_branches` noisy branches at each of its `steps`, all finished
     deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `sample_window`;
     `completion_batch_size` rows per forward for the branches on their way."""
     start = _start(model, pipeline, prompts, generators, velocity, None, num_steps, resolution, guidance_scale)
-    if slots is None:
-        branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
-        latents, trace = branch_with_logprob(**start.full(), **branching, **how)
-    else:
-        latents, trace = branches_in_order(start.walk(slots, noisy=steps, num_branches=num_branches, **how))
+    branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
+    latents, trace = branch_with_logprob(**start.full(), **branching, **how)
     images = model.decode_latents(pipeline, latents.flatten(0, 2), resolution, vae_batch_size)
     return Sampled(images.unflatten(0, latents.shape[:3]), latents, trace)
+
+
+@torch.no_grad()
+def prepare_encode(
+    model: ModuleType,
+    pipeline,
+    prompts: list[str] | PromptEmbeds,
+    generators: list[torch.Generator],
+    *,
+    noisy: range,
+    names: Iterable,
+    guidance_scale: float,
+    num_branches: int = 0,
+    scheduler=None,
+    latents: Tensor | None = None,
+    groups: list[int] | None = None,
+    num_steps: int = 10,
+    resolution: int = 512,
+    flash_ratio: float = 0.0,
+    **how,
+) -> list[Request]:
+    """Requests for stepwise_with_logprob.walk: `sample_window`'s images or, with `num_branches`, `sample_perstep`'s
+    trunks. Further arguments as there, noise_level and sde_type among them.
+
+    Args:
+        noisy: the window, or the steps at which branches leave.
+        names: B, to know the requests by when they are finished.
+        scheduler: with timesteps set, for requests to share; None = one for these, from `num_steps`.
+    """
+    start = _start(model, pipeline, prompts, generators, None, latents, num_steps, resolution, guidance_scale)
+    same = dict(scheduler=scheduler or start.scheduler, guidance_scale=guidance_scale)
+
+    def request(row: int, name, **kind) -> Request:
+        here = slice(row, row + 1)
+        kind = dict(latents=start.latents[here], flash_ratio=flash_ratio) | kind | same
+        return Request(name, start.embeds.take(here), noise=partial(start.noise, here), how=how, **kind)
+
+    if groups is None:
+        return [request(row, name, noisy=noisy, num_branches=num_branches) for row, name in enumerate(names)]
+    heirs = {group: [] for group in groups}
+    for row, name in enumerate(names):
+        heirs[groups[row]].append(request(row, name, latents=None, noisy=noisy, step=noisy.start))
+    return [request(groups.index(group), None, flash_ratio=0.0, heirs=those) for group, those in heirs.items()]
+
+
+@torch.no_grad()
+def post_decode(
+    model: ModuleType, pipeline, finished: Iterable[Request], *, resolution: int, vae_batch_size: int = 8
+) -> Iterator[tuple[list[Request], Sampled]]:
+    """Images of finished requests, some B requests together as soon as they fill a decode."""
+    some = []
+    for request in finished:
+        some.append(request)
+        if sum(max(1, len(one.branches)) for one in some) >= vae_batch_size:
+            yield some, _decoded(model, pipeline, some, resolution, vae_batch_size)
+            some = []
+    if some:
+        yield some, _decoded(model, pipeline, some, resolution, vae_batch_size)
+
+
+def _decoded(model, pipeline, finished: list[Request], resolution: int, vae_batch_size: int) -> Sampled:
+    latents, trace = joined(finished)
+    outcomes = latents.shape[1:3] if finished[0].num_branches else ()
+    flat = latents.flatten(0, len(outcomes))
+    images = model.decode_latents(pipeline, flat, resolution, vae_batch_size)
+    return Sampled(images.unflatten(0, (len(finished), *outcomes)), latents, trace)
 
 
 @dataclass(frozen=True)
@@ -154,26 +211,6 @@ class _Start:
             latents=self.latents,
             noise=partial(self.noise, slice(None)),
         )
-
-    def walk(
-        self, slots: Slots, noisy: range, num_branches=0, flash_ratio=0.0, groups=None, unscored=nullcontext, **how
-    ) -> Iterator[Request]:
-        """The same rows as requests, whatever their order of finishing; a group's shared steps are not shared."""
-        kind = dict(scheduler=self.scheduler, guidance_scale=0.0, noisy=noisy, num_branches=num_branches)
-        firsts = range(len(self.latents)) if groups is None else [groups.index(group) for group in groups]
-        requests = [
-            Request(
-                row,
-                self.embeds.take(slice(row, row + 1)),
-                self.latents[first : first + 1],
-                noise=partial(self.noise, slice(row, row + 1)),
-                how=how,
-                flash_ratio=flash_ratio,
-                **kind,
-            )
-            for row, first in enumerate(firsts)
-        ]
-        return walk(lambda x, t, embeds, guidance_scale: self.velocity(x, t, embeds=embeds), requests, slots, unscored)
 
 
 def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale) -> _Start:

@@ -4,7 +4,7 @@ place, each at its own timestep, on its own schedule (continuous batching).
 Which requests share a forward changes no trajectory: a forward has one shape, in which a row's velocity does not depend
 on its neighbours, and all else that belongs to a request (schedule, noise, solver) lies in it. Steps whose velocity
 enters a log-prob have slots of their own, of the shape of the update's forwards, so that the update computes the same
-bits. The others may be faster than exact: they run inside `unscored()`.
+bits; they run inside `scored()`. The others may be faster than exact: they run inside `unscored()`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +21,11 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_lo
 
 @dataclass(eq=False)
 class Request:
-    """R rows in lockstep: an image, a trunk (R = 1 both), or branches that left a trunk at one step."""
+    """R rows in lockstep: an image, a trunk, what a group shares (R = 1), or branches that left a trunk at one step."""
 
     name: Any  # what the caller knows it by
     embeds: Any  # the model's prompt embeddings, 1 row
-    latents: Tensor  # [R, ...] f32, before its next step
+    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the request that it will leave
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     guidance_scale: float
     noisy: range = range(0)  # its noisy steps
@@ -34,7 +34,10 @@ class Request:
     how: dict = field(default_factory=dict)  # noise_level and sde_type of its noisy steps
     flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its steps, by DPM-Solver++
     step: int = 0  # the next one
-    solver: Any = None  # what takes it, if not Euler
+    heirs: list["Request"] = field(default_factory=list)  # not empty: it ends at their step, where they begin
+    trunk: "Request | None" = None  # of a branch
+    branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of their steps
+    solver: Any = None  # what takes its next step, if not Euler
     trace: list[TracedStep] = field(default_factory=list)
 
     def __post_init__(self):
@@ -59,6 +62,8 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether there is no next step."""
+        if self.heirs:
+            return self.step >= self.heirs[0].step
         steps = self.noisy.stop if self.num_branches else len((self.solver or self.scheduler).timesteps)
         return self.step >= steps
 
@@ -68,6 +73,14 @@ class Request:
         if self.flash_ratio and not self.num_branches and not self.solver and self.noisy.stop <= self.step < num_steps:
             self.solver, self.step = dpm_solver(self.scheduler, self.step, self.flash_ratio), 0
             self.noisy = range(0)
+
+    def begin_heirs(self) -> list["Request"]:
+        """Those that begin where this one has just ended."""
+        if not self.heirs or not self.finished:
+            return []
+        for heir in self.heirs:
+            heir.latents = self.latents
+        return self.heirs
 
 
 @dataclass
@@ -87,30 +100,38 @@ class Slots:
 
 
 def walk(
-    velocity: Callable, requests: Iterable[Request], slots: Slots, unscored: Callable = nullcontext
+    velocity: Callable,
+    requests: Iterable[Request],
+    slots: Slots,
+    scored: Callable = nullcontext,
+    unscored: Callable = nullcontext,
 ) -> Iterator[Request]:
-    """Take all requests to their end; yields each as it is finished, with its latents and trace.
-
-    A trunk's branches are requests of their own, named (trunk's name, step, number of the first); so they are yielded
-    before their trunk, or after it.
+    """Take all requests to their end; yields each as it is finished, with its latents and trace, a trunk with its last
+    branch. What a group shares is not yielded; its heirs are.
 
     Args:
         velocity: (x [B, ...], t [B], embeds of B rows, guidance_scale) -> velocity [B, ...].
         requests: taken one by one, when there is room for them.
     """
-    coming, here = iter(requests), []
+    coming, here, modes = iter(requests), [], (unscored, scored)
     while True:
         while sum(len(request.latents) for request in here) < slots.scored + slots.free:
             request = next(coming, None)
             if request is None:
                 break
-            here.append(request)
+            here += request.begin_heirs() or [request]
         if not here:
             return
         tick = choose(here, slots)
-        new = step_scheduler(tick, denoise_step(velocity, tick, slots, unscored), slots)
+        new = step_scheduler(tick, denoise_step(velocity, tick, slots, modes[tick[0].scored]), slots)
         here = [request for request in here + new if not request.finished]
-        yield from (request for request in tick + new if request.finished)
+        yield from complete([request for request in tick + new if request.finished and not request.heirs])
+
+
+def complete(ended: list[Request]) -> list[Request]:
+    """Of what a tick has finished, all that waits for no branch: images, and trunks with their last branch."""
+    roots = dict.fromkeys(request.trunk or request for request in ended)
+    return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
 
 
 def choose(here: list[Request], slots: Slots) -> list[Request]:
@@ -137,21 +158,22 @@ def fill(requests: list[Request], slots: Slots) -> float:
     return sum(len(r.latents) for r in requests) / (slots.scored if requests[0].scored else slots.free)
 
 
-def denoise_step(velocity: Callable, tick: list[Request], slots: Slots, unscored: Callable) -> Tensor:
-    """Velocities of a tick's rows, by one forward, which is filled up with copies of the last row."""
+def denoise_step(velocity: Callable, tick: list[Request], slots: Slots, mode: Callable) -> Tensor:
+    """Velocities of a tick's rows, by one forward inside mode(), which is filled up with copies of the last row."""
     x = torch.cat([request.latents for request in tick])
     t = torch.cat([request.timestep.expand(len(request.latents)) for request in tick])
     embeds = tick[0].embeds.concat([request.embeds.expand(len(request.latents)) for request in tick])
-    scored, num = tick[0].scored, len(x)
-    size = max(slots.scored if scored else slots.free, num)
+    num = len(x)
+    size = max(slots.scored if tick[0].scored else slots.free, num)
     rows = torch.arange(size, device=x.device).clamp(max=num - 1)
     slots.ticks, slots.rows, slots.offered = slots.ticks + 1, slots.rows + num, slots.offered + size
-    with nullcontext() if scored else unscored():
-        return velocity(x[rows], t[rows], embeds=embeds.take(rows), guidance_scale=tick[0].guidance_scale)[:num]
+    with mode():
+        v = velocity(x[rows], t[rows], embeds=embeds.take(rows), guidance_scale=tick[0].guidance_scale)
+    return v[:num].detach()
 
 
 def step_scheduler(tick: list[Request], velocities: Tensor, slots: Slots) -> list[Request]:
-    """Move every request of a tick by one step, in place; returns the branches that have left their trunks."""
+    """Move every request of a tick by one step, in place; returns those that have left them: branches and heirs."""
     new, alike = [], {}
     for request, v in zip(tick, velocities.split([len(request.latents) for request in tick]), strict=True):
         if request.solver:
@@ -168,6 +190,7 @@ def step_scheduler(tick: list[Request], velocities: Tensor, slots: Slots) -> lis
     for request in tick:
         request.step += 1
         request.begin_solver()
+        new += request.begin_heirs()
     return new
 
 
@@ -194,7 +217,7 @@ def noisy_step(requests: list[Request], velocities: Tensor, free_slots: int) -> 
         one, ours = slice(i, i + 1), slice(i * outcomes, (i + 1) * outcomes)
         request.trace.append(TracedStep(t[one], x[one], SDEStep(*(part[ours] for part in step))))
         if request.num_branches:
-            new += branches_of(request, step.prev_sample[ours], free_slots)
+            new += branch(request, step.prev_sample[ours], free_slots)
         else:
             request.latents = step.prev_sample[ours]
     if requests[0].num_branches:
@@ -202,47 +225,28 @@ def noisy_step(requests: list[Request], velocities: Tensor, free_slots: int) -> 
     return new
 
 
-def branches_of(trunk: Request, latents: Tensor, free_slots: int) -> list[Request]:
-    """What has left a trunk at its present step, together if nine tenths of the slots can be filled with such."""
+def branch(trunk: Request, latents: Tensor, free_slots: int) -> list[Request]:
+    """What leaves a trunk at its present step, together if nine tenths of the slots can be filled with such."""
     together = free_slots // len(latents) * len(latents)
     size = len(latents) if together >= 0.9 * free_slots else 1
-    common = dict(embeds=trunk.embeds, scheduler=trunk.scheduler, guidance_scale=trunk.guidance_scale)
-    return [
-        Request(
-            (trunk.name, trunk.step, size * number),
-            latents=part,
-            step=trunk.step + 1,
-            flash_ratio=trunk.flash_ratio,
-            **common,
-        )
-        for number, part in enumerate(latents.split(size))
-    ]
+    common = dict(embeds=trunk.embeds, scheduler=trunk.scheduler, guidance_scale=trunk.guidance_scale, trunk=trunk)
+    common |= dict(step=trunk.step + 1, flash_ratio=trunk.flash_ratio)
+    new = [Request(trunk.name, latents=part, **common) for part in latents.split(size)]
+    trunk.branches += new
+    return new
 
 
-def in_order(finished: Iterable[Request]) -> tuple[Tensor, list[TracedStep]]:
-    """Requests that were named 0 ... B - 1 as `denoise_with_logprob` returns them."""
-    ordered = sorted(finished, key=lambda request: request.name)
-    return torch.cat([request.latents for request in ordered]), joined([request.trace for request in ordered])
-
-
-def branches_in_order(finished: Iterable[Request]) -> tuple[Tensor, list[TracedStep]]:
-    """Trunks that were named 0 ... B - 1, and their branches, as `branch_with_logprob` returns them."""
-    trunks, branches = [], []
-    for request in finished:
-        (trunks if request.num_branches else branches).append(request)
-    latents = torch.cat([b.latents for b in sorted(branches, key=lambda request: request.name)])
-    trunks.sort(key=lambda request: request.name)
-    shape = (len(trunks), len(trunks[0].noisy), trunks[0].num_branches)
-    return latents.unflatten(0, shape), joined([trunk.trace for trunk in trunks])
-
-
-def joined(traces: list[list[TracedStep]]) -> list[TracedStep]:
-    """Traces of single rows as one of many rows."""
-    return [
+def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
+    """Images, or trunks with their branches, as `denoise_with_logprob` and `branch_with_logprob` return them."""
+    latents = torch.cat([part.latents for request in finished for part in request.branches or [request]])
+    if finished[0].num_branches:
+        latents = latents.unflatten(0, (len(finished), len(finished[0].noisy), finished[0].num_branches))
+    trace = [
         TracedStep(
             torch.cat([part.timestep for part in parts]),
             torch.cat([part.latents for part in parts]),
             SDEStep(*(torch.cat(column) for column in zip(*(part.step for part in parts)))),
         )
-        for parts in zip(*traces, strict=True)
+        for parts in zip(*(request.trace for request in finished), strict=True)
     ]
+    return latents, trace

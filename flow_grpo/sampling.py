@@ -1,0 +1,184 @@
+"""An epoch's images: drawn in batches or in slots, scored meanwhile, and what their rewards say about each."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flow_grpo import fsdp_utils, policies, prompts, rng, trouble
+from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, walk
+from flow_grpo.rollout import Rollout, from_trace
+from flow_grpo.scoring.pool import Pending
+
+
+class Scored(NamedTuple):
+    """Some images whose scores are being made."""
+
+    images: list[int]  # b, their global numbers within the epoch
+    groups: Tensor  # [b, ...] int64, which of them compete
+    scores: Pending  # name -> [b, ...] float32 on the CPU
+
+
+def batches(run, epoch: int) -> Iterator[prompts.Batch]:
+    """This rank's batches of an epoch, under a progress bar."""
+    dealt = prompts.epoch_batches(run.train_prompts, run.plan, run.config.seed, epoch, run.rank, run.world_size)
+    return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
+
+
+def sampled(run, epoch: int, walk_of: Callable) -> Iterator[tuple[prompts.Batch, Sampled]]:
+    """Draw this rank's images of an epoch; yields some as soon as they are finished, in whatever order.
+
+    Args:
+        walk_of: batch -> its own arguments of sample_with_logprob.prepare_encode: `noisy`, for branches
+            `num_branches`, and for a shared beginning `latents` and `groups`.
+
+    Raises:
+        RuntimeError: weights were updated before the last image was drawn.
+    """
+    updates = run.step
+    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, _how(run))
+    while True:
+        with run.board.timed("rollout"):
+            some = next(drawn, None)
+        if some is None:
+            return
+        yield some
+        if run.step != updates:
+            raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
+
+
+def _how(run) -> dict[str, Any]:
+    """What all walks of a run have in common."""
+    config, sample = run.config, run.config.sample
+    how = {key: sample[key] for key in ("num_steps", "noise_level", "sde_type", "flash_ratio", "guidance_scale")}
+    return how | dict(resolution=config.resolution)
+
+
+def _modes(run) -> dict[str, Callable]:
+    """How forwards are run whose velocity enters a log-prob, and the others."""
+    sample = run.config.sample
+    merge = sample.merge_adapter and run.config.lora.rank
+    return dict(scored=run.exact, unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext)
+
+
+def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
+    return [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
+
+
+def _in_batches(run, epoch, walk_of, how):
+    """A batch's rows walk together, step by step."""
+    sample, modes = run.config.sample, _modes(run)
+    how |= dict(velocity=run.velocity, vae_batch_size=run.config.vae_batch_size)
+    for batch in batches(run, epoch):
+        own = walk_of(batch)
+        start = run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
+        if "num_branches" in own:
+            own |= dict(steps=own.pop("noisy"), completion_batch_size=sample.completion_batch_size)
+            yield batch, run.model.pipeline_with_logprob_perstep(*start, **own, **how, **modes)
+        else:
+            yield batch, run.model.pipeline_with_logprob(*start, window=own.pop("noisy"), **own, **how, **modes)
+
+
+def _in_slots(run, epoch, walk_of, how):
+    """Every row is a request; those of a batch follow those of the one before without a gap."""
+
+    def requests():
+        for batch in batches(run, epoch):
+            start = run.model, run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
+            names = [(batch, row) for row in range(len(batch.images))]
+            yield from prepare_encode(*start, names=names, scheduler=run.scheduler, **walk_of(batch), **how)
+
+    finished = walk(run.velocity, requests(), run.slots, **_modes(run))
+    decoding = dict(resolution=run.config.resolution, vae_batch_size=run.config.vae_batch_size)
+    for some, images in post_decode(run.model, run.pipeline, finished, **decoding):
+        yield prompts.pick(request.name for request in some), images
+
+
+def slots(sample) -> Slots | None:
+    """As many for log-probs as the update's forwards have rows; None where a batch's rows walk together."""
+    free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
+    return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
+
+
+def group_noise(run, batch: prompts.Batch, epoch: int) -> dict[str, Any]:
+    """Where sample.same_latent asks for it: one noise to start from for all images of a group, on whatever rank."""
+    if not run.config.sample.same_latent:
+        return {}
+    generators = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
+    latents = run.model.initial_latents(run.pipeline, generators, run.config.resolution, run.device)
+    return dict(latents=latents, groups=batch.groups)
+
+
+def remember(run, sampled: Sampled, batch: prompts.Batch) -> Rollout:
+    """What the update needs of some images."""
+    train = run.config.train
+    how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
+    num_steps, embeds = run.plan.num_trained_steps, run.embed(batch.prompts)
+    return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=num_steps, **how)
+
+
+def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
+    """Begin to score images [b, ..., 3, H, W].
+
+    groups: [b, ...] int64, which of them compete.
+    """
+    images, shape = sampled.images, sampled.images.shape[1:-3]
+    latents = run.model.unpack_latents(run.pipeline, sampled.latents.flatten(0, len(shape)), run.config.resolution)
+    run.signs.append(trouble.measure(latents, groups.flatten()))
+    repeats = shape.numel()
+    texts = [text for text in batch.prompts for _ in range(repeats)]
+    metadata = [row for row in batch.metadata for _ in range(repeats)]
+    with run.board.timed("reward"):
+        scores = run.pool.submit(images.flatten(0, -4), texts, metadata)
+    shape = (len(batch.prompts), *shape)
+    pending = Pending(lambda: {name: values.view(shape) for name, values in scores.result().items()})
+    return Scored(list(batch.images), groups, pending)
+
+
+def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
+    """Wait for the epoch's rewards: name -> [all] and their groups [all], over all ranks, each rank's in the order of
+    its images; NaN where one was masked. Logs what there is to see in them.
+
+    Raises:
+        RewardFailed: one failed that must not, or too often.
+    """
+    start = time.perf_counter()
+    with run.board.timed("reward"):
+        scores = [some.scores.result() for some in scored]
+    waited = time.perf_counter() - start
+    run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
+    order = torch.tensor([image for some in scored for image in some.images]).argsort()
+    everyone = {name: torch.cat([some[name] for some in scores])[order] for name in scores[0]}
+    everyone = {name: fsdp_utils.gather(values).flatten() for name, values in everyone.items()}
+    groups = fsdp_utils.gather(torch.cat([some.groups for some in scored])[order]).flatten()
+    for name, share in run.pool.masked_shares(everyone).items():
+        run.epoch_figures[f"reward/{name}_masked_share"] = share
+    for name, values in everyone.items():
+        found, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
+        values, stats = values[found], group_stats(values[found], groups[found])
+        run.epoch_figures |= {
+            f"reward/{name}": values.mean().item(),
+            f"reward/{prefix}group_std": stats.std.mean().item(),
+            f"reward/{prefix}zero_std_share": (stats.std < 1e-6).float().mean().item(),
+        }
+    run.epoch_figures["images"] = (epoch + 1) * len(groups)
+    return everyone, groups
+
+
+def advantages(run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
+    config = run.config
+    weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
+    scored = torch.stack([everyone[name].isfinite() for name in weights]).all(0)
+    everyone, groups = {name: everyone[name][scored] for name in weights}, groups[scored]
+    values, kept = torch.zeros(len(scored)), scored.float()
+    values[scored] = combined_advantages(everyone, weights, groups, *how)
+    if config.train.filter_groups:
+        kept[scored] *= kept_rows(everyone, weights, groups)
+    kept /= kept.mean().clamp(min=1 / len(kept))
+    return fsdp_utils.mine(values), fsdp_utils.mine(kept)

@@ -1,0 +1,297 @@
+"""Whether rollout and update agree on the log-probs of the same steps; if not, where they part first, and why.
+
+    python scripts/check_parity.py --config config/grpo.py:shapes_qwenimage_pr
+    python scripts/check_parity.py --config config/grpo.py:pickscore_sd3 --random_weights     one GPU, no download
+
+The first table compares real rollouts, by both engines, before and after a change of the weights, with the update's own
+forward over what they left behind. Where they differ it names the first thing that does, and the cause that explains it
+best. The second table says how much each possible cause would do: the update's forward against itself with one thing
+changed. Ends with status 1 where a rollout is off by over a tenth of train.clip_range; train.old_log_prob = "recompute"
+is the cure of last resort.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import bench
+import torch
+import train_qwenimage
+import train_qwenimage_pr
+from absl import app, flags
+from ml_collections import config_flags
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flow_grpo import policies, rng, sampling, settings, windows
+from flow_grpo import run as runs
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.optimization import policy_step
+from flow_grpo.rollout import Rollout, concat
+
+NUM_MINIBATCHES = 3  # of which a cause is measured
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "plain": SDPBackend.MATH,
+}
+
+
+class Forward(NamedTuple):
+    """What one way of computing says of R (image, step) rows."""
+
+    velocity: Tensor  # [R, ...]
+    mean: Tensor  # [R, ...]
+    log_prob: Tensor  # [R, J]
+
+
+class Seen(NamedTuple):
+    """A forward of the policy, as it was called."""
+
+    x: Tensor
+    t: Tensor
+    embeds: Any
+    velocity: Tensor
+
+
+def listen(run) -> list[Seen]:
+    """Note every forward of the policy from now on."""
+    seen, velocity = [], run.velocity
+
+    def heard(x, t, embeds, guidance_scale=None):
+        v = velocity(x, t, embeds, guidance_scale=guidance_scale)
+        seen.append(Seen(x, t, embeds, v.detach()))
+        return v
+
+    run.velocity = heard
+    return seen
+
+
+def change_weights(run, number: int) -> None:
+    """Give the adapter, which does nothing at first, or the full weights other values."""
+    for name, p in sorted(policies.fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
+        noise = torch.randn(p.shape, generator=rng.generator(0, "parity", number, name)).to(p)
+        with torch.no_grad():
+            p += 0.02 * noise if "lora_" in name else 0.02 * noise * p.std()
+    run.step += 1
+
+
+def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda rows: rows, mode=torch.enable_grad):
+    """What the update says of `rows`, image * K + step, in minibatches of `size`, each changed, inside mode()."""
+    parts, plan = [], run.plan
+    run.plan = replace(plan, batch_size=size or plan.batch_size)
+    for some in rows.split(run.plan.batch_size):
+        seen.clear()
+        with mode():
+            step = policy_step(run, change(rollout.take(some, len(rows))))
+        mean = step.prev_sample_mean.detach()[:: plan.num_branches]
+        parts.append(Forward(seen[-1].velocity[: len(some)], mean, step.log_prob.detach().view(len(some), -1)))
+        del step  # and its graph, before the next one is made
+    run.plan = plan
+    return Forward(*(torch.cat(column) for column in zip(*parts)))
+
+
+def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
+    """What may differ between two forwards of the same rows, as arguments of `forward`.
+
+    before: () -> context in which the weights are those of before their change.
+    """
+    size, wider = run.plan.batch_size, rollout.embeds.embeds.shape[1] + 16
+    found = {"no gradients": dict(mode=torch.no_grad)}
+    found |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
+    found["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
+    if rollout.embeds.mask is not None:
+        found["text padded by 16 more"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.padded(wider)))
+        found["text cut to the longest prompt"] = dict(change=cut)
+    found["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
+    if run.config.lora.rank:
+        merged = policies.merged(run.pipeline.transformer)
+        found["merged adapter"] = dict(mode=lambda: merged())
+    if before:
+        found["weights of before the change"] = dict(mode=before)
+    return found | {
+        f"{name} attention": dict(mode=lambda b=backend: sdpa_kernel(b)) for name, backend in BACKENDS.items()
+    }
+
+
+def cut(rows):
+    """The same rows with prompts padded to the longest of them only."""
+    text = rows.embeds
+    width = int(text.mask.sum(1).max())
+    return replace(rows, embeds=replace(text, embeds=text.embeds[:, :width], mask=text.mask[:, :width]))
+
+
+@contextmanager
+def other_graph(run) -> Iterator[None]:
+    """Blocks compiled if they are not, eager if they are."""
+    if run.config.compile:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    policies.fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for module in run.pipeline.transformer.modules():
+            module._compiled_call_impl = None
+
+
+def some_rows(rollout: Rollout, size: int) -> Tensor:
+    """NUM_MINIBATCHES of `size` (image, step) rows at random."""
+    order = torch.randperm(len(rollout.images) * rollout.shape[0], generator=rng.generator(0, "rows"))
+    return order[: NUM_MINIBATCHES * size]
+
+
+def by_cause(run, seen, rollout: Rollout, before: Callable | None = None) -> dict[str, Forward | str]:
+    """The forward over some rows with each cause, or why there is none."""
+    rows = some_rows(rollout, run.plan.batch_size)
+    shuffled = torch.randperm(len(rows), generator=rng.generator(0, "neighbours"))
+    others = forward(run, seen, rollout, rows[shuffled])
+    back = shuffled.argsort().to(others.velocity.device)
+    found = {"other neighbours": Forward(*(part[back] for part in others))}
+    for name, how in causes(run, rollout, before).items():
+        try:
+            found[name] = forward(run, seen, rollout, rows, **how)
+        except RuntimeError as error:  # not every kernel takes every input
+            found[name] = str(error).splitlines()[0]
+    return found
+
+
+def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
+    """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
+    image, step = rows // rollout.shape[0], rows % rollout.shape[0]
+    device = rollout.latents.device
+    here, at = image.to(device), step.to(device)
+    if not torch.equal(rollout.timesteps.cpu(), planned(run, epoch, rollout)):
+        return "window: an image was noisy at other steps than the others of its block"
+    x, t = rollout.latents[here, at], rollout.timesteps[here, at]
+    calls = [match(x[i], t[i], seen) for i in range(len(rows))]
+    drawn = torch.stack([call.x[row] for call, row in calls])
+    if not torch.equal(drawn, x):
+        kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
+        return f"latents: stored{kind}, not as the policy saw them"
+    texts = torch.stack([rollout.embeds.embeds[i] for i in here])
+    told = [call.embeds.embeds[row] for call, row in calls]
+    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(told, texts)):
+        return "text: the policy saw other embeddings"
+    velocities = torch.stack([call.velocity[row] for call, row in calls])
+    noted = Forward(velocities, rollout.means[here, at], rollout.log_probs[here, at])
+    names = ("velocity", "mean", "log-prob")
+    return next((name for name, a, b in zip(names, noted, plain) if not torch.equal(a, b)), "")
+
+
+def planned(run, epoch: int, rollout: Rollout) -> Tensor:
+    """[B, K] f32: the timesteps that should have been noisy."""
+    timesteps, sample = run.scheduler.timesteps.cpu(), run.config.sample
+    if run.plan.num_branches > 1:
+        return timesteps[: rollout.shape[0]].expand(len(rollout.images), -1)
+    blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.images]
+    found = [windows.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks]
+    return torch.stack([timesteps[list(window)][: rollout.shape[0]] for window in found])
+
+
+def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
+    """The forward, and its row, at this timestep and nearest to these latents."""
+    best = None
+    for call in seen:
+        distance = (call.x - x).flatten(1).square().sum(1) + 1e9 * (call.t - t).abs()
+        value, row = distance.min(0)
+        best = min(best or (value, call, row), (value, call, row), key=lambda found: found[0])
+    return best[1], best[2]
+
+
+def compare(run, seen, engine: str, before) -> tuple[dict, Rollout]:
+    """Draw an epoch and score it by the update's forward: the gap, the first difference and what explains it best."""
+    run.config.sample.engine = engine
+    run.slots = sampling.slots(run.config.sample)
+    seen.clear()
+    script = train_qwenimage_pr if run.plan.num_branches > 1 else train_qwenimage
+    rollout = concat([kept for kept, _ in script.rollout(run, 0)])
+    drawn, rows = list(seen), some_rows(rollout, run.plan.batch_size)
+    plain = forward(run, seen, rollout, rows)
+    here, at = (part.to(rollout.latents.device) for part in (rows // rollout.shape[0], rows % rollout.shape[0]))
+    noted = rollout.log_probs[here, at]
+    found = dict(gap=largest(noted, plain.log_prob), cause="")
+    found["first"] = first_difference(run, 0, rollout, drawn, plain, rows)
+    if found["gap"] > 0:
+        others = by_cause(run, seen, rollout, before)
+        gaps = {name: largest(noted, o.log_prob) for name, o in others.items() if isinstance(o, Forward)}
+        best = min(gaps, key=gaps.get)
+        found["cause"] = best if gaps[best] < 0.1 * found["gap"] else ""
+    return found, rollout
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    """max |a - b|; infinite where a kernel made a NaN."""
+    return (a.double() - b.double()).abs().nan_to_num(torch.inf).max().item()
+
+
+def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
+    """Both tables in Markdown."""
+    limit = run.config.train.clip_range / 10
+    lines = ["| rollout | largest gap | parts first at | like |", "|---|---|---|---|"]
+    for name, found in compared.items():
+        lines.append(f"| {name} | {found['gap']:.2g} | {found['first'] or '-'} | {found['cause'] or '-'} |")
+    measures = {}
+    for scale in sorted({run.config.sample.guidance_scale, 1.0}):
+        run.config.sample.guidance_scale = scale
+        plain = forward(run, seen, rollout, some_rows(rollout, run.plan.batch_size))
+        measures[scale] = {name: cells(plain, found, limit) for name, found in by_cause(run, seen, rollout).items()}
+    heads = [f"guidance {scale:g}: velocity | mean | log-prob | at most {limit:.0e}" for scale in measures]
+    lines += ["", f"| one thing changed | {' | '.join(heads)} |", "|---" * (1 + 4 * len(heads)) + "|"]
+    for name in next(iter(measures.values())):
+        lines.append(f"| {name} | " + " | ".join(column[name] for column in measures.values()) + " |")
+    return "\n".join(lines)
+
+
+def cells(plain: Forward, found: Forward | str, limit: float) -> str:
+    """The largest gaps of one cause."""
+    if isinstance(found, str):
+        return f"{found[:60]} | | |"
+    gaps = [largest(a, b) for a, b in zip(plain, found)]
+    return " | ".join([f"{gap:.2g}" for gap in gaps] + ["yes" if gaps[-1] <= limit else "no"])
+
+
+def check(config, model, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
+    """What rollouts were compared, by name, and the report."""
+    branches, size = config.sample.num_branches > 1, config.sample.batch_size
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = num_prompts, size
+    config.sample.num_branches, config.train.updates_per_epoch = 2 if branches else 1, 1
+    with tempfile.TemporaryDirectory() as folder:
+        config.output_dir = folder
+        run = runs.start(config, model, settings.check_branches if branches else settings.check_window, ())
+        config.train.objective = "guard"  # so that a rollout keeps its means
+        seen, compared, before = listen(run), {}, None
+        for number, when in enumerate(("", ", after a change of the weights")):
+            change_weights(run, number)
+            for engine in ("full", "stepwise"):
+                compared[engine + when], rollout = compare(run, seen, engine, before)
+            before = policies.keep_reference(run.pipeline.transformer, fresh=False)
+        text = report(run, seen, compared, rollout)
+        run.pool.close()
+        run.board.finish()
+    return compared, text
+
+
+def main(config, random_weights: bool) -> int:
+    if random_weights:
+        name = next(name for name in bench.MODELS if f"_{name}" in config.name)
+        model, config = bench.full_model(name), bench.full_config(config, "pr")
+    else:
+        models = {model.PIPELINE.__name__: model for model in bench.MODELS.values()}
+        model = models[loading.pipeline_name(config.model)]
+    compared, text = check(config, model, num_prompts=1 if random_weights else 2)
+    settings = f"{config.precision}, batches of {config.sample.batch_size}, compiled: {config.compile}"
+    print(f"{config.name}: {settings}\n\n{text}")
+    return int(max(found["gap"] for found in compared.values()) > config.train.clip_range / 10)
+
+
+if __name__ == "__main__":
+    config_file = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which run to check.")
+    random_weights = flags.DEFINE_bool("random_weights", False, "The model in its published size with random weights.")
+    app.run(lambda _: sys.exit(main(config_file.value, random_weights.value)))
