@@ -1,7 +1,8 @@
-"""Seconds per phase and peak memory of one epoch of a training script, as one JSON line.
+"""Seconds per phase, arithmetic rates and peak memory of one epoch of a training script, as one JSON line.
 
     python scripts/bench.py --script train_qwenimage_pr --size tiny
     python scripts/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
+    python scripts/bench.py --script train_qwenimage_pr --size full --published --set compile=True
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
 counted. `full` is the model as published (transformer, VAE and text encoders of the real sizes, bf16) with random
@@ -14,8 +15,10 @@ import gc
 import importlib
 import json
 import runpy
+import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +34,7 @@ from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.flops import matrix_rate, row_flops
 
 MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 TINY = "flow_grpo/assets/tiny_qwenimage"  # lends its tokenizer and scheduler to the full size
@@ -92,6 +96,11 @@ def full_model(name: str) -> SimpleNamespace:
     return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: light[name]()))
 
 
+def config_of(name: str, kind: str = "pr"):
+    """A run's config by its name."""
+    return runpy.run_path(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py")["get_config"](name)
+
+
 def full_config(config, kind: str):
     """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
     config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
@@ -111,39 +120,84 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
 
 
+class Work:
+    """FLOP of a run by phase. Stands in for a model file's predict_velocity and a script's update."""
+
+    def __init__(self, script, model, full_weights: bool):
+        self.plain, self.phase, self.flops, self.sizes = model.predict_velocity, "rollout", Counter(), {}
+        self.trained, self.update = 3 if full_weights else 2, script.update
+
+    def predict_velocity(self, transformer, x, t, embeds, guidance_scale):
+        """The model's, counted."""
+        texts = [embeds, embeds.negative] if embeds.negative and guidance_scale > 1 else [embeds]
+        times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
+        for text in texts:
+            self.flops[self.phase] += times * len(x) * self.size(transformer, x, text.embeds.shape[1])
+        return self.plain(transformer, x, t, embeds, guidance_scale)
+
+    def size(self, transformer, x, text_tokens: int) -> int:
+        """FLOP of a row."""
+        if text_tokens not in self.sizes:
+            tokens = x.shape[1] if x.ndim == 3 else x[0, 0].numel() // transformer.config.patch_size**2
+            self.sizes[text_tokens] = row_flops(transformer, tokens, text_tokens)
+        return self.sizes[text_tokens]
+
+    def counted_update(self, *args):
+        """The script's, which what it computes is counted as."""
+        self.phase = "update"
+        self.update(*args)
+        self.phase = "rollout"
+
+
 def epoch_figures(script: str, config, model) -> dict:
     """Run two epochs and return the second one's times, rates and memory."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
+    module = importlib.import_module(script)
+    work = Work(module, model, config.lora.rank == 0)
+    module.update = work.counted_update
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = f"{folder}/runs"
         if script.endswith("_dpo") and config.preferences.path:
             random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
-        importlib.import_module(script).main(config, model)
+        module.main(config, SimpleNamespace(**vars(model) | dict(predict_velocity=work.predict_velocity)))
         lines = next(Path(folder).glob("runs/*/metrics.jsonl")).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     first, last = [row for row in rows if row["kind"] == "epoch"]
-    images = last["images"] - first["images"]
     gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
-    parity = {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
-    figures = {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
-    return {"images": images} | parity | figures
+    figures = {"images": last["images"] - first["images"], "first_epoch_s": first["time/epoch_s"]}
+    figures |= {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
+    figures |= {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
+    rates = {f"{phase}_tflops": flops / 2e12 / last[f"time/{phase}_s"] for phase, flops in work.flops.items()}
+    return figures | rates
+
+
+def published() -> dict[str, float]:
+    """What bench_published.py measures, in a process of its own, which gives all memory back."""
+    done = subprocess.run([sys.executable, "scripts/bench_published.py"], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(args):
     name, kind = [*args.script.split("_")[1:], ""][:2]
-    get_config = runpy.run_path(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py")["get_config"]
     script = f"train_qwenimage_{kind}".rstrip("_")
     suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
-        model, config = full_model(name), full_config(get_config(f"pickscore_{suffix}"), kind)
+        model, config = full_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
     else:
-        model, config = qwenimage, get_config(f"shapes_{suffix}")
+        model, config = qwenimage, config_of(f"shapes_{suffix}", kind)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
     changes = dict(text.split("=", 1) for text in args.set)
     config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
-        figures = epoch_figures(script, config, model)
+        theirs = published() if args.published else {}
+        figures = epoch_figures(script, config, model) | theirs
+    if torch.cuda.is_available():
+        figures["matrix_tflops"] = matrix_rate(torch.device("cuda")) / 1e12
+    if theirs:
+        prompts = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
+        figures["prompt_s"] = figures["time/epoch_s"] / prompts
+        figures["published/ratio"] = figures["published/prompt_s"] / figures["prompt_s"]
     print(json.dumps(what | changes | figures))
 
 
@@ -153,5 +207,6 @@ if __name__ == "__main__":
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
+    parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")
     main(parser.parse_args())

@@ -17,6 +17,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "advantages": set(),
     "settings": set(),
     "parity": set(),
+    "flops": set(),
     "shapes": set(),
     "pictures": set(),
     "fsdp_utils": set(),

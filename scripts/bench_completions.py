@@ -1,0 +1,73 @@
+"""Cheap completions of branches against exact ones: seconds, and how alike the rewards rank; a JSON line for each.
+
+    python scripts/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
+
+All ways draw the same trunks and the same branches, which then take fewer steps (sample.flash_ratio, DPM-Solver++), or
+merged weights (sample.merge_adapter), to the image. What training reads from the rewards is their order within a group,
+the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in
+both; `all_images` is that of all rewards together.
+"""
+
+import json
+import sys
+import tempfile
+
+import torch
+import train_qwenimage_pr
+from absl import app
+from ml_collections import config_flags
+from torch import Tensor
+
+from flow_grpo import run as runs
+from flow_grpo import settings
+
+EXACT = dict(flash_ratio=0.0, merge_adapter=False)
+CHEAP = [dict(flash_ratio=0.0, merge_adapter=True)] + [
+    dict(flash_ratio=ratio, merge_adapter=True) for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+]
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Of each value along the last dimension, from 0; equal values share the mean of their ranks."""
+    below = (values[..., None, :] < values[..., :, None]).double().sum(-1)
+    equal = (values[..., None, :] == values[..., :, None]).double().sum(-1)
+    return below + (equal - 1) / 2
+
+
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """Rank correlation along the last dimension; NaN where all values of one are equal."""
+    a, b = (ranks(x) - ranks(x).mean(-1, keepdim=True) for x in (a, b))
+    return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+
+
+def rewards_of(run, way: dict) -> tuple[Tensor, float]:
+    """[trunks, K, J] in the order of the trunks, and the seconds that drawing them took."""
+    run.config.sample.update(way)
+    run.board.seconds.clear()
+    parts = [scored for _, scored in train_qwenimage_pr.rollout(run, 0)]
+    order = torch.tensor([image for part in parts for image in part.images]).argsort()
+    return torch.cat([part.scores.result()["avg"] for part in parts])[order], run.board.seconds["rollout"]
+
+
+def main(config) -> None:
+    config.eval_freq = config.save_freq = 0
+    with tempfile.TemporaryDirectory() as folder:
+        config.output_dir = folder
+        run = runs.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
+        rewards_of(run, EXACT)  # warms up
+        exact, exact_s = rewards_of(run, EXACT)
+        for way in CHEAP:
+            found, cheap_s = rewards_of(run, way)
+            within = spearman(found, exact)
+            figures = dict(seconds=cheap_s, exact_s=exact_s, images=found.numel())
+            figures |= dict(within_groups=within.nanmean().item(), groups=int(within.isfinite().sum()))
+            figures |= dict(all_images=spearman(found.flatten(), exact.flatten()).item())
+            figures |= dict(mean_reward=found.mean().item(), exact_mean_reward=exact.mean().item())
+            sys.stdout.write(json.dumps(way | figures) + "\n")
+        run.pool.close()
+        run.board.finish()
+
+
+if __name__ == "__main__":
+    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Whose branches to draw.")
+    app.run(lambda _: main(flag.value))

@@ -1,0 +1,74 @@
+"""Seconds that the published per-step loop (TempFlow-GRPO's for Qwen-Image) needs for a prompt, as one JSON line.
+
+    python scripts/bench_published.py          one GPU of 80 GiB or more, random weights, no download
+
+Per prompt it makes 10 eager forwards of 2 rows (a trunk and its guidance), 45 of 12 rows (6 branches and theirs), 10
+float32 decodes of 6 images, and 9 forwards and backwards of 2 rows with activation checkpointing: 512 px, 48 text
+tokens, float32 adapters of rank 64 under autocast. Their times are added up. `scripts/bench.py --published`
+does it before it measures ours.
+"""
+
+import json
+import time
+
+import bench
+import torch
+from bench import MODELS, full_model
+
+from flow_grpo import fsdp_utils, policies
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+
+STEPS, BRANCHES, RANK = 10, 6, 64
+
+
+def seconds(call, repeats: int = 3) -> float:
+    """Median of `repeats` calls after one that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def load(device: torch.device):
+    """Transformer with adapters, and VAE."""
+    model = full_model("qwenimage")
+    pipeline = model.load_pipeline("", device)
+    pipeline.text_encoder = None
+    lora = bench.full_config(bench.config_of("pickscore_qwenimage_pr"), "pr").lora
+    policies.attach(pipeline.transformer, lora, MODELS["qwenimage"].LORA_TARGETS)
+    how = dict(units=model.SHARD_UNITS, device=device, precision="bf16", activation_checkpointing=True, weights=None)
+    fsdp_utils.prepare(pipeline.transformer, None, init=policies.adapter_init(lora, 0), **how)
+    return model, pipeline
+
+
+@torch.no_grad()
+def measure() -> dict[str, float]:
+    """Seconds of each unit, and of a prompt."""
+    device = torch.device("cuda")
+    model, pipeline = load(device)
+
+    def inputs(rows: int):
+        text = PromptEmbeds(torch.randn(rows, 48, 3584, device=device, dtype=torch.bfloat16))
+        return torch.randn(rows, 1024, 64, device=device), torch.full((rows,), 500.0, device=device), text
+
+    def forward(rows: int):
+        return policies.predict(model, pipeline.transformer, "bf16", 1.0, *inputs(rows))
+
+    def train():
+        with torch.enable_grad():
+            forward(2).square().mean().backward()
+
+    latents = torch.randn(BRANCHES, 1024, 64, device=device)
+    trunk, branches, step = seconds(lambda: forward(2)), seconds(lambda: forward(2 * BRANCHES)), seconds(train)
+    decode = seconds(lambda: model.decode_latents(pipeline, latents, 512))
+    rollout = STEPS * (trunk + decode) + STEPS * (STEPS - 1) // 2 * branches
+    units = dict(forward_2_rows_s=trunk, forward_12_rows_s=branches, train_2_rows_s=step, decode_6_s=decode)
+    return units | dict(rollout_s=rollout, update_s=(STEPS - 1) * step, prompt_s=rollout + (STEPS - 1) * step)
+
+
+if __name__ == "__main__":
+    print(json.dumps({f"published/{name}": value for name, value in measure().items()}))

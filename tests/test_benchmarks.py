@@ -1,0 +1,40 @@
+"""What the benchmarks compute besides times."""
+
+import bench
+import pytest
+import torch
+import train_qwenimage_pr
+from bench_completions import spearman
+from small import MODELS, config_of
+
+from flow_grpo.diffusers_patch.sample_with_logprob import packed_tokens
+from flow_grpo.flops import row_flops
+
+
+def test_rank_correlation_with_and_without_ties():
+    a = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 2.0], [5.0, 5.0, 5.0], [3.0, 2.0, 1.0]])
+    b = torch.tensor([[1.0, 3.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+    found = spearman(a, b)
+    torch.testing.assert_close(found[[0, 1, 3]], torch.tensor([0.5, 0.75**0.5, -1.0]).double())
+    assert found[2].isnan()
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path):
+    """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
+    how = dict(sample__guidance_scale=guidance, sample__engine="full", sample__completion_batch_size=1)
+    config, model = config_of("shapes_qwenimage_pr", tmp_path, **how), MODELS["qwenimage"]
+    config.sample.flash_ratio, config.sample.merge_adapter, branches = 0.0, False, config.sample.num_branches
+    plain = train_qwenimage_pr.update
+    figures = bench.epoch_figures("train_qwenimage_pr", config, model)
+    train_qwenimage_pr.update = plain
+    pipeline = model.PIPELINE.from_pretrained(config.model)
+    tokens = packed_tokens(pipeline, config.resolution)
+    row = row_flops(pipeline.transformer, tokens, config.text_tokens)
+    if guidance > 1:
+        row += row_flops(pipeline.transformer, tokens, model.encode_prompts(pipeline, [" "]).negative.embeds.shape[1])
+    trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
+    rollout = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
+    update = figures["update_tflops"] * figures["time/update_s"] * 1e12
+    assert rollout == pytest.approx(trunks * (2 + branches * (3 + 2)) * row, rel=1e-3)
+    assert update == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
