@@ -52,6 +52,7 @@ def get_config():
     config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight; 0 = not used
     config.resolution = 64  # pixels, square
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
+    config.embeddings_cache = ""  # folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
     config.compile = False  # the transformer's blocks: minutes at the start, faster from then on; fsdp.mode replicate
     config.vae_batch_size = 32  # images per decode

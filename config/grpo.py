@@ -34,6 +34,7 @@ def shapes_qwenimage_pr():
 def pickscore_qwenimage():
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
     config = qwenimage_512(base())
+    config.compile = True
     config.sample.num_prompts_per_epoch = 32
     config.sample.num_images_per_prompt = 16
     config.sample.batch_size = 8
@@ -42,7 +43,9 @@ def pickscore_qwenimage():
 
 def pickscore_qwenimage_pr():
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
-    return branching(qwenimage_512(base()))
+    config = branching(qwenimage_512(base()))
+    config.compile = True
+    return config
 
 
 def pickscore_sd3():
@@ -117,7 +120,7 @@ def large(config, model):
     """What every run of a published model shares: 512 px, bf16, PickScore."""
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
     config.resolution, config.text_tokens, config.precision, config.vae_batch_size = 512, 128, "bf16", 8
-    config.eval.batch_size = 8
+    config.eval.batch_size, config.embeddings_cache = 8, "runs/embeddings"
     return config
 
 
@@ -167,7 +170,7 @@ def smoke(config):
     if config.model in TINY_MODELS:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     config.model = TINY_MODELS.get(config.model, tiny.model)
-    for key in ("dataset", "resolution", "text_tokens", "precision"):
+    for key in ("dataset", "resolution", "text_tokens", "precision", "compile", "embeddings_cache"):
         config[key] = tiny[key]
     if "jpeg_compressibility" not in config.reward_fn:
         config.reward_fn = dict(tiny.reward_fn)

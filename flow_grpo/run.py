@@ -25,16 +25,18 @@ from flow_grpo import (
     trouble,
 )
 from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.diffusers_patch.loading import drop_text_encoders
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
-from flow_grpo.evaluation import evaluate
+from flow_grpo.embeddings import Cache
+from flow_grpo.evaluation import evaluate, spread
 from flow_grpo.parity import StepGaps
 from flow_grpo.rollout import Minibatch
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "trouble", "vae_batch_size", "sample.completion_batch_size",
+    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size", "sample.completion_batch_size",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
 
@@ -143,7 +145,10 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
     no_images = bool(fields["pairs"]) and not _evaluates(config)
     pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
-    pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images)
+    cache, missing = None, []
+    if config.embeddings_cache and not no_images:
+        cache, missing = _open_cache(config, model, ranks.device, **fields)
+    pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images, text=cache is None or bool(missing))
     return Run(
         **fields,
         **ranks._asdict(),
@@ -154,7 +159,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
-        embed_one=_embedder(config, model, pipeline),
+        embed_one=_embedder(config, model, pipeline, cache, missing),
         scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
         slots=sampling.slots(config.sample),
@@ -222,11 +227,37 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
     )
 
 
-def _embedder(config, model, pipeline) -> Callable:
-    """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept."""
-    guided = max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
-    encode = lambda text: model.encode_prompts(pipeline, [text], width=config.text_tokens, guided=guided)  # noqa: E731
-    return lru_cache(maxsize=1024)(encode)
+def _open_cache(config, model, device, plan, train_prompts, test_prompts, pairs) -> tuple[Cache, list[str]]:
+    """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks."""
+    how = dict(model.text_version(config.model), guided=_is_guided(config))
+    cache = Cache(config.embeddings_cache, how, config.text_tokens, device)
+    drawn = [
+        train_prompts[pick].text
+        for epoch in range(config.num_epochs if not pairs else 0)
+        for pick in prompts.epoch_prompts(len(train_prompts), plan.num_groups, config.seed, epoch)
+    ]
+    evaluated = [prompt.text for prompt in spread(test_prompts, config.eval.num_prompts)] if config.eval_freq else []
+    return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
+
+
+def _is_guided(config) -> bool:
+    return max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
+
+
+def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) -> Callable:
+    """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept.
+
+    With a cache, what it lacks is encoded now, and the text encoders are dropped.
+    """
+    how = dict(width=config.text_tokens, guided=_is_guided(config))
+    encode = lambda text: model.encode_prompts(pipeline, [text], **how)  # noqa: E731
+    if cache is None:
+        return lru_cache(maxsize=1024)(encode)
+    if missing:
+        cache.fill(fsdp_utils.deal(missing), encode)
+        drop_text_encoders(pipeline)
+    fsdp_utils.barrier()
+    return lru_cache(maxsize=1024)(cache.read)
 
 
 def _synchronize(device: torch.device) -> Callable | None:

@@ -81,7 +81,7 @@ def full_model(name: str) -> SimpleNamespace:
     light = {"qwenimage": lambda: qwenimage.without_weights(TINY)}
     light |= {other: lambda: FULL[name](lambda build, dtype: None) for other in ("sd3", "flux")}
 
-    def load(folder, device, alone=False):
+    def load(folder, device, alone=False, text=True):
         pipeline = loading.frozen(FULL[name](random_pipeline.large_random(device)), device)
         if alone:  # as for pairs from a disk
             pipeline.register_modules(
@@ -104,6 +104,7 @@ def config_of(name: str, kind: str = "pr"):
 def full_config(config, kind: str):
     """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
     config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
+    config.embeddings_cache = ""  # random text encoders are others every time
     config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
     return config
 

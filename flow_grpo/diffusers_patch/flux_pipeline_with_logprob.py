@@ -25,7 +25,7 @@ CUDNN_ATTENTION = False
 check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)
 load_pipeline = partial(loading.load_pipeline, PIPELINE, TRANSFORMER)
-transformer_folder = loading.transformer_folder
+transformer_folder, text_version = loading.transformer_folder, loading.text_version
 schedule, initial_latents = sample_with_logprob.packed_schedule, sample_with_logprob.packed_noise
 
 

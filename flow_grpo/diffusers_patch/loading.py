@@ -1,5 +1,6 @@
 """From a diffusers folder or hub id to a pipeline that can be trained, for any pipeline class."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def transformer_folder(folder: str) -> Path:
     return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
 
 
+def text_version(folder: str) -> dict[str, str | int]:
+    """What tells the text encoders of a folder from others: names and sizes of their files; of a hub id its commit."""
+    if not Path(folder).is_dir():
+        return {folder: transformer_folder(folder).parent.name}
+    files = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files) if path.is_file()}
+
+
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **parts) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `parts` beside them."""
     names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
@@ -49,6 +58,7 @@ def load_pipeline(
     device: torch.device,
     vae_dtype: torch.dtype = torch.float32,
     alone: bool = False,
+    text: bool = True,
 ) -> DiffusionPipeline:
     """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
 
@@ -56,6 +66,7 @@ def load_pipeline(
 
     Args:
         alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
+        text: False for no text encoders, where all embeddings are on a disk.
     """
     with init_empty_weights():  # real position tables, meta weights
         config = transformer_class.load_config(folder, subfolder="transformer")
@@ -64,7 +75,20 @@ def load_pipeline(
         return without_weights(pipeline_class, folder, transformer=transformer)
     encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"vae": vae_dtype, "default": encoder_dtype}
-    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes), device)
+    parts = {} if text else dict.fromkeys(_text_encoders(pipeline_class.load_config(folder)))
+    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes, **parts), device)
+
+
+def _text_encoders(names) -> list[str]:
+    return [name for name in names if name.startswith("text_encoder")]
+
+
+def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
+    """Give their memory back."""
+    pipeline.register_modules(**dict.fromkeys(_text_encoders(pipeline.components)))
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeline:

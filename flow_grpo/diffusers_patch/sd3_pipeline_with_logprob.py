@@ -24,7 +24,7 @@ CUDNN_ATTENTION = True
 check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)
 load_pipeline = partial(loading.load_pipeline, PIPELINE, TRANSFORMER)
-transformer_folder = loading.transformer_folder
+transformer_folder, text_version = loading.transformer_folder, loading.text_version
 
 
 def check_prompts(pipeline, prompts: list[str], width: int) -> None:

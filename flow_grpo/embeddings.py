@@ -1,0 +1,79 @@
+"""Prompt embeddings on a disk: encoded once, read by every later run, so that no text encoder stays on the GPU.
+
+A folder holds a folder for each way of encoding (which encoders and tokenizers, which width, on which kind of device,
+with which versions), and that a file for each prompt. Files appear whole or not at all: a kill leaves no half of one.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+
+
+class Cache:
+    """Embeddings of single prompts, one row each, of one way of encoding.
+
+    Args:
+        folder: of all ways.
+        how: what the numbers depend on, as JSON has it; versions of the libraries and the kind of device are added.
+        width: text tokens that rows with a mask are padded to; on the disk they are not.
+    """
+
+    def __init__(self, folder: str, how: dict, width: int, device: torch.device):
+        told = how | {package: version(package) for package in ("torch", "transformers", "diffusers")}
+        self.folder = Path(folder, _digest(json.dumps(told | dict(width=width, device=device.type), sort_keys=True)))
+        self.width, self.device = width, device
+
+    def _path(self, text: str | None) -> Path:
+        return self.folder / f"{'negative' if text is None else _digest(text)}.safetensors"
+
+    def missing(self, texts: Iterable[str]) -> list[str]:
+        """Those that are not there, each once."""
+        return [text for text in dict.fromkeys(texts) if not self._path(text).exists()]
+
+    def fill(self, texts: Iterable[str], encode: Callable) -> None:
+        """Write these; encode: text -> its embeddings, 1 row."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for text in texts:
+            row = encode(text)
+            if row.negative is not None and not self._path(None).exists():
+                self._write(None, row.negative)
+            self._write(text, row)
+
+    def _write(self, text: str | None, row: PromptEmbeds) -> None:
+        length = row.embeds.shape[1] if row.mask is None else int(row.mask.sum())
+        tensors = dict(embeds=row.embeds[:, :length], pooled=row.pooled)
+        tensors = {name: part.contiguous() for name, part in tensors.items() if part is not None}
+        path = self._path(text)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        save_file(tensors, scratch, {"masked": str(int(row.mask is not None))})
+        scratch.replace(path)
+
+    def read(self, text: str) -> PromptEmbeds:
+        """One row, on the device, with the negative prompt's where there is one."""
+        negative = self._read(None) if self._path(None).exists() else None
+        row = self._read(text)
+        return PromptEmbeds(row.embeds, row.pooled, row.mask, negative)
+
+    def _read(self, text: str | None) -> PromptEmbeds:
+        with safe_open(self._path(text), framework="pt") as file:
+            tensors = {name: file.get_tensor(name).to(self.device) for name in file.keys()}  # noqa: SIM118
+            masked = file.metadata()["masked"] == "1"
+        embeds, mask, length = tensors["embeds"], None, tensors["embeds"].shape[1]
+        if masked:
+            embeds = F.pad(embeds, (0, 0, 0, self.width - length))
+            mask = torch.arange(self.width, device=self.device)[None] < length
+        return PromptEmbeds(embeds, tensors.get("pooled"), mask)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
