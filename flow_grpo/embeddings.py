@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 
@@ -43,7 +44,7 @@ class Cache:
     def fill(self, texts: Iterable[str], encode: Callable) -> None:
         """Write these; encode: text -> its embeddings, 1 row."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for text in texts:
+        for text in tqdm(texts, "encoding prompts", leave=False, disable=None):  # None: where there is no terminal
             row = encode(text)
             if row.negative is not None and not self._path(None).exists():
                 self._write(None, row.negative)

@@ -149,6 +149,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
     if config.embeddings_cache and not no_images:
         cache, missing = _open_cache(config, model, ranks.device, **fields)
     pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images, text=cache is None or bool(missing))
+    embed_one = _embedder(config, model, pipeline, cache, missing)  # first: text encoders leave before weights come
     return Run(
         **fields,
         **ranks._asdict(),
@@ -159,7 +160,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
-        embed_one=_embedder(config, model, pipeline, cache, missing),
+        embed_one=embed_one,
         scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
         slots=sampling.slots(config.sample),

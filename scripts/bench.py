@@ -18,6 +18,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,7 @@ class Work:
     def __init__(self, script, model, full_weights: bool):
         self.plain, self.phase, self.flops, self.sizes = model.predict_velocity, "rollout", Counter(), {}
         self.trained, self.update = 3 if full_weights else 2, script.update
+        self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, script.optimizer_step
 
     def predict_velocity(self, transformer, x, t, embeds, guidance_scale):
         """The model's, counted."""
@@ -149,13 +151,18 @@ class Work:
         self.update(*args)
         self.phase = "rollout"
 
+    def timed_step(self, run):
+        """The optimizer's, of which the first one's end is noted."""
+        self.optimizer_step(run)
+        self.first_update_s = self.first_update_s or time.perf_counter() - self.start
+
 
 def epoch_figures(script: str, config, model) -> dict:
     """Run two epochs and return the second one's times, rates and memory."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, model, config.lora.rank == 0)
-    module.update = work.counted_update
+    module.update, module.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = f"{folder}/runs"
         if script.endswith("_dpo") and config.preferences.path:
@@ -166,6 +173,7 @@ def epoch_figures(script: str, config, model) -> dict:
     first, last = [row for row in rows if row["kind"] == "epoch"]
     gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
     figures = {"images": last["images"] - first["images"], "first_epoch_s": first["time/epoch_s"]}
+    figures["first_update_s"] = work.first_update_s
     figures |= {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
     figures |= {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
     rates = {f"{phase}_tflops": flops / 2e12 / last[f"time/{phase}_s"] for phase, flops in work.flops.items()}
