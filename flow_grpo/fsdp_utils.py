@@ -99,6 +99,20 @@ def mine(tensor: Tensor) -> Tensor:
     return tensor if not dist.is_initialized() else tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def is_sharded(transformer: nn.Module) -> bool:
+    """Whether a forward gathers weights from all ranks, so that these must make equally many."""
+    return isinstance(transformer, FSDPModule)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether some rank says so; all ranks must call."""
+    if not dist.is_initialized():
+        return flag
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
 def deal(values: list) -> list:
     """This rank's share of a list, every world-th."""
     return values[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else values
@@ -282,7 +296,7 @@ def gradient_sync(transformer: nn.Module, enabled: bool) -> None:
 
     Off until an update's last backward saves traffic but keeps whole gradients: for adapters, not for full weights.
     """
-    if isinstance(transformer, FSDPModule):
+    if is_sharded(transformer):
         transformer.set_requires_gradient_sync(enabled)
 
 

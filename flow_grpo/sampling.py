@@ -41,15 +41,35 @@ def sampled(run, epoch: int, walk_of: Callable) -> Iterator[tuple[prompts.Batch,
         RuntimeError: weights were updated before the last image was drawn.
     """
     updates = run.step
-    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, _how(run))
+    velocity, wait = _together(run) if fsdp_utils.is_sharded(run.pipeline.transformer) else (run.velocity, nullcontext)
+    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, velocity, _how(run))
     while True:
         with run.board.timed("rollout"):
             some = next(drawn, None)
-        if some is None:
-            return
+            if some is None:
+                wait()
+                return
         yield some
         if run.step != updates:
             raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
+
+
+def _together(run) -> tuple[Callable, Callable]:
+    """The policy, and what a rank has to call when it needs it no more: with sharded weights all ranks make a forward
+    or none does, while windows and slots of their own let them need unequally many."""
+    last = []
+
+    def velocity(*args, **how):
+        fsdp_utils.any_rank(True)
+        last[:] = args, how
+        return run.velocity(*args, **how)
+
+    @torch.no_grad()
+    def wait():
+        while fsdp_utils.any_rank(False):
+            run.velocity(*last[0], **last[1])
+
+    return velocity, wait
 
 
 def _how(run) -> dict[str, Any]:
@@ -70,10 +90,10 @@ def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
     return [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
 
 
-def _in_batches(run, epoch, walk_of, how):
+def _in_batches(run, epoch, walk_of, velocity, how):
     """A batch's rows walk together, step by step."""
     sample, modes = run.config.sample, _modes(run)
-    how |= dict(velocity=run.velocity, vae_batch_size=run.config.vae_batch_size)
+    how |= dict(velocity=velocity, vae_batch_size=run.config.vae_batch_size)
     for batch in batches(run, epoch):
         own = walk_of(batch)
         start = run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
@@ -84,7 +104,7 @@ def _in_batches(run, epoch, walk_of, how):
             yield batch, run.model.pipeline_with_logprob(*start, window=own.pop("noisy"), **own, **how, **modes)
 
 
-def _in_slots(run, epoch, walk_of, how):
+def _in_slots(run, epoch, walk_of, velocity, how):
     """Every row is a request; those of a batch follow those of the one before without a gap."""
 
     def requests():
@@ -93,7 +113,7 @@ def _in_slots(run, epoch, walk_of, how):
             names = [(batch, row) for row in range(len(batch.images))]
             yield from prepare_encode(*start, names=names, scheduler=run.scheduler, **walk_of(batch), **how)
 
-    finished = walk(run.velocity, requests(), run.slots, **_modes(run))
+    finished = walk(velocity, requests(), run.slots, **_modes(run))
     decoding = dict(resolution=run.config.resolution, vae_batch_size=run.config.vae_batch_size)
     for some, images in post_decode(run.model, run.pipeline, finished, **decoding):
         yield prompts.pick(request.name for request in some), images

@@ -46,6 +46,14 @@ def test_two_ranks_equal_one(name, tmp_path):
     assert_same(one, on_two_ranks(name, tmp_path / "two"))
 
 
+@pytest.mark.parametrize("variants", [",flash", ",fast,stepwise"])
+def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, tmp_path):
+    """Windows of their own leave one rank more solver steps, or more to share, than the other."""
+    how = dict(sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=3, eval_freq=0)
+    one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
+    assert_same(one, on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", fsdp__mode="shard", **how))
+
+
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
     """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of trouble."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
