@@ -10,6 +10,7 @@ import train_qwenimage
 import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
+from build_random_pipeline import build
 
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -43,6 +44,14 @@ def train(name, output_dir, **overrides):
     words = name.split(",")[0].split("_")
     SCRIPTS.get(words[-1], train_qwenimage).main(config, MODELS[words[1]])
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
+
+
+def tiny_folder(name, folder):
+    """A tiny pipeline of a model: the shipped one, or one of random weights made in `folder`."""
+    if name == "qwenimage":
+        return "flow_grpo/assets/tiny_qwenimage"
+    build(name, str(folder / name))
+    return str(folder / name)
 
 
 def few_prompts(folder, count=24):

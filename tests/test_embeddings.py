@@ -5,8 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from build_random_pipeline import build
-from small import MODELS, lines_of, train
+from small import MODELS, lines_of, tiny_folder, train
 
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.embeddings import Cache
@@ -29,11 +28,8 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_encoded(name, guided, tmp_path):
-    model, folder = MODELS[name], TINY
-    if name != "qwenimage":
-        folder = str(tmp_path / name)
-        build(name, folder)
-    pipeline = model.PIPELINE.from_pretrained(folder)
+    model = MODELS[name]
+    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path))
     cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 24, CPU)
     assert cache.missing([*TEXTS, TEXTS[0]]) == TEXTS
 

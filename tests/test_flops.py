@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from build_random_pipeline import build
-from small import MODELS, config_of
+from small import MODELS, config_of, tiny_folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,11 +12,8 @@ from flow_grpo.flops import row_flops
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_closed_form_counts_what_a_profiler_counts(name, tmp_path):
-    model, folder = MODELS[name], "flow_grpo/assets/tiny_qwenimage"
-    if name != "qwenimage":
-        folder = str(tmp_path / name)
-        build(name, folder)
-    pipeline = model.PIPELINE.from_pretrained(folder)
+    model = MODELS[name]
+    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path))
     embeds = model.encode_prompts(pipeline, ["a photo of a red circle"] * 2, guided=False)
     x = model.initial_latents(pipeline, [torch.Generator(), torch.Generator()], 64, "cpu")
     tokens = x.shape[1] if x.ndim == 3 else x[0, 0].numel() // pipeline.transformer.config.patch_size**2

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from build_random_pipeline import build
-from small import MODELS, lines_of, train
+from small import MODELS, lines_of, tiny_folder, train
 
 from flow_grpo import rng, sampling
 from flow_grpo.diffusers_patch.sample_with_logprob import post_decode, prepare_encode
@@ -125,11 +124,8 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, pipeline):
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_in_slots(name, slots, tmp_path):
-    model, folder = MODELS[name], TINY
-    if name != "qwenimage":
-        folder = str(tmp_path / name)
-        build(name, folder)
-    pipeline = model.PIPELINE.from_pretrained(folder)
+    model = MODELS[name]
+    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path))
     how = dict(resolution=SIZE, num_steps=5, noise_level=0.7, guidance_scale=4.0)
 
     def noise():
