@@ -36,7 +36,8 @@ from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size", "sample.completion_batch_size",
+    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size",
+    "compile", "sample.engine", "sample.completion_batch_size",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
 

@@ -167,6 +167,16 @@ def test_a_run_in_slots_logs_what_a_run_in_batches_logs(name, tmp_path):
     assert {line["parity/log_prob_abs_diff_max"] for line in firsts} <= {0.0}
 
 
+def test_a_run_in_batches_goes_on_in_slots(tmp_path):
+    """The engine is no part of the mathematics: a checkpoint of one may be resumed with the other."""
+    name, how = "shapes_qwenimage_pr", dict(eval_freq=0, sample__engine="full")
+    whole = lines_of(train(name, tmp_path / "whole", **how), "epoch")
+    train(name, tmp_path / "parts", num_epochs=1, **how)
+    folder = train(name, tmp_path / "parts", resume_from="latest", **how | dict(sample__engine="stepwise"))
+    for ours, theirs in zip(lines_of(folder, "epoch"), whole, strict=True):
+        assert ours["reward/avg"] == pytest.approx(theirs["reward/avg"], rel=1e-3)
+
+
 def test_branches_fill_their_slots_and_take_as_few_forwards_as_these_allow(tmp_path):
     how = dict(sample__num_prompts_per_epoch=20, sample__num_images_per_prompt=1, sample__batch_size=5)
     how |= dict(sample__num_steps=8, sample__completion_batch_size=24, train__updates_per_epoch=1)
