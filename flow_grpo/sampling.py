@@ -95,7 +95,7 @@ def _in_batches(run, epoch, walk_of, velocity, how):
     sample, modes = run.config.sample, _modes(run)
     how |= dict(velocity=velocity, vae_batch_size=run.config.vae_batch_size)
     for batch in batches(run, epoch):
-        own = walk_of(batch)
+        own = dict(walk_of(batch))
         start = run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
         if "num_branches" in own:
             own |= dict(steps=own.pop("noisy"), completion_batch_size=sample.completion_batch_size)

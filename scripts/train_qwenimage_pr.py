@@ -26,7 +26,7 @@ def rollout(run, epoch):
     """Sample trunks and their branches; yields, as they are finished, the steps to train and the branches' scores."""
     noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     branching = dict(noisy=noisy, num_branches=run.plan.num_branches)
-    for batch, branched in sampling.sampled(run, epoch, lambda _: branching.copy()):
+    for batch, branched in sampling.sampled(run, epoch, lambda _: branching):
         groups = groups_of(run, batch.images)
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
 
