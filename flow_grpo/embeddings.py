@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -54,26 +54,28 @@ class Cache:
         length = row.embeds.shape[1] if row.mask is None else int(row.mask.sum())
         tensors = dict(embeds=row.embeds[:, :length], pooled=row.pooled)
         tensors = {name: part.contiguous() for name, part in tensors.items() if part is not None}
-        path = self._path(text)
+        path, parts = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
         scratch = path.with_suffix(f".{os.getpid()}")
-        save_file(tensors, scratch, {"masked": str(int(row.mask is not None))})
+        save_file(tensors, scratch, {"parts": " ".join(parts)})
         scratch.replace(path)
 
-    def read(self, text: str) -> PromptEmbeds:
-        """One row, on the device, with the negative prompt's where there is one."""
-        negative = self._read(None) if self._path(None).exists() else None
-        row = self._read(text)
-        return PromptEmbeds(row.embeds, row.pooled, row.mask, negative)
+    def read(self, text: str | None) -> PromptEmbeds:
+        """One row, on the device, with the negative prompt's (which is None's) where there is one.
 
-    def _read(self, text: str | None) -> PromptEmbeds:
-        with safe_open(self._path(text), framework="pt") as file:
-            tensors = {name: file.get_tensor(name).to(self.device) for name in file.keys()}  # noqa: SIM118
-            masked = file.metadata()["masked"] == "1"
+        Raises:
+            ValueError: the file is damaged.
+        """
+        try:
+            with safe_open(self._path(text), framework="pt") as file:
+                tensors = {name: file.get_tensor(name).to(self.device) for name in file.keys()}  # noqa: SIM118
+                parts = file.metadata()["parts"].split()
+        except SafetensorError as error:
+            raise ValueError(f"{self._path(text)} is damaged ({error}); delete it") from error
         embeds, mask, length = tensors["embeds"], None, tensors["embeds"].shape[1]
-        if masked:
+        if "mask" in parts:
             embeds = F.pad(embeds, (0, 0, 0, self.width - length))
             mask = torch.arange(self.width, device=self.device)[None] < length
-        return PromptEmbeds(embeds, tensors.get("pooled"), mask)
+        return PromptEmbeds(embeds, tensors.get("pooled"), mask, self.read(None) if "negative" in parts else None)
 
 
 def _digest(text: str) -> str:

@@ -79,3 +79,6 @@ def test_what_a_kill_left_behind_is_no_embedding(tmp_path):
     cache.folder.mkdir()
     cache._path(TEXTS[0]).with_suffix(".123").write_bytes(b"half of a file")
     assert cache.missing(TEXTS) == TEXTS
+    cache._path(TEXTS[0]).write_bytes(b"half of a file")
+    with pytest.raises(ValueError, match=r"safetensors is damaged .*; delete it"):
+        cache.read(TEXTS[0])
