@@ -26,7 +26,7 @@ from ml_collections import config_flags
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo import policies, rng, sampling, settings, windows
+from flow_grpo import fsdp_utils, policies, rng, sampling, settings, windows
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.optimization import policy_step
@@ -73,7 +73,7 @@ def listen(run) -> list[Seen]:
 
 def change_weights(run, number: int) -> None:
     """Give the adapter, which does nothing at first, or the full weights other values."""
-    for name, p in sorted(policies.fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
+    for name, p in sorted(fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
         noise = torch.randn(p.shape, generator=rng.generator(0, "parity", number, name)).to(p)
         with torch.no_grad():
             p += 0.02 * noise if "lora_" in name else 0.02 * noise * p.std()
@@ -132,7 +132,7 @@ def other_graph(run) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    policies.fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS)
+    fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS)
     try:
         with torch.enable_grad():
             yield

@@ -17,6 +17,13 @@ SLOTS = [1, 3, 8, 64]
 
 
 @pytest.fixture(scope="module")
+def single():
+    pipeline = QWEN.PIPELINE.from_pretrained(TINY)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
 def pipeline():
     pipeline = QWEN.PIPELINE.from_pretrained(TINY)
     pipeline.set_progress_bar_config(disable=True)
@@ -48,14 +55,14 @@ def mix():
         )
 
 
-def alone(pipeline, n, what):
-    """What the entry points make of one request."""
-    embeds = QWEN.encode_prompts(pipeline, [what["prompt"]], width=what["width"])
+def alone(pipeline, n, what, copies=1):
+    """What the entry points make of one request, or of copies of it."""
+    embeds = QWEN.encode_prompts(pipeline, [what["prompt"]] * copies, width=what["width"]).padded(32)
     how = dict(resolution=SIZE, num_steps=what["num_steps"], flash_ratio=what["flash_ratio"], **what["how"])
     how |= dict(guidance_scale=what["guidance_scale"])
-    noise = [rng.generator(0, "noise", n)]
+    noise = [rng.generator(0, "noise", n) for _ in range(copies)]
     if what["num_branches"]:
-        branching = dict(steps=what["noisy"], num_branches=what["num_branches"])
+        branching = dict(steps=what["noisy"], num_branches=what["num_branches"], completion_batch_size=copies)
         return QWEN.pipeline_with_logprob_perstep(pipeline, embeds, noise, **branching, **how)
     return QWEN.pipeline_with_logprob(pipeline, embeds, noise, window=what["noisy"], **how)
 
@@ -73,18 +80,44 @@ def requests_of(pipeline, n, what):
     return prepare_encode(QWEN, pipeline, embeds, noise, names=[n], resolution=SIZE, **how, **what["how"])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("slots", SLOTS)
-def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, pipeline, expected):
+def finished_in(pipeline, slots):
+    """The forty by number, come in random order, and the slots."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(slots)).tolist()
     wanted, used = dict(mix()), Slots(slots, slots)
     requests = (request for n in order for request in requests_of(pipeline, n, wanted[n]))
-    finished = {request.name: request for request in walk(partial(velocity, pipeline), requests, used)}
-    assert sorted(finished) == list(range(40))
-    for n in wanted:
-        assert_equal(*joined([finished[n]]), expected[n], f"request {n}")
+    finished = []
+    for request in walk(partial(velocity, pipeline), requests, used):
+        assert sum(len(branch.latents) for branch in request.branches) == 2 * request.num_branches
+        assert all(branch.finished for branch in request.branches)
+        finished.append(request)
+    assert sorted(request.name for request in finished) == list(range(40))
+    return {request.name: request for request in finished}, used
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", SLOTS)
+def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, pipeline, expected):
+    finished, used = finished_in(pipeline, slots)
+    for n, wanted in expected.items():
+        assert_equal(*joined([finished[n]]), wanted, f"request {n}")
     assert used.rows <= used.offered
     assert used.ticks >= used.rows / slots
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", SLOTS)
+def test_in_float32_they_do_so_bit_for_bit_where_forwards_have_one_shape(slots, single):
+    """A full walk of as many copies of a request as there are slots has the slots' shape of forward."""
+    finished, _ = finished_in(single, slots)
+    for n, what in mix():
+        latents, trace = joined([finished[n]])
+        full = alone(single, n, what, copies=slots)
+        assert torch.equal(latents, full.latents[:1]), n
+        for ours, theirs in zip(trace, full.trace, strict=True):
+            assert torch.equal(ours.timestep, theirs.timestep[:1]), n
+            assert torch.equal(ours.latents, theirs.latents[:1]), n
+            for part, whole in zip(ours.step, theirs.step):
+                assert torch.equal(part, whole[: len(part)]), n
 
 
 def velocity(pipeline, x, t, embeds, guidance_scale):
