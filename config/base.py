@@ -54,7 +54,8 @@ def get_config():
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.embeddings_cache = ""  # folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
-    config.compile = False  # the transformer's blocks: minutes at the start, faster from then on; fsdp.mode replicate
+    config.vae_precision = "fp32"  # "fp32" | "bf16" of the VAE that draws: faster, images differ by .2 of 255
+    config.compile = False  # transformer blocks and the decoder: slow to start the first time; fsdp.mode replicate
     config.vae_batch_size = 32  # images per decode
 
     config.reward = reward()
@@ -101,7 +102,8 @@ def fsdp():
     fsdp = ml_collections.ConfigDict()
     fsdp.mode = "replicate"  # "replicate" | "shard" | "hybrid" (shard inside groups of shard_size, replicate across)
     fsdp.shard_size = 0  # ranks of a hybrid group
-    fsdp.activation_checkpointing = False  # recompute activations in the backward: less memory, a third more compute
+    fsdp.activation_checkpointing = False  # keep each block's input alone for the backward: a third more compute
+    fsdp.activation_memory = 1.0  # compiled blocks: share of the other activations kept; what costs least is recomputed
     fsdp.offload_optimizer = False  # optimizer state in host memory while images are sampled
     return fsdp
 
@@ -127,6 +129,9 @@ def sample():
     sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
     sample.flash_ratio = 0.0  # above 0: after the noise, DPM-Solver++ over this share of the steps that are left
     sample.engine = "full"  # "full": a batch's rows walk together | "stepwise": each row or branch in a slot
+    sample.text_multiple = (
+        0  # "stepwise": text's width where no log-prob is born is a multiple of this; 0 = text_tokens
+    )
     sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights
     return sample
 

@@ -33,8 +33,7 @@ def shapes_qwenimage_pr():
 
 def pickscore_qwenimage():
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
-    config = qwenimage_512(base())
-    config.compile = True
+    config = slots_512(qwenimage_512(base()))
     config.sample.num_prompts_per_epoch = 32
     config.sample.num_images_per_prompt = 16
     config.sample.batch_size = 8
@@ -43,9 +42,7 @@ def pickscore_qwenimage():
 
 def pickscore_qwenimage_pr():
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
-    config = branching(qwenimage_512(base()))
-    config.compile = True
-    return config
+    return branching(slots_512(qwenimage_512(base())))
 
 
 def pickscore_sd3():
@@ -96,6 +93,12 @@ def qwenimage_512(config):
     return config
 
 
+def slots_512(config):
+    """Compiled blocks, and slots, which see no more padding than they have to."""
+    config.compile, config.sample.engine, config.sample.text_multiple = True, "stepwise", 16
+    return config
+
+
 def sd3_512(config):
     """What every run of SD3.5-medium shares."""
     config = large(config, SD3)
@@ -119,7 +122,8 @@ def flux_512(config):
 def large(config, model):
     """What every run of a published model shares: 512 px, bf16, PickScore."""
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
-    config.resolution, config.text_tokens, config.precision, config.vae_batch_size = 512, 128, "bf16", 8
+    config.resolution, config.text_tokens, config.vae_batch_size = 512, 128, 8
+    config.precision = config.vae_precision = "bf16"
     config.eval.batch_size, config.embeddings_cache = 8, "runs/embeddings"
     return config
 
@@ -157,6 +161,14 @@ def stepwise(config):
     return config
 
 
+def large_gpu(config):
+    """For 141 GB and published sizes: memory in exchange for time. A batch has 8 rows; adapters are merged where no
+    log-prob is born, for a copy of the weights; compiled blocks keep half of what the backward needs."""
+    config.sample.batch_size, config.sample.merge_adapter = 8, True
+    config.compile, config.fsdp.activation_checkpointing, config.fsdp.activation_memory = True, False, 0.5
+    return config
+
+
 def guard(config):
     """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
     config.train.objective, config.train.clip_range = "guard", 4e-6
@@ -170,8 +182,10 @@ def smoke(config):
     if config.model in TINY_MODELS:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     config.model = TINY_MODELS.get(config.model, tiny.model)
-    for key in ("dataset", "resolution", "text_tokens", "precision", "compile", "embeddings_cache"):
+    for key in (*("dataset", "resolution", "text_tokens", "precision", "vae_precision"), "compile", "embeddings_cache"):
         config[key] = tiny[key]
+    config.sample.text_multiple = tiny.sample.text_multiple
+    config.fsdp.activation_memory = tiny.fsdp.activation_memory
     if "jpeg_compressibility" not in config.reward_fn:
         config.reward_fn = dict(tiny.reward_fn)
     config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
@@ -190,7 +204,7 @@ RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
-VARIANTS = (smoke, mixgrpo, flash, fast, stepwise, guard)
+VARIANTS = (smoke, mixgrpo, flash, fast, stepwise, guard, large_gpu)
 
 
 def get_config(name="shapes_qwenimage"):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -201,10 +202,16 @@ def prepare(
     return transformer
 
 
-def compile_units(transformer: nn.Module, units: tuple[str, ...]) -> None:
+def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
     """Compile the modules of these classes, which are not sharded, on their first forward of each shape and mode. One
-    graph serves all modules of a class; shapes are fixed, since a graph for any shape would use other kernels."""
+    graph serves all modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
+
+    Args:
+        activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
+            are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
+    """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    functorch.activation_memory_budget = activation_memory
     for module in transformer.modules():
         if type(module).__name__ in units:
             module.compile(dynamic=False)

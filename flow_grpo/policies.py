@@ -84,6 +84,18 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@contextmanager
+def training_graph(transformer: nn.Module) -> Iterator[None]:
+    """A forward inside this block runs through the compiled graph that is made for a backward, whose bits are not those
+    of the one without; what it keeps for a backward is let go with each forward's end."""
+    hook = transformer.register_forward_hook(lambda _, inputs, output: tuple(part.detach() for part in output))
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
 @torch.no_grad()
 def merged(transformer: nn.Module) -> Callable:
     """Add the present adapter to a copy of the weights it adapts; returns a context manager factory inside which the

@@ -21,4 +21,6 @@ def generator(seed: int, stream: str, *where: int | str) -> torch.Generator:
 def normal(shape: Iterable[int], generators: list[torch.Generator], device=None) -> Tensor:
     """Standard normal [B, *shape] float32, row b drawn from generators[b]."""
     rows = torch.stack([torch.randn(tuple(shape), generator=g) for g in generators])
+    if device is not None and torch.device(device).type == "cuda":
+        rows = rows.pin_memory()  # or else the copy waits for all that the device was asked before
     return rows.to(device, non_blocking=True)

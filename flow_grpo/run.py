@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,7 @@ from flow_grpo import (
     trouble,
 )
 from flow_grpo.dashboards import Dashboard, Meter
-from flow_grpo.diffusers_patch.loading import drop_text_encoders
+from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
@@ -36,8 +36,8 @@ from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size",
-    "compile", "sample.engine", "sample.completion_batch_size",
+    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size", "vae_precision",
+    "compile", "sample.engine", "sample.completion_batch_size", "sample.text_multiple",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Run:
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable  # prompt -> its embeddings, one row, cached
+    embed_short: Callable | None  # the same without most of the padding, where config.sample.text_multiple asks for it
     scheduler: Any  # the rollout's, with timesteps set
     levels: Tensor  # [1000] f32, timesteps of the whole forward process
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
@@ -89,9 +90,8 @@ class Run:
 
     @property
     def exact(self) -> Callable:
-        """() -> context in which a forward without a backward has the update's bits: compiled graphs differ in theirs
-        where no gradient is wanted."""
-        return torch.enable_grad if self.config.compile else nullcontext
+        """() -> context in which a forward without a backward has the update's bits."""
+        return partial(policies.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
 
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
@@ -149,7 +149,8 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
     cache, missing = None, []
     if config.embeddings_cache and not no_images:
         cache, missing = _open_cache(config, model, ranks.device, **fields)
-    pipeline = model.load_pipeline(config.model, ranks.device, alone=no_images, text=cache is None or bool(missing))
+    how = dict(vae_dtype=fsdp_utils.DTYPES[config.vae_precision], alone=no_images)
+    pipeline = model.load_pipeline(config.model, ranks.device, text=cache is None or bool(missing), **how)
     embed_one = _embedder(config, model, pipeline, cache, missing)  # first: text encoders leave before weights come
     return Run(
         **fields,
@@ -162,6 +163,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
+        embed_short=_shortener(config.sample.text_multiple, embed_one),
         scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
         slots=sampling.slots(config.sample),
@@ -209,7 +211,8 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         activation_checkpointing=config.fsdp.activation_checkpointing,
     )
     if config.compile:
-        fsdp_utils.compile_units(pipeline.transformer, model.SHARD_UNITS)
+        fsdp_utils.compile_units(pipeline.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
+        loading.compile_decoder(pipeline)
     train, trained = config.train, fsdp_utils.trainable_parameters(pipeline.transformer)
     optimizer = torch.optim.AdamW(
         trained.values(),
@@ -257,9 +260,13 @@ def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) 
         return lru_cache(maxsize=1024)(encode)
     if missing:
         cache.fill(fsdp_utils.deal(missing), encode)
-        drop_text_encoders(pipeline)
+        loading.drop_text_encoders(pipeline)
     fsdp_utils.barrier()
     return lru_cache(maxsize=1024)(cache.read)
+
+
+def _shortener(multiple: int, embed_one: Callable) -> Callable | None:
+    return lru_cache(maxsize=1024)(lambda text: embed_one(text).trimmed(multiple)) if multiple else None
 
 
 def _synchronize(device: torch.device) -> Callable | None:

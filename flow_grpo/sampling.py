@@ -110,8 +110,9 @@ def _in_slots(run, epoch, walk_of, velocity, how):
     def requests():
         for batch in batches(run, epoch):
             start = run.model, run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
-            names = [(batch, row) for row in range(len(batch.images))]
-            yield from prepare_encode(*start, names=names, scheduler=run.scheduler, **walk_of(batch), **how)
+            own = dict(names=[(batch, row) for row in range(len(batch.images))], scheduler=run.scheduler)
+            own["short"] = [run.embed_short(text) for text in batch.prompts] if run.embed_short else None
+            yield from prepare_encode(*start, **own, **walk_of(batch), **how)
 
     finished = walk(velocity, requests(), run.slots, **_modes(run))
     decoding = dict(resolution=run.config.resolution, vae_batch_size=run.config.vae_batch_size)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
+    "vae_precision": ("fp32", "bf16"),
     "fsdp.mode": ("replicate", "shard", "hybrid"),
     "sample.engine": ("full", "stepwise"),
     "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
@@ -32,7 +33,8 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
 )
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
-    "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "sample.num_steps": 2,
+    "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
+    "sample.num_steps": 2, "sample.text_multiple": 0,
     "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
     "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
     "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
@@ -65,7 +67,7 @@ def check(config, ignored: tuple[str, ...]) -> None:
         if not least <= _get(config, key) < math.inf:  # NaN compares false too
             raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
     _check_meaning(config)
-    _check_replicated(config)
+    _check_speed(config)
     defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
     for key in ignored:
         if _get(config, key) != _get(defaults, key):
@@ -95,7 +97,19 @@ def _check_meaning(config) -> None:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
 
 
-def _check_replicated(config) -> None:
+def _check_speed(config) -> None:
+    if config.fsdp.activation_memory > 1:
+        raise ValueError(f"config.fsdp.activation_memory is {config.fsdp.activation_memory}; a share is at most 1")
+    if config.sample.text_multiple and config.sample.engine != "stepwise":
+        raise ValueError(
+            f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
+            "text; config.sample.engine 'stepwise' gives each its own"
+        )
+    if config.fsdp.activation_memory < 1 and (not config.compile or config.fsdp.activation_checkpointing):
+        raise ValueError(
+            f"config.fsdp.activation_memory is {config.fsdp.activation_memory}: what to recompute is the compiler's "
+            "choice, so it takes config.compile, and fsdp.activation_checkpointing, which recomputes all, off"
+        )
     for key, done in (("sample.merge_adapter", "merged"), ("compile", "compiled")):
         if _get(config, key) and config.fsdp.mode != "replicate":
             raise ValueError(

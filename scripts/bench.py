@@ -3,10 +3,12 @@
     python scripts/bench.py --script train_qwenimage_pr --size tiny
     python scripts/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
     python scripts/bench.py --script train_qwenimage_pr --size full --published --set compile=True
+    torchrun --nproc_per_node=4 scripts/bench.py --size full --set sample.num_prompts_per_epoch=4
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
-counted. `full` is the model as published (transformer, VAE and text encoders of the real sizes, bf16) with random
-weights, at the config's resolution, steps, guidance and LoRA rank, with the prompts and reward of the shapes task.
+counted, and nothing is saved. Rates and memory are one GPU's, images those of all. `full` is the model as published
+(transformer, VAE and text encoders of the real sizes, bf16) with random weights, at the config's resolution, steps,
+guidance and LoRA rank, with the prompts and reward of the shapes task.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -27,10 +30,9 @@ from types import SimpleNamespace
 import build_random_pipeline as random_pipeline
 import torch
 import yaml
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from flow_grpo import preferences
+from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -38,38 +40,7 @@ from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.flops import matrix_rate, row_flops
 
 MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
-TINY = "flow_grpo/assets/tiny_qwenimage"  # lends its tokenizer and scheduler to the full size
-FULL_TEXT = dict(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-)
-
-
-def full_qwenimage(make):
-    """Qwen-Image at its published size; `make` as in build_random_pipeline.py."""
-    text_config = Qwen2_5_VLConfig(text_config=FULL_TEXT, vision_config={"out_hidden_size": 3584})
-    pipeline = qwenimage.PIPELINE.from_pretrained(TINY)
-    return qwenimage.PIPELINE(
-        transformer=make(QwenImageTransformer2DModel, torch.bfloat16),
-        vae=make(AutoencoderKLQwenImage, torch.float32),
-        text_encoder=make(lambda: Qwen2_5_VLForConditionalGeneration(text_config), torch.bfloat16),
-        tokenizer=pipeline.tokenizer,
-        scheduler=pipeline.scheduler,
-    )
-
-
-FULL = {
-    "qwenimage": full_qwenimage,
-    "sd3": partial(random_pipeline.sd3, random_pipeline.PUBLISHED),
-    "flux": partial(random_pipeline.flux, random_pipeline.PUBLISHED),
-}
-
-
+TINY = "flow_grpo/assets/tiny_qwenimage"
 KEPT = ("images_per_s", "slot_use")
 ROWS = {  # what a published model stores of a pair at 512 px and 48 text tokens
     "qwenimage": dict(latents=(1024, 64), embeds=(48, 3584), mask=(48,)),
@@ -79,11 +50,11 @@ ROWS = {  # what a published model stores of a pair at 512 px and 48 text tokens
 
 def full_model(name: str) -> SimpleNamespace:
     """The model's file, but for its weights, which are random and never on a disk."""
-    light = {"qwenimage": lambda: qwenimage.without_weights(TINY)}
-    light |= {other: lambda: FULL[name](lambda build, dtype: None) for other in ("sd3", "flux")}
+    build = partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
 
-    def load(folder, device, alone=False, text=True):
-        pipeline = loading.frozen(FULL[name](random_pipeline.large_random(device)), device)
+    def load(folder, device, vae_dtype=torch.float32, alone=False, text=True):
+        pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
+        pipeline.vae.to(vae_dtype)
         if alone:  # as for pairs from a disk
             pipeline.register_modules(
                 **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
@@ -93,8 +64,8 @@ def full_model(name: str) -> SimpleNamespace:
         return pipeline
 
     replaced = dict(load_pipeline=load, check_folder=lambda _: None, transformer_folder=lambda _: None)
-    replaced["row_shapes"] = lambda *_: ROWS[name]
-    return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: light[name]()))
+    replaced |= dict(row_shapes=lambda *_: ROWS[name], text_version=lambda _: {})
+    return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: build(lambda *_: None)))
 
 
 def config_of(name: str, kind: str = "pr"):
@@ -105,7 +76,6 @@ def config_of(name: str, kind: str = "pr"):
 def full_config(config, kind: str):
     """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
     config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
-    config.embeddings_cache = ""  # random text encoders are others every time
     config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
     return config
 
@@ -120,6 +90,13 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     alike |= dict(model=config.model, resolution=config.resolution, dtype=config.preferences.dtype)
     rows = draw | {name: [value] * count for name, value in alike.items()}
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
+
+
+def shared_folder() -> str:
+    """One that all ranks know, and no other run."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return tempfile.mkdtemp()
+    return f"{tempfile.gettempdir()}/bench_{os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 class Work:
@@ -158,17 +135,20 @@ class Work:
 
 
 def epoch_figures(script: str, config, model) -> dict:
-    """Run two epochs and return the second one's times, rates and memory."""
+    """Run two epochs and return the second one's times, rates and memory; {} on all ranks but the first."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, model, config.lora.rank == 0)
     module.update, module.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = f"{folder}/runs"
+        config.embeddings_cache = shared_folder() if config.embeddings_cache else ""
         if script.endswith("_dpo") and config.preferences.path:
             random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
         module.main(config, SimpleNamespace(**vars(model) | dict(predict_velocity=work.predict_velocity)))
-        lines = next(Path(folder).glob("runs/*/metrics.jsonl")).read_text().splitlines()
+        lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    if not lines:
+        return {}
     rows = [json.loads(line) for line in lines]
     first, last = [row for row in rows if row["kind"] == "epoch"]
     gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
@@ -196,11 +176,15 @@ def main(args):
         model, config = qwenimage, config_of(f"shapes_{suffix}", kind)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
+    what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
     config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
+    runs.save = runs.export = lambda *_: None  # full weights with their moments are hundreds of GB
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_figures(script, config, model) | theirs
+    if not figures:
+        return
     if torch.cuda.is_available():
         figures["matrix_tflops"] = matrix_rate(torch.device("cuda")) / 1e12
     if theirs:

@@ -1,7 +1,8 @@
-"""A pipeline of the real diffusers classes with random weights: to try SD3.5's or FLUX.1's scripts without a download.
+"""A pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
 
     python scripts/build_random_pipeline.py sd3 runs/tiny_sd3
     python scripts/build_random_pipeline.py flux runs/tiny_flux
+    python scripts/build_random_pipeline.py qwenimage runs/random_qwenimage --size published          57 GB, on a GPU
 
 What it draws means nothing. `,smoke` runs and tests use the tiny size, scripts/bench.py the published one, in memory.
 """
@@ -15,10 +16,13 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
@@ -27,12 +31,15 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
 )
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
+SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
 NUM_CLIP_WORDS = 54
 TINY = dict(
     clip_l=dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, projection_dim=16),
@@ -55,11 +62,27 @@ PUBLISHED = dict(
     | dict(caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=384)
     | dict(dual_attention_layers=tuple(range(13))),
     flux={},
+    qwen_text=dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
+    | dict(num_attention_heads=28, num_key_value_heads=4)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
 )
 
 
+def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
+    """Qwen-Image, at its published size alone; `make` (build, dtype) -> module says how weights come about."""
+    text = Qwen2_5_VLConfig(text_config=sizes["qwen_text"], vision_config={"out_hidden_size": 3584})
+    shipped = QwenImagePipeline.from_pretrained(SHIPPED, transformer=None, vae=None, text_encoder=None)
+    return QwenImagePipeline(
+        transformer=make(QwenImageTransformer2DModel, torch.bfloat16),
+        vae=make(AutoencoderKLQwenImage, torch.float32),
+        text_encoder=make(lambda: Qwen2_5_VLForConditionalGeneration(text), torch.bfloat16),
+        tokenizer=shipped.tokenizer,
+        scheduler=shipped.scheduler,
+    )
+
+
 def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
-    """Stable Diffusion 3.5; `make` (build, dtype) -> module says how weights come about."""
+    """Stable Diffusion 3.5."""
     return StableDiffusion3Pipeline(
         transformer=make(lambda: SD3Transformer2DModel(qk_norm="rms_norm", **sizes["sd3"]), torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -152,16 +175,25 @@ def large_random(device: torch.device) -> Callable:
     return make
 
 
-def build(name: str, folder: str) -> DiffusionPipeline:
-    """Write the tiny size of "sd3" or "flux" as a diffusers folder."""
-    pipeline = {"sd3": sd3, "flux": flux}[name](TINY, small_random)
+BUILDERS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
+
+
+def build(name: str, folder: str, size: str = "tiny") -> DiffusionPipeline:
+    """Write a pipeline of a size, "tiny" (not of "qwenimage", of which one is shipped) or "published", as a diffusers
+    folder."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes, make = (TINY, small_random) if size == "tiny" else (PUBLISHED, large_random(device))
+    pipeline = BUILDERS[name](sizes, make)
     pipeline.save_pretrained(folder)
     return pipeline
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["sd3", "flux"])
+    parser.add_argument("model", choices=BUILDERS)
     parser.add_argument("folder")
+    parser.add_argument("--size", choices=["tiny", "published"], default="tiny")
     args = parser.parse_args()
-    build(args.model, args.folder)
+    if (args.model, args.size) == ("qwenimage", "tiny"):
+        parser.error(f"the tiny Qwen-Image is {SHIPPED.relative_to(Path(__file__).parents[1])}; --size published")
+    build(args.model, args.folder, args.size)

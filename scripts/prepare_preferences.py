@@ -59,7 +59,7 @@ def check(config):
 
 def load(config, model, device):
     """The pipeline with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
-    pipeline = model.load_pipeline(config.model, device)
+    pipeline = model.load_pipeline(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     if config.lora.path:
         policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
     how = dict(units=model.SHARD_UNITS, device=device, precision=config.precision)

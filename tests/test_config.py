@@ -79,7 +79,9 @@ def test_an_unknown_run_is_answered_with_the_nearest(name, near):
         GRPO["get_config"](name)
 
 
-@pytest.mark.parametrize("variant", ["", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke"])
+@pytest.mark.parametrize(
+    "variant", ["", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke"]
+)
 @pytest.mark.parametrize("run", [run.__name__ for run in GRPO["RUNS"]])
 def test_every_run_passes_its_own_scripts_checks(run, variant):
     branches = run.endswith("_pr")

@@ -126,12 +126,25 @@ def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
         pass
 
 
-def test_compiled_blocks_see_the_weights_of_the_last_update(tmp_path):
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    """Lines of a run without anything that makes it fast."""
+    how = dict(sample__guidance_scale=2.0, sample__merge_adapter=False, eval_freq=0)
+    return lines_of(train("shapes_qwenimage_pr", tmp_path_factory.mktemp("eager"), **how))
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [
+        dict(fsdp__activation_checkpointing=True, sample__merge_adapter=False),
+        dict(fsdp__activation_memory=0.5, sample__text_multiple=4),
+    ],
+    ids=["checkpointed", "part of activations, short text, merged"],
+)
+def test_compiled_blocks_see_the_weights_of_the_last_update(fast, eager, tmp_path):
     """Compiled and eager runs learn alike over two epochs, and each first ratio is exactly 1."""
-    how = dict(sample__guidance_scale=2.0, fsdp__activation_checkpointing=True, eval_freq=0)
-    eager, compiled = (
-        lines_of(train("shapes_qwenimage_pr", tmp_path / str(c), compile=c, **how)) for c in (False, True)
-    )
+    how = dict(compile=True, sample__guidance_scale=2.0, eval_freq=0)
+    compiled = lines_of(train("shapes_qwenimage_pr", tmp_path, **how, **fast))
     assert compiled[-1]["epoch"] == 1
     for ours, theirs in zip(compiled, eager, strict=True):
         assert ours.get("parity/log_prob_abs_diff_max", 0.0) == 0

@@ -85,7 +85,7 @@ def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int =
         z = unpack_latents(pipeline, part, resolution) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
-    return sample_with_logprob.decode(decode, latents, batch_size)
+    return sample_with_logprob.decode(decode, latents, batch_size, loading.fixed_shape(vae))
 
 
 THIS = sys.modules[__name__]

@@ -91,6 +91,17 @@ def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
         torch.cuda.empty_cache()
 
 
+def compile_decoder(pipeline: DiffusionPipeline) -> None:
+    """On its first use; from then on `fixed_shape`."""
+    if pipeline.vae is not None:
+        pipeline.vae.decoder.compile(dynamic=False)
+
+
+def fixed_shape(vae: torch.nn.Module) -> bool:
+    """Whether each number of images to decode at once would be compiled anew."""
+    return vae.decoder._compiled_call_impl is not None
+
+
 def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeline:
     """Everything but the transformer on the device and without gradients, the VAE made fast."""
     for name, part in pipeline.components.items():

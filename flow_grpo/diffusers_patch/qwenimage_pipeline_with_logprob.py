@@ -102,9 +102,9 @@ def unpack_latents(pipeline, latents: Tensor, resolution: int) -> Tensor:
 
 
 def normalisation(vae) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] each."""
+    """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
     values = vae.config.latents_mean, vae.config.latents_std
-    return tuple(torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for v in values)
+    return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def encode_images(pipeline, images: Tensor, batch_size: int = 8) -> Tensor:
     vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
 
     def encode(part: Tensor) -> Tensor:
-        z = (vae.encode(part[:, :, None].to(vae.dtype)).latent_dist.mode() - mean) / std
+        z = (vae.encode(part[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
         return pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
 
     return sample_with_logprob.encode(encode, images, batch_size)
@@ -125,10 +125,10 @@ def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int =
     vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
 
     def decode(part: Tensor) -> Tensor:
-        z = unpack_latents(pipeline, part, resolution).to(vae.dtype)[:, :, None]
-        return vae.decode(z * std + mean, return_dict=False)[0][:, :, 0]
+        z = unpack_latents(pipeline, part, resolution)[:, :, None] * std + mean
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
-    return sample_with_logprob.decode(decode, latents, batch_size)
+    return sample_with_logprob.decode(decode, latents, batch_size, loading.fixed_shape(vae))
 
 
 THIS = sys.modules[__name__]

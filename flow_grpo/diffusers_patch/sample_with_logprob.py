@@ -42,6 +42,13 @@ class PromptEmbeds:
         mask = F.pad(mask if self.mask is None else self.mask, (0, missing))
         return replace(self, embeds=F.pad(self.embeds, (0, 0, 0, missing)), mask=mask)
 
+    def trimmed(self, multiple: int) -> "PromptEmbeds":
+        """Without the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
+        if self.mask is None:
+            return self
+        width = -(-self.mask.sum(1).max().item() // multiple) * multiple
+        return replace(self, embeds=self.embeds[:, :width], mask=self.mask[:, :width])
+
     def expand(self, num: int) -> "PromptEmbeds":
         """One row as `num` rows."""
         return self._map(lambda parts: parts[0].expand(num, *parts[0].shape[1:]), [self])
@@ -136,6 +143,7 @@ def prepare_encode(
     scheduler=None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
+    short: list[PromptEmbeds] | None = None,
     num_steps: int = 10,
     resolution: int = 512,
     flash_ratio: float = 0.0,
@@ -148,6 +156,7 @@ def prepare_encode(
         noisy: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
         scheduler: with timesteps set, for requests to share; None = one for these, from `num_steps`.
+        short: B, see Request.short.
     """
     start = _start(model, pipeline, prompts, generators, None, latents, num_steps, resolution, guidance_scale)
     same = dict(scheduler=scheduler or start.scheduler, guidance_scale=guidance_scale)
@@ -155,10 +164,16 @@ def prepare_encode(
     def request(row: int, name, **kind) -> Request:
         here = slice(row, row + 1)
         kind = dict(latents=start.latents[here], flash_ratio=flash_ratio) | kind | same
-        return Request(name, start.embeds.take(here), noise=partial(start.noise, here), how=how, **kind)
+        text = dict(embeds=start.embeds.take(here), short=short and short[row])
+        return Request(name, noise=partial(start.noise, here), how=how, **text, **kind)
 
     if groups is None:
         return [request(row, name, noisy=noisy, num_branches=num_branches) for row, name in enumerate(names)]
+    return _with_shared_beginnings(request, names, groups, noisy)
+
+
+def _with_shared_beginnings(request: Callable, names: Iterable, groups: list[int], noisy: range) -> list[Request]:
+    """One request per group, which the group's own follow where the noise begins."""
     heirs = {group: [] for group in groups}
     for row, name in enumerate(names):
         heirs[groups[row]].append(request(row, name, latents=None, noisy=noisy, step=noisy.start))
@@ -269,7 +284,13 @@ def encode(vae: Callable, images: Tensor, batch_size: int) -> Tensor:
     return torch.cat([vae(part * 2 - 1).float() for part in images.split(batch_size)])
 
 
-def decode(vae: Callable, latents: Tensor, batch_size: int) -> Tensor:
-    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1]."""
-    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])
+def decode(vae: Callable, latents: Tensor, batch_size: int, fixed: bool) -> Tensor:
+    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1].
+
+    fixed: fill up the last ones with copies, so that `vae` meets one shape.
+    """
+    num = len(latents)
+    if fixed:
+        latents = latents[torch.arange(-(-num // batch_size) * batch_size, device=latents.device).clamp(max=num - 1)]
+    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])[:num]
     return (images / 2 + 0.5).clamp(0, 1)

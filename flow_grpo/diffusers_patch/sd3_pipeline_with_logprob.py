@@ -108,7 +108,7 @@ def encode_images(pipeline, images: Tensor, batch_size: int = 8) -> Tensor:
     vae, config = pipeline.vae, pipeline.vae.config
 
     def encode(part: Tensor) -> Tensor:
-        return (vae.encode(part.to(vae.dtype)).latent_dist.mode() - config.shift_factor) * config.scaling_factor
+        return (vae.encode(part.to(vae.dtype)).latent_dist.mode().float() - config.shift_factor) * config.scaling_factor
 
     return sample_with_logprob.encode(encode, images, batch_size)
 
@@ -121,7 +121,7 @@ def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int =
     def decode(part: Tensor) -> Tensor:
         return vae.decode((part / config.scaling_factor + config.shift_factor).to(vae.dtype), return_dict=False)[0]
 
-    return sample_with_logprob.decode(decode, latents, batch_size)
+    return sample_with_logprob.decode(decode, latents, batch_size, loading.fixed_shape(vae))
 
 
 THIS = sys.modules[__name__]

@@ -33,6 +33,7 @@ class Request:
     noise: Callable | None = None  # noise(num) -> standard normal [num, ...] for its next noisy step
     how: dict = field(default_factory=dict)  # noise_level and sde_type of its noisy steps
     flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its steps, by DPM-Solver++
+    short: Any = None  # embeds without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
     heirs: list["Request"] = field(default_factory=list)  # not empty: it ends at their step, where they begin
     trunk: "Request | None" = None  # of a branch
@@ -51,8 +52,13 @@ class Request:
     @property
     def kind(self) -> tuple:
         """Requests of one kind can share a forward."""
-        text = self.embeds
+        text = self.text
         return self.scored, self.guidance_scale, text.embeds.shape[1:], text.mask is None, self.latents.shape[1:]
+
+    @property
+    def text(self) -> Any:
+        """The embeddings of its next step."""
+        return self.embeds if self.scored or self.short is None else self.short
 
     @property
     def timestep(self) -> Tensor:
@@ -162,7 +168,7 @@ def denoise_step(velocity: Callable, tick: list[Request], slots: Slots, mode: Ca
     """Velocities of a tick's rows, by one forward inside mode(), which is filled up with copies of the last row."""
     x = torch.cat([request.latents for request in tick])
     t = torch.cat([request.timestep.expand(len(request.latents)) for request in tick])
-    embeds = tick[0].embeds.concat([request.embeds.expand(len(request.latents)) for request in tick])
+    embeds = tick[0].embeds.concat([request.text.expand(len(request.latents)) for request in tick])
     num = len(x)
     size = max(slots.scored if tick[0].scored else slots.free, num)
     rows = torch.arange(size, device=x.device).clamp(max=num - 1)
@@ -230,7 +236,7 @@ def branch(trunk: Request, latents: Tensor, free_slots: int) -> list[Request]:
     together = free_slots // len(latents) * len(latents)
     size = len(latents) if together >= 0.9 * free_slots else 1
     common = dict(embeds=trunk.embeds, scheduler=trunk.scheduler, guidance_scale=trunk.guidance_scale, trunk=trunk)
-    common |= dict(step=trunk.step + 1, flash_ratio=trunk.flash_ratio)
+    common |= dict(short=trunk.short, step=trunk.step + 1, flash_ratio=trunk.flash_ratio)
     new = [Request(trunk.name, latents=part, **common) for part in latents.split(size)]
     trunk.branches += new
     return new

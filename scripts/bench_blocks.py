@@ -1,0 +1,155 @@
+"""What Qwen-Image's blocks cost, compiled, and a decode; JSON lines. Of 60 blocks 6 are there, times and memory x 10.
+
+    python scripts/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
+
+`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them; milliseconds, and the kinds of
+kernels they went to. `step`: forward and backward of adapters at some rows, by what is kept for the backward
+(`checkpoint`: block inputs alone; else the share `activation_memory`). `decode`: 8 images.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+
+import torch
+from build_random_pipeline import large_random
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from ml_collections import ConfigDict
+from torch.profiler import ProfilerActivity, profile
+
+from flow_grpo import flops, fsdp_utils, policies
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+
+BLOCKS, TEXT_TOKENS = 60, 48
+KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|fmha|attention_kernel"), ("other", ""))
+STEPS = [(8, "checkpoint", 1.0), (8, "", 1.0), (8, "", 0.5), (8, "", 0.2), (16, "", 0.2), (4, "", 1.0)]
+LORA = ConfigDict(dict(rank=64, alpha=128, path=""))
+
+
+def milliseconds(call, device, repeats: int = 5) -> float:
+    """Mean of `repeats` calls after one that warms up."""
+    call()
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait(device)
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def wait(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def shares(call, device) -> dict[str, float]:
+    """Of a call's time on the GPU, by kind of kernel."""
+    if device.type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        wait(device)
+    spent = Counter()
+    for event in recorded.key_averages():
+        spent[next(kind for kind, pattern in KINDS if re.search(pattern, event.key))] += event.self_device_time_total
+    return {f"share of {kind}": time / sum(spent.values()) for kind, time in spent.items()}
+
+
+def inputs(transformer, rows: int, tokens: int, width: int, masked: bool, device):
+    """x, t and text of some rows, of which 17 tokens are no padding."""
+    text = torch.randn(rows, width, transformer.config.joint_attention_dim, device=device, dtype=torch.bfloat16)
+    mask = torch.arange(width, device=device).expand(rows, -1) < 17 if masked else None
+    x = torch.randn(rows, tokens, transformer.config.in_channels, device=device)
+    return x, torch.full((rows,), 500.0, device=device), PromptEmbeds(text, mask=mask)
+
+
+def fresh(transformer, activation_memory: float = 1.0) -> None:
+    """Compiled for what comes, whatever came before."""
+    torch._dynamo.reset()
+    fsdp_utils.compile_units(transformer, qwenimage.SHARD_UNITS, activation_memory)
+
+
+def forward(transformer, merged, factor: int, tokens: int, rows: int, width: int, masked: bool, device) -> dict:
+    """Of rows without gradients."""
+    fresh(transformer)
+    given = inputs(transformer, rows, tokens, width, masked, device)
+
+    def call():
+        with torch.no_grad(), merged():
+            policies.predict(qwenimage, transformer, "bf16", 1.0, *given)
+
+    found = milliseconds(call, device) * factor
+    rate = rows * factor * flops.row_flops(transformer, tokens, width) / found / 1e9
+    what = dict(what="forward", rows=rows, text_tokens=width, masked=masked, ms=found, tflops=rate)
+    return what | shares(call, device)
+
+
+def step(transformer, factor: int, tokens: int, rows: int, kept: str, memory: float, device) -> dict:
+    """Of rows, with gradients of the adapters; a row's useful work is twice its forward's."""
+    (transformer.enable_gradient_checkpointing if kept else transformer.disable_gradient_checkpointing)()
+    fresh(transformer, memory)
+    given = inputs(transformer, rows, tokens, TEXT_TOKENS, True, device)
+
+    def call():
+        policies.predict(qwenimage, transformer, "bf16", 1.0, *given).square().mean().backward()
+
+    call()
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    found = milliseconds(call, device) * factor
+    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 * factor / rows if cuda else None
+    rate = 2 * rows * factor * flops.row_flops(transformer, tokens, TEXT_TOKENS) / found / 1e9
+    what = dict(what="step", rows=rows, kept=kept or memory, ms=found, ms_per_row=found / rows)
+    return what | dict(tflops=rate, gib_per_row=gib)
+
+
+@torch.no_grad()
+def decodes(sizes: dict, latent_side: int, device):
+    """Milliseconds of a decode of 8 images, as the decoder becomes faster."""
+    vae = large_random(device)(lambda: AutoencoderKLQwenImage(**sizes), torch.float32)
+    z = torch.randn(8, 16, 1, latent_side, latent_side, device=device)
+
+    def call():
+        vae.decode(z.to(vae.dtype), return_dict=False)
+
+    for how, change in {
+        "as published": lambda: None,
+        "2-D convolutions": lambda: convolve_in_2d(vae),
+        "bf16": lambda: vae.to(torch.bfloat16),
+        "compiled": lambda: vae.decoder.compile(dynamic=False),
+    }.items():
+        change()
+        yield dict(what="decode", images=8, how=how, ms=milliseconds(call, device))
+
+
+def main(tiny: bool) -> None:
+    device = fsdp_utils.init_distributed().device
+    small = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
+    blocks, tokens, rows, latent_side = (2, 16, 4, 8) if tiny else (6, 1024, 24, 64)
+    build = lambda: QwenImageTransformer2DModel(num_layers=blocks, **small if tiny else {})  # noqa: E731
+    transformer = large_random(device)(build, torch.bfloat16)
+    policies.attach(transformer, LORA, qwenimage.LORA_TARGETS)
+    how = dict(units=qwenimage.SHARD_UNITS, device=device, precision="bf16", weights=None)
+    fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
+    factor, merged = BLOCKS // blocks, policies.merged(transformer)
+    say = lambda found: sys.stdout.write(json.dumps(found) + "\n")  # noqa: E731
+    for width, masked in [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)][: 1 if tiny else None]:
+        say(forward(transformer, merged, factor, tokens, rows, width, masked, device))
+    for case in STEPS[: 1 if tiny else None]:
+        say(step(transformer, factor, tokens, *case, device))
+    del transformer
+    for found in decodes(dict(base_dim=16) if tiny else {}, latent_side, device):
+        say(found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
+    main(parser.parse_args().tiny)

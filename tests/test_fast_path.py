@@ -1,0 +1,163 @@
+"""What makes a run faster, against the plain way. Slots: test_stepwise.py; compiled blocks: test_parity.py; merged
+adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
+"""
+
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from small import ENV, MODELS, ROOT, config_of, tiny_folder
+
+from flow_grpo import fsdp_utils, policies, rng, shapes
+from flow_grpo.diffusers_patch import loading, sample_with_logprob
+from flow_grpo.diffusers_patch.sample_with_logprob import prepare_encode
+from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, joined, walk
+
+QWEN, SIZE = MODELS["qwenimage"], 64
+PROMPTS = ["a photo of a red circle", "a star left of a green triangle", "two blue squares"]
+
+
+def loaded(name, tmp_path, **how):
+    """A pipeline as a run loads it."""
+    return MODELS[name].load_pipeline(tiny_folder(name, tmp_path), torch.device("cpu"), **how)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_vae_in_bf16_draws_the_same_picture(name, tmp_path):
+    """Of rendered shapes, where the VAE has learned to draw them, and of noise."""
+    model, plain = MODELS[name], loaded(name, tmp_path)
+    fast = loaded(name, tmp_path, vae_dtype=torch.bfloat16)
+    latents = model.initial_latents(plain, [rng.generator(0, "noise", n) for n in range(5)], SIZE, "cpu")
+    if name == "qwenimage":
+        table = shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
+        pictures = shapes.render(shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0)))
+        latents = model.encode_images(plain, pictures)
+    expected, found = (model.decode_latents(pipeline, latents, SIZE, 2) for pipeline in (plain, fast))
+    gap = (found - expected).abs() * 255
+    assert found.dtype == torch.float32
+    assert 0 < gap.mean() < (0.3 if name == "qwenimage" else 1.0)
+    assert gap.max() < 16
+    assert expected.std() > 0.01, "there must be something in the picture"
+
+
+def test_a_decoder_of_one_shape_meets_one_shape():
+    latents, shapes = torch.randn(7, 4), []
+
+    def vae(part):
+        shapes.append(len(part))
+        return part * 0.1
+
+    plain, filled = (sample_with_logprob.decode(vae, latents, 3, fixed) for fixed in (False, True))
+    assert shapes == [3, 3, 1, 3, 3, 3]
+    assert torch.equal(plain, filled)
+    assert torch.equal(sample_with_logprob.decode(vae, latents[:2], 3, True), plain[:2])
+
+
+def test_only_a_compiled_decoder_needs_one_shape(tmp_path):
+    pipeline = loaded("qwenimage", tmp_path)
+    assert not loading.fixed_shape(pipeline.vae)
+    loading.compile_decoder(pipeline)
+    assert loading.fixed_shape(pipeline.vae)
+
+
+def test_text_is_cut_to_a_multiple_that_holds_its_longest_row(tmp_path):
+    embeds = QWEN.encode_prompts(loaded("qwenimage", tmp_path), PROMPTS, width=20, guided=False)
+    lengths = embeds.mask.sum(1)
+    assert 4 < lengths.max() <= 16
+    cut = embeds.trimmed(4)
+    assert cut.embeds.shape[1] == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
+    assert torch.equal(cut.mask.sum(1), lengths)
+    assert torch.equal(cut.padded(20).embeds, embeds.embeds)
+    assert embeds.trimmed(16).embeds.shape[1] == 16
+    without = QWEN.encode_prompts(loaded("qwenimage", tmp_path), PROMPTS[:1], guided=False)
+    assert without.trimmed(4) is without
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding(guidance, tmp_path):
+    pipeline = loaded("qwenimage", tmp_path)
+    fsdp_utils.prepare(
+        pipeline.transformer,
+        None,
+        units=QWEN.SHARD_UNITS,
+        device=torch.device("cpu"),
+        precision="fp32",
+        weights=QWEN.transformer_folder(tiny_folder("qwenimage", tmp_path)),
+    )
+    embeds = QWEN.encode_prompts(pipeline, PROMPTS, width=20)
+    how = dict(resolution=SIZE, num_steps=6, guidance_scale=guidance, noise_level=0.7, sde_type="sde")
+    seen = {True: set(), False: set()}
+
+    def velocity(x, t, embeds, guidance_scale):
+        seen[len(x) == 3].add(embeds.embeds.shape[1])
+        return QWEN.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
+
+    def walked(short):
+        noise = [rng.generator(0, "noise", n) for n in range(3)]
+        branching = dict(noisy=range(1, 4), num_branches=2, names=range(3), short=short)
+        requests = prepare_encode(QWEN, pipeline, embeds, noise, **branching, **how)
+        return joined(sorted(walk(velocity, requests, Slots(3, 8)), key=lambda request: request.name))
+
+    plain, trace = walked(None)
+    assert seen == {True: {20}, False: {20}}
+    found, of_short = walked([embeds.take(slice(n, n + 1)).trimmed(4) for n in range(3)])
+    widths = {-(-length // 4) * 4 for length in embeds.mask.sum(1).tolist()}
+    assert seen[False] == {20} | widths, "branches, and the trunks' step before the noise"
+    torch.testing.assert_close(found, plain, rtol=0, atol=2e-4 if guidance > 1 else 2e-5)
+    for ours, theirs in zip(of_short, trace, strict=True):
+        torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, rtol=0, atol=1e-5)
+
+
+def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
+    pipeline = loaded("qwenimage", tmp_path)
+    how = dict(units=QWEN.SHARD_UNITS, device=torch.device("cpu"), precision="fp32")
+    lora = config_of("shapes_qwenimage").lora
+    policies.attach(pipeline.transformer, lora, QWEN.LORA_TARGETS)
+    folder = tiny_folder("qwenimage", tmp_path)
+    weights, init = QWEN.transformer_folder(folder), policies.adapter_init(lora, 0)
+    fsdp_utils.prepare(pipeline.transformer, None, weights=weights, init=init, **how)
+    embeds = QWEN.encode_prompts(pipeline, PROMPTS, width=20)
+    x = QWEN.initial_latents(pipeline, [rng.generator(0, "noise", n) for n in range(3)], SIZE, "cpu")
+    velocity = partial(QWEN.predict_velocity, pipeline.transformer, x, torch.full((3,), 500.0), embeds, 4.0)
+    gradients = []
+    for block in pipeline.transformer.transformer_blocks:
+        block.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
+    with torch.no_grad(), policies.training_graph(pipeline.transformer):
+        inside = velocity()
+    assert all(gradients)
+    assert not inside.requires_grad
+    after = velocity()
+    assert after.requires_grad
+    assert torch.equal(inside, after)
+
+
+def run_script(*command, **environment):
+    """The lines of JSON that it prints."""
+    how = dict(cwd=ROOT, env=ENV | {"OMP_NUM_THREADS": "1"} | environment)
+    done = subprocess.run(command, **how, check=True, capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_an_epoch_of_two_ranks_is_measured_once():
+    command = ["scripts/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    (found,) = run_script(*torchrun, *command)
+    assert (found["gpus"], found["images"]) == (2, 32)
+
+
+def test_starts_are_measured_to_the_first_update():
+    command = ["scripts/bench_start.py", "scripts/train_qwenimage.py"]
+    (found,) = run_script(sys.executable, *command, "--config", "config/grpo.py:shapes_qwenimage,smoke")
+    assert 1 < found["second_start_s"] < 2 * found["first_start_s"]
+
+
+def test_blocks_are_measured():
+    """Not compiled here, which takes a minute."""
+    found = run_script(sys.executable, "scripts/bench_blocks.py", "--tiny", TORCHDYNAMO_DISABLE="1")
+    assert [line["what"] for line in found] == ["forward", "step", *["decode"] * 4]
+    assert all(line["ms"] > 0 for line in found)
