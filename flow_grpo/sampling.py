@@ -75,8 +75,8 @@ def _together(run) -> tuple[Callable, Callable]:
 def _how(run) -> dict[str, Any]:
     """What all walks of a run have in common."""
     config, sample = run.config, run.config.sample
-    how = {key: sample[key] for key in ("num_steps", "noise_level", "sde_type", "flash_ratio", "guidance_scale")}
-    return how | dict(resolution=config.resolution)
+    keys = "num_steps", "noise_level", "sde_type", "flash_ratio", "flash_solver", "guidance_scale"
+    return {key: sample[key] for key in keys} | dict(resolution=config.resolution)
 
 
 def _modes(run) -> dict[str, Callable]:

@@ -9,6 +9,7 @@ CHOICES = {
     "vae_precision": ("fp32", "bf16"),
     "fsdp.mode": ("replicate", "shard", "hybrid"),
     "sample.engine": ("full", "stepwise"),
+    "sample.flash_solver": ("dpm", "extrapolate"),
     "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
     "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
     "train.old_log_prob": ("rollout", "recompute"),
@@ -98,6 +99,11 @@ def _check_meaning(config) -> None:
 
 
 def _check_speed(config) -> None:
+    if config.sample.flash_solver != "dpm" and not config.sample.flash_ratio:
+        raise ValueError(
+            f"config.sample.flash_solver is {config.sample.flash_solver!r}, but config.sample.flash_ratio 0 leaves no "
+            "forward out"
+        )
     if config.fsdp.activation_memory > 1:
         raise ValueError(f"config.fsdp.activation_memory is {config.fsdp.activation_memory}; a share is at most 1")
     if config.sample.text_multiple and config.sample.engine != "stepwise":

@@ -2,10 +2,10 @@
 
     python scripts/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
 
-All ways draw the same trunks and the same branches, which then take fewer steps (sample.flash_ratio, DPM-Solver++), or
-merged weights (sample.merge_adapter), to the image. What training reads from the rewards is their order within a group,
-the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in
-both; `all_images` is that of all rewards together.
+All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
+or merged weights (sample.merge_adapter), to the image. What training reads from the rewards is their order within a
+group, the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose rewards
+differ in both; `all_images` is that of all rewards together.
 """
 
 import json
@@ -23,7 +23,9 @@ from flow_grpo import settings
 
 EXACT = dict(flash_ratio=0.0, merge_adapter=False)
 CHEAP = [dict(flash_ratio=0.0, merge_adapter=True)] + [
-    dict(flash_ratio=ratio, merge_adapter=True) for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+    dict(flash_ratio=ratio, flash_solver=solver, merge_adapter=True)
+    for solver in ("dpm", "extrapolate")
+    for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 ]
 
 

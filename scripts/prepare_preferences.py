@@ -73,7 +73,7 @@ def from_rollouts(config, model, device) -> Callable:
     pipeline, sample, group = load(config, model, device), config.sample, config.sample.num_images_per_prompt
     pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, pipeline.transformer, config.precision, sample.guidance_scale)
-    how = {key: sample[key] for key in ("num_steps", "noise_level", "flash_ratio")}
+    how = {key: sample[key] for key in ("num_steps", "noise_level", "flash_ratio", "flash_solver")}
     how |= dict(resolution=config.resolution, vae_batch_size=config.vae_batch_size)
 
     def make(rows: list[prompts.Prompt], first: int):

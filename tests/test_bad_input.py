@@ -48,6 +48,8 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
             dict(sample__sde_window_size=0, sample__sde_window_schedule="decay"),
             r"nothing is left to move by .*'decay'",
         ),
+        (WINDOW, dict(sample__flash_solver="heun"), r"flash_solver is 'heun'; it may be 'dpm', 'extrapolate'"),
+        (WINDOW, dict(sample__flash_solver="extrapolate"), r"flash_ratio 0 leaves no forward out"),
         (WINDOW, dict(fsdp__activation_memory=1.5), r"activation_memory is 1.5; a share is at most 1"),
         (WINDOW, dict(fsdp__activation_memory=0.5), r"activation_memory is 0.5: .* it takes config.compile"),
         (

@@ -8,6 +8,8 @@ import torch
 
 from flow_grpo import rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import (
+    Extrapolation,
+    asked_steps,
     branch_with_logprob,
     denoise_with_logprob,
     dpm_solver,
@@ -152,6 +154,54 @@ def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
     assert solver.sigmas[-1] == 0
     assert solver.sigmas[0] == SIGMAS[window.stop]
     assert found.isfinite().all()
+
+
+def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():
+    assert asked_steps(1, 10, 1.0) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert asked_steps(1, 10, 0.9) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert asked_steps(1, 10, 0.8) == [1, 2, 3, 4, 5, 6, 8]
+    assert asked_steps(1, 10, 0.7) == [1, 2, 3, 4, 6, 8]
+    assert asked_steps(1, 10, 0.6) == [1, 2, 4, 6, 8]
+    assert asked_steps(1, 10, 0.5) == [1, 3, 5, 7]
+    assert asked_steps(1, 10, 0.3) == [1, 3, 6]
+    assert asked_steps(8, 10, 0.5) == asked_steps(8, 10, 0.1) == [8]
+    assert asked_steps(9, 10, 0.1) == [9]
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 3])
+def test_extrapolation_is_exact_where_the_velocity_is_linear_in_sigma(start_step):
+    """Then what it extrapolates is what a forward would have said, but for the first gap, which has one velocity."""
+    scheduler = SimpleNamespace(timesteps=torch.linspace(1000, 100, 10), sigmas=torch.linspace(1, 0, 11) ** 1.5)
+    slope, offset, x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    velocities = scheduler.sigmas[:-1, None] * slope + offset
+
+    def walked(ratio):
+        solver, latents, steps = Extrapolation(scheduler, start_step, ratio), x, []
+        for t in solver.timesteps:
+            steps.append(int((scheduler.timesteps == t).nonzero()))
+            latents = solver.step(velocities[steps[-1]], t, latents)[0]
+        assert steps == asked_steps(start_step, 10, ratio)
+        return latents
+
+    euler = x + (scheduler.sigmas.diff()[start_step:, None] * velocities[start_step:]).sum(0)
+    torch.testing.assert_close(walked(1.0), euler)
+    torch.testing.assert_close(walked(0.9), euler)
+    torch.testing.assert_close(walked(0.7), euler)
+    assert (walked(0.3) - euler).abs().max() < (walked(0.1) - euler).abs().max()
+
+
+@pytest.mark.parametrize("window", [range(0), range(2, 4), range(T - 1)])
+def test_extrapolation_asks_for_a_share_of_the_velocities_and_all_of_them_are_eulers(window):
+    def walked(**flash):
+        latents, noise, velocity, calls = start()
+        return denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, **flash, **HOW)[0], calls
+
+    plain, _ = walked()
+    whole, calls = walked(flash_ratio=1.0, flash_solver="extrapolate")
+    torch.testing.assert_close(whole, plain)
+    half, fewer = walked(flash_ratio=0.5, flash_solver="extrapolate")
+    assert len(fewer) - window.stop == max(1, round((T - window.stop) * 0.5)) <= len(calls) - window.stop
+    assert half.isfinite().all()
 
 
 @pytest.mark.parametrize("steps", [range(T - 1), range(3)])

@@ -50,6 +50,7 @@ def mix():
                 noisy=noisy,
                 num_branches=branches,
                 flash_ratio=0.5 if n % 6 == 5 else 0.0,
+                flash_solver="extrapolate" if n % 12 == 11 else "dpm",
                 how=how,
             ),
         )
@@ -58,8 +59,8 @@ def mix():
 def alone(pipeline, n, what, copies=1):
     """What the entry points make of one request, or of copies of it."""
     embeds = QWEN.encode_prompts(pipeline, [what["prompt"]] * copies, width=what["width"]).padded(32)
-    how = dict(resolution=SIZE, num_steps=what["num_steps"], flash_ratio=what["flash_ratio"], **what["how"])
-    how |= dict(guidance_scale=what["guidance_scale"])
+    how = dict(resolution=SIZE, num_steps=what["num_steps"], **what["how"])
+    how |= {key: what[key] for key in ("guidance_scale", "flash_ratio", "flash_solver")}
     noise = [rng.generator(0, "noise", n) for _ in range(copies)]
     if what["num_branches"]:
         branching = dict(steps=what["noisy"], num_branches=what["num_branches"], completion_batch_size=copies)
@@ -75,7 +76,8 @@ def expected(pipeline):
 def requests_of(pipeline, n, what):
     """The same as a request, with the text padded to a width that all have in common."""
     embeds = QWEN.encode_prompts(pipeline, [what["prompt"]], width=what["width"]).padded(32)
-    how = {key: what[key] for key in ("guidance_scale", "noisy", "num_branches", "flash_ratio", "num_steps")}
+    how = {key: what[key] for key in ("guidance_scale", "noisy", "num_branches", "num_steps")}
+    how |= {key: what[key] for key in ("flash_ratio", "flash_solver")}
     noise = [rng.generator(0, "noise", n)]
     return prepare_encode(QWEN, pipeline, embeds, noise, names=[n], resolution=SIZE, **how, **what["how"])
 

@@ -94,7 +94,7 @@ def sample_window(
         window: the noisy steps, within [0, num_steps); empty for a deterministic image.
         velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
-        how: groups, flash_ratio, scored, unscored of denoise_with_logprob; noise_level, sde_type of
+        how: groups, flash_ratio, flash_solver, scored, unscored of denoise_with_logprob; noise_level, sde_type of
             sde_step_with_logprob.
     """
     start = _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale)
@@ -147,19 +147,19 @@ def prepare_encode(
     num_steps: int = 10,
     resolution: int = 512,
     flash_ratio: float = 0.0,
+    flash_solver: str = "dpm",
     **how,
 ) -> list[Request]:
     """Requests for stepwise_with_logprob.walk: `sample_window`'s images or, with `num_branches`, `sample_perstep`'s
-    trunks. Further arguments as there, noise_level and sde_type among them.
+    trunks. Further arguments as there, noise_level and sde_type among them; `short` [B] as in Request.
 
     Args:
         noisy: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
         scheduler: with timesteps set, for requests to share; None = one for these, from `num_steps`.
-        short: B, see Request.short.
     """
     start = _start(model, pipeline, prompts, generators, None, latents, num_steps, resolution, guidance_scale)
-    same = dict(scheduler=scheduler or start.scheduler, guidance_scale=guidance_scale)
+    same = dict(scheduler=scheduler or start.scheduler, guidance_scale=guidance_scale, flash_solver=flash_solver)
 
     def request(row: int, name, **kind) -> Request:
         here = slice(row, row + 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep, dpm_solver
+from flow_grpo.diffusers_patch.denoise_with_logprob import SOLVERS, TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 
 
@@ -32,7 +32,8 @@ class Request:
     num_branches: int = 0  # above 0: a trunk; it goes on without noise, and ends with its last noisy step
     noise: Callable | None = None  # noise(num) -> standard normal [num, ...] for its next noisy step
     how: dict = field(default_factory=dict)  # noise_level and sde_type of its noisy steps
-    flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its steps, by DPM-Solver++
+    flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its forwards
+    flash_solver: str = "dpm"  # how, a name in denoise_with_logprob.SOLVERS
     short: Any = None  # embeds without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
     heirs: list["Request"] = field(default_factory=list)  # not empty: it ends at their step, where they begin
@@ -74,10 +75,10 @@ class Request:
         return self.step >= steps
 
     def begin_solver(self) -> None:
-        """Once the noise is over, go on by DPM-Solver++ where that was asked for."""
+        """Once the noise is over, go on with fewer forwards where that was asked for."""
         num_steps = len(self.scheduler.timesteps)
         if self.flash_ratio and not self.num_branches and not self.solver and self.noisy.stop <= self.step < num_steps:
-            self.solver, self.step = dpm_solver(self.scheduler, self.step, self.flash_ratio), 0
+            self.solver, self.step = SOLVERS[self.flash_solver](self.scheduler, self.step, self.flash_ratio), 0
             self.noisy = range(0)
 
     def begin_heirs(self) -> list["Request"]:
@@ -236,7 +237,8 @@ def branch(trunk: Request, latents: Tensor, free_slots: int) -> list[Request]:
     together = free_slots // len(latents) * len(latents)
     size = len(latents) if together >= 0.9 * free_slots else 1
     common = dict(embeds=trunk.embeds, scheduler=trunk.scheduler, guidance_scale=trunk.guidance_scale, trunk=trunk)
-    common |= dict(short=trunk.short, step=trunk.step + 1, flash_ratio=trunk.flash_ratio)
+    common |= dict(short=trunk.short, step=trunk.step + 1)
+    common |= dict(flash_ratio=trunk.flash_ratio, flash_solver=trunk.flash_solver)
     new = [Request(trunk.name, latents=part, **common) for part in latents.split(size)]
     trunk.branches += new
     return new
