@@ -25,7 +25,7 @@ def shapes_qwenimage_nft():
 
 def pickscore_qwenimage_nft():
     """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
-    config = forward(GRPO["qwenimage_512"](base()))
+    config = forward(GRPO["slots_512"](GRPO["qwenimage_512"](base())))
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
     config.sample.batch_size = 8
     return config
@@ -64,7 +64,7 @@ def smoke(config):
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (smoke, GRPO["flash"], GRPO["stepwise"])
+VARIANTS = (smoke, GRPO["flash"], GRPO["stepwise"], GRPO["large_gpu"])
 
 
 def get_config(name="shapes_qwenimage_nft"):

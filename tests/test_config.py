@@ -99,7 +99,7 @@ def test_every_run_passes_its_own_scripts_checks(run, variant):
     assert config.name == (run + variant).replace(",", "_")
 
 
-@pytest.mark.parametrize("variant", ["", ",smoke", ",flash"])
+@pytest.mark.parametrize("variant", ["", ",smoke", ",flash", ",large_gpu"])
 @pytest.mark.parametrize("run", [run.__name__ for run in NFT["RUNS"]])
 def test_every_run_without_noise_passes_its_own_scripts_checks(run, variant):
     config = NFT["get_config"](run + variant)
