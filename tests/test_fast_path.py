@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from small import ENV, MODELS, ROOT, config_of, tiny_folder
+import train_qwenimage_pr
+from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
 
 from flow_grpo import fsdp_utils, policies, rng, shapes
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
@@ -105,9 +107,10 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
 
     plain, trace = walked(None)
     assert seen == {True: {20}, False: {20}}
+    seen[False].clear()
     found, of_short = walked([embeds.take(slice(n, n + 1)).trimmed(4) for n in range(3)])
     widths = {-(-length // 4) * 4 for length in embeds.mask.sum(1).tolist()}
-    assert seen[False] == {20} | widths, "branches, and the trunks' step before the noise"
+    assert seen == {True: {20}, False: widths}, "of branches, and of the trunks' step before the noise"
     torch.testing.assert_close(found, plain, rtol=0, atol=2e-4 if guidance > 1 else 2e-5)
     for ours, theirs in zip(of_short, trace, strict=True):
         torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, rtol=0, atol=1e-5)
@@ -134,6 +137,39 @@ def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
     after = velocity()
     assert after.requires_grad
     assert torch.equal(inside, after)
+
+
+def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path):
+    widths, dtypes = {True: set(), False: set()}, set()
+
+    def predict_velocity(transformer, x, t, embeds, guidance_scale):
+        widths[torch.is_grad_enabled()].add(embeds.embeds.shape[1])
+        return QWEN.predict_velocity(transformer, x, t, embeds, guidance_scale)
+
+    def decode_latents(pipeline, *args):
+        dtypes.add(pipeline.vae.dtype)
+        return QWEN.decode_latents(pipeline, *args)
+
+    own = dict(predict_velocity=predict_velocity, decode_latents=decode_latents)
+    how = dict(vae_precision="bf16", sample__text_multiple=4, num_epochs=1, eval_freq=0)
+    train_qwenimage_pr.main(config_of("shapes_qwenimage_pr", tmp_path, **how), SimpleNamespace(**vars(QWEN) | own))
+    assert dtypes == {torch.bfloat16}
+    assert widths[True] == {20}
+    assert widths[False] > {20}
+    assert all(width % 4 == 0 for width in widths[False])
+
+
+@pytest.mark.parametrize("engine", ["full", "stepwise"])
+def test_extrapolation_of_no_step_is_the_plain_walk(engine, tmp_path):
+    def rewards(**flash):
+        how = dict(num_epochs=1, eval_freq=0, sample__engine=engine, sample__merge_adapter=False)
+        line = lines_of(train("shapes_qwenimage_pr", tmp_path, **how, **flash), "epoch")[0]
+        return line["reward/avg"], line["reward/group_std"]
+
+    plain = rewards(sample__flash_ratio=0.0)
+    assert rewards(sample__flash_ratio=1.0, sample__flash_solver="extrapolate") == pytest.approx(plain, rel=1e-3)
+    assert rewards(sample__flash_ratio=1.0) != pytest.approx(plain, rel=1e-3)
+    assert rewards(sample__flash_ratio=0.5, sample__flash_solver="extrapolate") != pytest.approx(plain, rel=1e-3)
 
 
 def run_script(*command, **environment):

@@ -50,7 +50,7 @@ def mix():
                 noisy=noisy,
                 num_branches=branches,
                 flash_ratio=0.5 if n % 6 == 5 else 0.0,
-                flash_solver="extrapolate" if n % 12 == 11 else "dpm",
+                flash_solver="extrapolate" if n % 4 == 1 else "dpm",
                 how=how,
             ),
         )
