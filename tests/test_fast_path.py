@@ -12,6 +12,7 @@ import pytest
 import torch
 import train_qwenimage_pr
 from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
+from torch import nn
 
 from flow_grpo import fsdp_utils, policies, rng, shapes
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
@@ -197,3 +198,31 @@ def test_blocks_are_measured():
     found = run_script(sys.executable, "scripts/bench_blocks.py", "--tiny", TORCHDYNAMO_DISABLE="1")
     assert [line["what"] for line in found] == ["forward", "step", *["decode"] * 4]
     assert all(line["ms"] > 0 for line in found)
+
+
+class Block(nn.Module):
+    """Four layers, between which there is something to keep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(nn.functional.gelu(x))
+        return x
+
+
+def test_compiled_blocks_keep_the_share_that_they_may():
+    def kept(share):
+        torch._dynamo.reset()
+        sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)
+        fsdp_utils.compile_units(module, ("Block",), share)
+        pack = lambda tensor: sizes.update({tensor.data_ptr(): tensor.nbytes}) or tensor  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(x).sum().backward()
+        return sum(sizes.values())
+
+    whole, half = kept(1.0), kept(0.5)
+    torch._functorch.config.activation_memory_budget = 1.0
+    assert half < 0.8 * whole
