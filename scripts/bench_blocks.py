@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 from build_random_pipeline import large_random
@@ -27,7 +28,9 @@ from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
 
 BLOCKS, TEXT_TOKENS = 60, 48
 KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|fmha|attention_kernel"), ("other", ""))
+TEXTS = [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)]  # tokens, and whether there is a mask
 STEPS = [(8, "checkpoint", 1.0), (8, "", 1.0), (8, "", 0.5), (8, "", 0.2), (16, "", 0.2), (4, "", 1.0)]
+SMALL = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
 LORA = ConfigDict(dict(rank=64, alpha=128, path=""))
 
 
@@ -129,27 +132,31 @@ def decodes(sizes: dict, latent_side: int, device):
         yield dict(what="decode", images=8, how=how, ms=milliseconds(call, device))
 
 
-def main(tiny: bool) -> None:
-    device = fsdp_utils.init_distributed().device
-    small = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
-    blocks, tokens, rows, latent_side = (2, 16, 4, 8) if tiny else (6, 1024, 24, 64)
-    build = lambda: QwenImageTransformer2DModel(num_layers=blocks, **small if tiny else {})  # noqa: E731
-    transformer = large_random(device)(build, torch.bfloat16)
+def load(blocks: int, sizes: dict, device):
+    """A transformer of some blocks, with adapters."""
+    transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
     policies.attach(transformer, LORA, qwenimage.LORA_TARGETS)
     how = dict(units=qwenimage.SHARD_UNITS, device=device, precision="bf16", weights=None)
-    fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
-    factor, merged = BLOCKS // blocks, policies.merged(transformer)
-    say = lambda found: sys.stdout.write(json.dumps(found) + "\n")  # noqa: E731
-    for width, masked in [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)][: 1 if tiny else None]:
-        say(forward(transformer, merged, factor, tokens, rows, width, masked, device))
-    for case in STEPS[: 1 if tiny else None]:
-        say(step(transformer, factor, tokens, *case, device))
-    del transformer
-    for found in decodes(dict(base_dim=16) if tiny else {}, latent_side, device):
-        say(found)
+    return fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
+
+
+def measure(tiny: bool):
+    """Yields a line for each case; the tiny model has one of each."""
+    device = fsdp_utils.init_distributed().device
+    blocks, tokens, rows, latent_side = (2, 16, 4, 8) if tiny else (6, 1024, 24, 64)
+    few = slice(1 if tiny else None)
+    transformer, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks
+    merged = policies.merged(transformer)
+    for width, masked in TEXTS[few]:
+        yield forward(transformer, merged, factor, tokens, rows, width, masked, device)
+    for case in STEPS[few]:
+        yield step(transformer, factor, tokens, *case, device)
+    del transformer, merged
+    yield from decodes(dict(base_dim=16) if tiny else {}, latent_side, device)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
-    main(parser.parse_args().tiny)
+    for line in measure(parser.parse_args().tiny):
+        sys.stdout.write(json.dumps(line) + "\n")

@@ -218,8 +218,12 @@ def test_compiled_blocks_keep_the_share_that_they_may():
         torch._dynamo.reset()
         sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)
         fsdp_utils.compile_units(module, ("Block",), share)
-        pack = lambda tensor: sizes.update({tensor.data_ptr(): tensor.nbytes}) or tensor  # noqa: E731
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+
+        def note(tensor):
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             module(x).sum().backward()
         return sum(sizes.values())
 
