@@ -24,8 +24,11 @@ TINY = "flow_grpo/assets/tiny_qwenimage"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT, DPO])
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [((), WINDOW), ((), BRANCHES), *((TORCHRUN, name) for name in (WINDOW, BRANCHES, NFT, DPO))],
+    ids=lambda value: value if isinstance(value, str) else "torchrun" if value else "python",
+)
 def test_the_users_command_leaves_everything_in_the_runs_folder(name, launcher, tmp_path):
     script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
     command = [sys.executable, *launcher, script, f"--config={file_of(name)}:{name},smoke"]
