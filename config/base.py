@@ -128,7 +128,7 @@ def sample():
     sample.num_branches = 1  # train_*_pr.py: noisy branches per step of a trunk, at least 2
     sample.completion_batch_size = 128  # train_*_pr.py: rows per forward and GPU of the branches' way to the image
     sample.flash_ratio = 0.0  # above 0: after the noise, only this share of the forwards that are left
-    sample.flash_solver = "dpm"  # "dpm": DPM-Solver++ on a coarser grid | "extrapolate": on the same, between forwards
+    sample.flash_solver = "dpm"  # "dpm": DPM-Solver++ on a coarser grid | "extrapolate": all steps, some without one
     sample.engine = "full"  # "full": a batch's rows walk together | "stepwise": each row or branch in a slot
     sample.text_multiple = 0  # "stepwise": width of text where no log-prob is born, a multiple of this; 0: text_tokens
     sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights

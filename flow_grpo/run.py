@@ -174,6 +174,11 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
 def _check_files(config, model) -> dict[str, Any]:
     """That everything the config names is there; the prompts of both splits, and pairs if there are any."""
     policies.check_lora(config.lora)
+    if config.sample.text_multiple and not model.MASKED_TEXT:
+        raise ValueError(
+            f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
+            "padding, so none of it can be taken away; set 0"
+        )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model.check_folder(config.model)
     pairs, folder = {}, config.preferences.path

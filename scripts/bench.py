@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,9 +95,7 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
 
 def shared_folder() -> str:
     """One that all ranks know, and no other run."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return tempfile.mkdtemp()
-    return f"{tempfile.gettempdir()}/bench_{os.environ['TORCHELASTIC_RUN_ID']}"
+    return f"{tempfile.gettempdir()}/bench_{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
 
 
 class Work:
@@ -147,6 +146,7 @@ def epoch_figures(script: str, config, model) -> dict:
             random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
         module.main(config, SimpleNamespace(**vars(model) | dict(predict_velocity=work.predict_velocity)))
         lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    shutil.rmtree(shared_folder(), ignore_errors=True)
     if not lines:
         return {}
     rows = [json.loads(line) for line in lines]

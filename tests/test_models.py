@@ -189,6 +189,13 @@ def test_a_setting_of_the_other_script_is_refused(tmp_path):
             train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, folders, tmp_path):
+    how = dict(model=folders[name], sample__engine="stepwise", sample__text_multiple=8)
+    with pytest.raises(ValueError, match=r"text_multiple is 8, .* is conditioned on its padding"):
+        train(f"pickscore_{name}", tmp_path, **how)
+
+
 def test_a_folder_of_another_model_is_refused(folders, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(folders["sd3"], copy)

@@ -21,6 +21,7 @@ LORA_TARGETS = (
 # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19, H200);
 # flash attention, the next choice, does not.
 CUDNN_ATTENTION = False
+MASKED_TEXT = False  # the transformer was trained to see padding, and sees it
 
 check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)

@@ -26,6 +26,7 @@ LORA_TARGETS = tuple(
 )
 NEGATIVE_PROMPT = " "  # what Qwen-Image is guided away from; an empty string has no token to attend to
 CUDNN_ATTENTION = True
+MASKED_TEXT = True  # padding is hidden from the transformer
 
 check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)

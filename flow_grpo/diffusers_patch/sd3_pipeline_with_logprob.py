@@ -20,6 +20,7 @@ LORA_TARGETS = tuple(
     for linear in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 )
 CUDNN_ATTENTION = True
+MASKED_TEXT = False  # the transformer was trained to see padding, and sees it
 
 check_folder = partial(loading.check_folder, PIPELINE)
 without_weights = partial(loading.without_weights, PIPELINE)
