@@ -132,7 +132,7 @@ def other_graph(run) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS)
+    fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS, run.config.fsdp.activation_memory)
     try:
         with torch.enable_grad():
             yield
