@@ -104,6 +104,7 @@ def fsdp():
     fsdp.shard_size = 0  # ranks of a hybrid group
     fsdp.activation_checkpointing = False  # keep each block's input alone for the backward: a third more compute
     fsdp.activation_memory = 1.0  # compiled blocks: share of the other activations kept; what costs least is recomputed
+    fsdp.offload_weights = False  # sharded weights stay in host memory, one GPU's too; a block's come when it computes
     fsdp.offload_optimizer = False  # optimizer state in host memory while images are sampled
     return fsdp
 
@@ -132,6 +133,7 @@ def sample():
     sample.engine = "full"  # "full": a batch's rows walk together | "stepwise": each row or branch in a slot
     sample.text_multiple = 0  # "stepwise": width of text where no log-prob is born, a multiple of this; 0: text_tokens
     sample.merge_adapter = False  # faster forwards where no log-prob is born, for a copy of the adapted weights
+    sample.merged_precision = ""  # of that copy and its products: "" as the weights' own | "fp8": faster, other images
     return sample
 
 

@@ -19,7 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from flow_grpo import fsdp_utils
+from flow_grpo import fsdp_utils, stored_weights
 from flow_grpo.ema import Ema
 
 
@@ -177,7 +177,7 @@ def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, T
     config = json.loads(transformer.to_json_string())
     config["_class_name"] = config["_class_name"].removeprefix("FSDP")  # fully_shard subclasses the transformer's class
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    pattern = fsdp_utils.WEIGHTS.replace(".", "{suffix}.")
+    pattern = stored_weights.WEIGHTS.replace(".", "{suffix}.")
     save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
 
 

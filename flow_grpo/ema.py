@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from flow_grpo import fsdp_utils
+
 
 def decay_at(step: int, maximum: float) -> float:
     """min((1 + n) / (10 + n), maximum) after n = step optimizer steps: early averages follow the weights closely."""
@@ -52,6 +54,7 @@ class Ema:
     def _swap(self) -> None:
         """Exchange weights and shadows, tensor by tensor, so that no second copy of the model is needed."""
         self.is_applied = not self.is_applied
+        fsdp_utils.wait_for_offloaded(self.parameters.values())
         for name, p in self.parameters.items():
             weight = p.clone()
             p.copy_(self.shadows[name])

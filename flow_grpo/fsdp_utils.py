@@ -5,7 +5,6 @@ all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every
 `hybrid` (sharded inside groups of ranks, replicated across groups).
 """
 
-import json
 import os
 import resource
 from collections.abc import Callable, Iterable
@@ -15,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from flow_grpo import stored_weights
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
 
 
 class Ranks(NamedTuple):
@@ -128,22 +127,25 @@ def gather_objects(values: list) -> list:
     return [value for part in lists for value in part]
 
 
-def make_mesh(mode: str, device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
-    """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too.
+def make_mesh(mode: str, device: torch.device, shard_size: int = 0, offload: bool = False) -> DeviceMesh | None:
+    """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
+    its weights are to be offloaded.
 
     Make one per run: each opens process groups of its own.
 
     Args:
         mode: "replicate", "shard", or "hybrid" with `shard_size` ranks to each copy of the weights.
     Raises:
-        ValueError: an unknown mode, or a shard_size into which the ranks do not divide.
+        ValueError: an unknown mode, a shard_size into which the ranks do not divide, or offload without torchrun.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if mode not in ("replicate", "shard", "hybrid"):
         raise ValueError(f"unknown layout {mode!r}; there are: replicate, shard, hybrid")
     if mode == "hybrid" and (shard_size < 1 or world_size % shard_size):
         raise ValueError(f"{world_size} ranks do not divide into groups of shard_size = {shard_size}")
-    if mode == "replicate" or world_size == 1:
+    if offload and not dist.is_initialized():
+        raise ValueError("config.fsdp.offload_weights needs torchrun, on one GPU too: torchrun --nproc_per_node=1 ...")
+    if mode == "replicate" or (world_size == 1 and not offload):
         return None
     if mode == "shard":
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -170,7 +172,7 @@ def prepare(
     precision: str,
     weights: Path | str | None,
     init: Callable[[str, torch.Size], Tensor] | None = None,
-    activation_checkpointing: bool = False,
+    offload: bool = False,
 ) -> nn.Module:
     """Lay a diffusers transformer out over the ranks, in place, and fill it. Learned parameters become float32.
 
@@ -182,21 +184,21 @@ def prepare(
             brings the inputs: autocast for float32 weights, in every layout, or inputs of that dtype.
         weights: folder with diffusers' safetensors, of which each rank reads its own rows.
         init: (name, shape) -> adapter weight f32, CPU. By name, so that ranks and layouts start equal.
+        offload: sharded weights, gradients and what the optimizer keeps of them stay in pinned host memory; a unit's
+            weights come to the device for as long as it computes.
     Raises:
         ValueError: names or shapes in `weights` that are not the transformer's, or names that are missing.
     """
     if weights is None and any(p.is_meta for p in transformer.parameters()):
         raise ValueError("the transformer has no weights yet: pass the folder that holds them")
     _set_dtypes(transformer, DTYPES[precision])
-    if activation_checkpointing:
-        transformer.enable_gradient_checkpointing()
     if weights is None:
         transformer.to(device)
     if mesh is not None:
-        _shard(transformer, mesh, units, DTYPES[precision])
-    _materialise(transformer, device)
+        _shard(transformer, mesh, units, DTYPES[precision], offload)
+    _materialise(transformer, device, offload)
     if weights is not None:
-        _read_weights(transformer, Path(weights))
+        stored_weights.read(transformer, Path(weights), _copy_rows)
     if init is not None:
         _init_adapters(transformer, init)
     return transformer
@@ -223,61 +225,65 @@ def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
         p.data = p.data.to(torch.float32 if name in learned else frozen)
 
 
-def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype) -> None:
+def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:
     """FSDP2 over each unit and the rest.
 
     A unit may mix bf16 frozen and float32 trainable parameters, since FSDP2 asks only the trainable ones for one dtype.
     So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
     """
+    found = [module for module in transformer.modules() if type(module).__name__ in units]
+    if not found:
+        raise ValueError(f"no module of {type(transformer).__name__} is one of {units}")
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when
     # something else than backward (the EMA, a checkpoint) writes new ones.
     how = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-    found = [module for module in transformer.modules() if type(module).__name__ in units]
-    if not found:
-        raise ValueError(f"no module of {type(transformer).__name__} is one of {units}")
-    for module in found:
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for module in [*found, transformer]:
         fully_shard(module, **how)
-    fully_shard(transformer, **how)
+    for module, before in zip([*found[1:], transformer], found):  # its own order forgets all forwards but the last
+        module.set_modules_to_backward_prefetch([before])
+    transformer.cuts = []
+    transformer.register_forward_hook(_cut)
 
 
-def _materialise(transformer: nn.Module, device: torch.device) -> None:
+def _cut(transformer: nn.Module, inputs: tuple, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """End a forward's graph at what comes out; `backward` goes on from there."""
+    if not outputs[0].requires_grad:
+        return None
+    ends = tuple(part.detach().requires_grad_() for part in outputs)
+    transformer.cuts.append((outputs, ends))
+    return ends
+
+
+def backward(loss: Tensor, transformer: nn.Module) -> None:
+    """Add a loss's gradient to those of the parameters; of sharded ones forward by forward, the last first.
+
+    In one go autograd would hold the whole gradient of every weight, until each of the loss's forwards (two, with
+    guidance) had added to it. So it is reduced and sharded layer by layer.
+    """
+    loss.backward()
+    while is_sharded(transformer) and transformer.cuts:
+        outputs, ends = transformer.cuts.pop()
+        torch.autograd.backward(outputs, [end.grad for end in ends])
+
+
+def _materialise(transformer: nn.Module, device: torch.device, offload: bool) -> None:
     """Give meta parameters memory and move the rest. Unlike `to_empty` it leaves real buffers their values."""
-    transformer._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+    def place(tensor: Tensor) -> Tensor:
+        there = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=there) if tensor.is_meta else tensor.to(there)
+
+    transformer._apply(place)
 
 
-def _read_weights(transformer: nn.Module, folder: Path) -> None:
-    """Fill everything but adapters from `folder`. peft calls the adapted layers' own weights base_layer."""
-    targets = {n.replace(".base_layer.", "."): t for n, t in transformer.state_dict().items() if "lora_" not in n}
-    stored = _stored_names(folder)
-    wrong = {"missing": targets.keys() - stored.keys(), "unexpected": stored.keys() - targets.keys()}
-    if any(wrong.values()):
-        problems = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names)
-        raise ValueError(f"{folder} does not hold this {type(transformer).__name__}: {problems}")
-    for file in sorted(set(stored.values())):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                rows = tensors.get_slice(name)
-                if rows.get_shape() != list(targets[name].shape):
-                    raise ValueError(
-                        f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
-                    )
-                _copy_rows(targets[name], rows)
-
-
-def _stored_names(folder: Path) -> dict[str, Path]:
-    """Each weight's file, from the index or from the only file."""
-    index = folder / (WEIGHTS + ".index.json")
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
-    absent = [name for name in sorted(names) if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(f"{folder} has no {', '.join(absent)}")
-    stored = {}
-    for file in names:
-        with safe_open(folder / file, framework="pt") as tensors:
-            stored |= dict.fromkeys(tensors.keys(), folder / file)
-    return stored
+def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
+    """To be called before weights in host memory are written: the device may not have read them yet."""
+    if torch.cuda.is_available() and any(p.device.type == "cpu" for p in parameters):
+        torch.cuda.synchronize()
 
 
 def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Tensor]) -> None:
@@ -296,15 +302,6 @@ def _copy_rows(target: Tensor, source: Any) -> None:
     local = target.to_local()
     if len(local):
         local.copy_(source[rank * num_rows : rank * num_rows + len(local)])
-
-
-def gradient_sync(transformer: nn.Module, enabled: bool) -> None:
-    """Whether backward reduces sharded gradients over the ranks.
-
-    Off until an update's last backward saves traffic but keeps whole gradients: for adapters, not for full weights.
-    """
-    if is_sharded(transformer):
-        transformer.set_requires_gradient_sync(enabled)
 
 
 @torch.no_grad()

@@ -98,7 +98,8 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
     """Add the gradient of loss [R * J], a part of the update's mean; of a scored step, note what its ratio is."""
     loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
-    (run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
+    share = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
+    fsdp_utils.backward(share, run.pipeline.transformer)
     run.meter.add(loss=loss)
     if step is not None:
         compared = step.log_prob, rows.log_probs, run.config.train.clip_range

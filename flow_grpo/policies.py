@@ -1,5 +1,6 @@
 """The policies that live in one transformer: the trained one, and the reference it started from."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from flow_grpo import fsdp_utils, rng
+from flow_grpo import float8, fsdp_utils, rng
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -97,44 +98,52 @@ def training_graph(transformer: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged(transformer: nn.Module) -> Callable:
+def merged(transformer: nn.Module, precision: str = "") -> Callable:
     """Add the present adapter to a copy of the weights it adapts; returns a context manager factory inside which the
     transformer computes with these, one product per layer instead of three.
 
     For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by the rounding of the sum. Weights
     that are not sharded only. Outside the context everything is bitwise what it was.
 
+    Args:
+        precision: "fp8" for a copy of 8 bits, and products of such: half of the memory and the time, other images.
+
     Raises:
         RuntimeError: on entering the context, if the adapter has changed since.
     """
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    weights = [layer.get_base_layer().weight for layer in layers]
-    sums = [
-        torch.add(weight, layer.get_delta_weight("default")).to(weight.dtype)
-        for layer, weight in zip(layers, weights, strict=True)
-    ]
+    others = [_merged_layer(layer, precision) for layer in layers]
     adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
     versions = [p._version for p in adapter]  # every write in place counts it up
 
-    def use_merged():
+    @contextmanager
+    def use_merged() -> Iterator[None]:
         if [p._version for p in adapter] != versions:
             raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
-        return _exchanged_data(transformer, weights, sums)
+        own = [layer.base_layer for layer in layers]
+        _set_base_layers(layers, others)
+        try:
+            with adapters_off(transformer):
+                yield
+        finally:
+            _set_base_layers(layers, own)
 
     return use_merged
 
 
-@contextmanager
-def _exchanged_data(transformer: nn.Module, weights: list[nn.Parameter], sums: list[Tensor]) -> Iterator[None]:
-    own = [weight.data for weight in weights]
-    for weight, total in zip(weights, sums, strict=True):
-        weight.data = total
-    try:
-        with adapters_off(transformer):
-            yield
-    finally:
-        for weight, values in zip(weights, own, strict=True):
-            weight.data = values
+def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:
+    base = layer.get_base_layer()
+    total = torch.add(base.weight, layer.get_delta_weight("default"))
+    if precision == "fp8":
+        return float8.Float8Linear(total, base.bias, base.weight.dtype)
+    other = copy.copy(base)
+    other._parameters = dict(base._parameters, weight=nn.Parameter(total.to(base.weight.dtype), requires_grad=False))
+    return other
+
+
+def _set_base_layers(layers: list[BaseTunerLayer], others: list[nn.Module]) -> None:
+    for layer, other in zip(layers, others, strict=True):
+        layer.base_layer = other
 
 
 def keep_reference(transformer: nn.Module, fresh: bool = True) -> Callable:
@@ -161,6 +170,7 @@ def _exchanged(weights: list[nn.Parameter], others: list[Tensor]) -> Iterator[No
 
 @torch.no_grad()
 def _exchange(weights: list[nn.Parameter], others: list[Tensor]) -> None:
+    fsdp_utils.wait_for_offloaded(weights)
     for weight, other in zip(weights, others, strict=True):
         present = weight.clone()
         weight.copy_(other)

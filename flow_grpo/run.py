@@ -15,6 +15,7 @@ from torch import Tensor
 from flow_grpo import (
     batching,
     checkpoints,
+    float8,
     fsdp_utils,
     policies,
     preferences,
@@ -131,6 +132,8 @@ def start(
     check(config.sample)
     data = _check_files(config, model)
     ranks = fsdp_utils.init_distributed()
+    if config.sample.merged_precision == "fp8":
+        float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
     run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
@@ -143,7 +146,7 @@ def start(
 def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fields) -> Run:
     """Everything with weights, and the run folder; `fields` are the run's others."""
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
-    mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size)
+    mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload_weights)
     no_images = bool(fields["pairs"]) and not _evaluates(config)
     pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
     cache, missing = None, []
@@ -205,6 +208,8 @@ def _evaluates(config) -> bool:
 def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str, Any]:
     """Lay out and fill the transformer, and build what trains it."""
     policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
+    if config.fsdp.activation_checkpointing:
+        pipeline.transformer.enable_gradient_checkpointing()
     fsdp_utils.prepare(
         pipeline.transformer,
         mesh,
@@ -213,7 +218,7 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         precision=config.precision,
         weights=model.transformer_folder(config.model),
         init=policies.adapter_init(config.lora, config.seed),
-        activation_checkpointing=config.fsdp.activation_checkpointing,
+        offload=config.fsdp.offload_weights,
     )
     if config.compile:
         fsdp_utils.compile_units(pipeline.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
@@ -225,6 +230,7 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
+        fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
     )
     return dict(
         optimizer=optimizer,

@@ -82,8 +82,9 @@ def _how(run) -> dict[str, Any]:
 def _modes(run) -> dict[str, Callable]:
     """How forwards are run whose velocity enters a log-prob, and the others."""
     sample = run.config.sample
-    merge = sample.merge_adapter and run.config.lora.rank
-    return dict(scored=run.exact, unscored=policies.merged(run.pipeline.transformer) if merge else nullcontext)
+    if not sample.merge_adapter or not run.config.lora.rank:
+        return dict(scored=run.exact, unscored=nullcontext)
+    return dict(scored=run.exact, unscored=policies.merged(run.pipeline.transformer, sample.merged_precision))
 
 
 def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:

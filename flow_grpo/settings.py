@@ -10,6 +10,7 @@ CHOICES = {
     "fsdp.mode": ("replicate", "shard", "hybrid"),
     "sample.engine": ("full", "stepwise"),
     "sample.flash_solver": ("dpm", "extrapolate"),
+    "sample.merged_precision": ("", "fp8"),
     "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
     "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
     "train.old_log_prob": ("rollout", "recompute"),
@@ -69,6 +70,7 @@ def check(config, ignored: tuple[str, ...]) -> None:
             raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
     _check_meaning(config)
     _check_speed(config)
+    _check_memory(config)
     defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
     for key in ignored:
         if _get(config, key) != _get(defaults, key):
@@ -104,23 +106,37 @@ def _check_speed(config) -> None:
             f"config.sample.flash_solver is {config.sample.flash_solver!r}, but config.sample.flash_ratio 0 leaves no "
             "forward out"
         )
-    if config.fsdp.activation_memory > 1:
-        raise ValueError(f"config.fsdp.activation_memory is {config.fsdp.activation_memory}; a share is at most 1")
+    if config.sample.merged_precision and not (config.sample.merge_adapter and config.lora.rank):
+        raise ValueError(
+            f"config.sample.merged_precision is {config.sample.merged_precision!r}, but no adapter is merged: set "
+            "config.sample.merge_adapter, with config.lora.rank above 0"
+        )
     if config.sample.text_multiple and config.sample.engine != "stepwise":
         raise ValueError(
             f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
             "text; config.sample.engine 'stepwise' gives each its own"
-        )
-    if config.fsdp.activation_memory < 1 and (not config.compile or config.fsdp.activation_checkpointing):
-        raise ValueError(
-            f"config.fsdp.activation_memory is {config.fsdp.activation_memory}: what to recompute is the compiler's "
-            "choice, so it takes config.compile, and fsdp.activation_checkpointing, which recomputes all, off"
         )
     for key, done in (("sample.merge_adapter", "merged"), ("compile", "compiled")):
         if _get(config, key) and config.fsdp.mode != "replicate":
             raise ValueError(
                 f"config.{key} with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are {done}"
             )
+
+
+def _check_memory(config) -> None:
+    if config.fsdp.activation_memory > 1:
+        raise ValueError(f"config.fsdp.activation_memory is {config.fsdp.activation_memory}; a share is at most 1")
+    if config.fsdp.activation_memory < 1 and (not config.compile or config.fsdp.activation_checkpointing):
+        raise ValueError(
+            f"config.fsdp.activation_memory is {config.fsdp.activation_memory}: what to recompute is the compiler's "
+            "choice, so it takes config.compile, and fsdp.activation_checkpointing, which recomputes all, off"
+        )
+    if config.fsdp.offload_weights and (config.fsdp.mode == "replicate" or config.fsdp.offload_optimizer):
+        raise ValueError(
+            f"config.fsdp.offload_weights with fsdp.mode {config.fsdp.mode!r} and fsdp.offload_optimizer "
+            f"{config.fsdp.offload_optimizer}: it is for sharded weights ('shard', on one GPU too), and takes the "
+            "optimizer's state along"
+        )
 
 
 def check_window(sample) -> None:

@@ -107,7 +107,9 @@ class Work:
         self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, script.optimizer_step
 
     def predict_velocity(self, transformer, x, t, embeds, guidance_scale):
-        """The model's, counted."""
+        """The model's, counted. Before the first one, the memory that making random weights took is forgotten."""
+        if torch.cuda.is_available() and not self.flops:
+            torch.cuda.reset_peak_memory_stats()
         texts = [embeds, embeds.negative] if embeds.negative and guidance_scale > 1 else [embeds]
         times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
         for text in texts:

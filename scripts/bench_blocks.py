@@ -2,9 +2,9 @@
 
     python scripts/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
 
-`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them; milliseconds, and the kinds of
-kernels they went to. `step`: forward and backward of adapters at some rows, by what is kept for the backward
-(`checkpoint`: block inputs alone; else the share `activation_memory`). `decode`: 8 images.
+`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits; milliseconds,
+and the kinds of kernels they went to. `step`: forward and backward of adapters at some rows, by what is kept for the
+backward (`checkpoint`: block inputs alone; else the share `activation_memory`). `decode`: 8 images.
 """
 
 import argparse
@@ -101,16 +101,21 @@ def step(transformer, factor: int, tokens: int, rows: int, kept: str, memory: fl
     def call():
         policies.predict(qwenimage, transformer, "bf16", 1.0, *given).square().mean().backward()
 
-    call()
-    cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated() if cuda else 0
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     found = milliseconds(call, device) * factor
-    gib = (torch.cuda.max_memory_allocated() - before) / 2**30 * factor / rows if cuda else None
+    gib = kept_gib(transformer, given, factor) / rows if device.type == "cuda" else None
     rate = 2 * rows * factor * flops.row_flops(transformer, tokens, TEXT_TOKENS) / found / 1e9
     what = dict(what="step", rows=rows, kept=kept or memory, ms=found, ms_per_row=found / rows)
     return what | dict(tflops=rate, gib_per_row=gib)
+
+
+def kept_gib(transformer, given, factor: int) -> float:
+    """What the backward keeps of each block, and once what it needs beyond that."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = policies.predict(qwenimage, transformer, "bf16", 1.0, *given)
+    kept = torch.cuda.memory_allocated() - before
+    out.square().mean().backward()
+    return (kept * factor + torch.cuda.max_memory_allocated() - before - kept) / 2**30
 
 
 @torch.no_grad()
@@ -149,9 +154,11 @@ def measure(tiny: bool):
     merged = policies.merged(transformer)
     for width, masked in TEXTS[few]:
         yield forward(transformer, merged, factor, tokens, rows, width, masked, device)
+    eight_bits = policies.merged(transformer, "fp8")
+    yield dict(precision="fp8") | forward(transformer, eight_bits, factor, tokens, rows, *TEXTS[0], device)
     for case in STEPS[few]:
         yield step(transformer, factor, tokens, *case, device)
-    del transformer, merged
+    del transformer, merged, eight_bits
     yield from decodes(dict(base_dim=16) if tiny else {}, latent_side, device)
 
 

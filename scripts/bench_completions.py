@@ -3,9 +3,10 @@
     python scripts/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
-or merged weights (sample.merge_adapter), to the image. What training reads from the rewards is their order within a
-group, the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose rewards
-differ in both; `all_images` is that of all rewards together.
+or merged weights (sample.merge_adapter), also of 8 bits (sample.merged_precision), to the image. For comparison, all of
+it in bf16. What training reads from the rewards is their order within a group, the branches of one step:
+`within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in both; `all_images` is
+that of all rewards together.
 """
 
 import json
@@ -21,11 +22,13 @@ from torch import Tensor
 from flow_grpo import run as runs
 from flow_grpo import settings
 
-EXACT = dict(flash_ratio=0.0, merge_adapter=False)
-CHEAP = [dict(flash_ratio=0.0, merge_adapter=True)] + [
-    dict(flash_ratio=ratio, flash_solver=solver, merge_adapter=True)
-    for solver in ("dpm", "extrapolate")
-    for ratio in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+EXACT = dict(precision="fp32", flash_ratio=0.0, merge_adapter=False, merged_precision="")
+MERGED = EXACT | dict(merge_adapter=True)
+RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+CHEAP = [MERGED, MERGED | dict(precision="bf16"), MERGED | dict(merged_precision="fp8")] + [
+    MERGED | dict(flash_ratio=ratio, flash_solver=solver, merged_precision=precision)
+    for solver, precision, ratios in (("dpm", "", RATIOS), ("extrapolate", "", RATIOS), ("extrapolate", "fp8", (0.7,)))
+    for ratio in ratios
 ]
 
 
@@ -44,7 +47,8 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
 
 def rewards_of(run, way: dict) -> tuple[Tensor, float]:
     """[trunks, K, J] in the order of the trunks, and the seconds that drawing them took."""
-    run.config.sample.update(way)
+    run.config.precision = way["precision"]
+    run.config.sample.update({key: value for key, value in way.items() if key != "precision"})
     run.board.seconds.clear()
     parts = [scored for _, scored in train_qwenimage_pr.rollout(run, 0)]
     order = torch.tensor([image for part in parts for image in part.images]).argsort()

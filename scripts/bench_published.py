@@ -38,9 +38,10 @@ def load(device: torch.device):
     model = full_model("qwenimage")
     pipeline = model.load_pipeline("", device)
     pipeline.text_encoder = None
+    pipeline.transformer.enable_gradient_checkpointing()
     lora = bench.full_config(bench.config_of("pickscore_qwenimage_pr"), "pr").lora
     policies.attach(pipeline.transformer, lora, MODELS["qwenimage"].LORA_TARGETS)
-    how = dict(units=model.SHARD_UNITS, device=device, precision="bf16", activation_checkpointing=True, weights=None)
+    how = dict(units=model.SHARD_UNITS, device=device, precision="bf16", weights=None)
     fsdp_utils.prepare(pipeline.transformer, None, init=policies.adapter_init(lora, 0), **how)
     return model, pipeline
 

@@ -23,7 +23,7 @@ from two_ranks import (
     velocity,
 )
 
-from flow_grpo import fsdp_utils
+from flow_grpo import fsdp_utils, stored_weights
 from flow_grpo.fsdp_utils import DTensor
 
 STEPS = range(3)
@@ -35,8 +35,8 @@ LAYOUTS = {
 }
 
 
-def trained(weights, mesh, lora):
-    transformer = build(weights, mesh, lora=lora, activation_checkpointing=lora)
+def trained(weights, mesh, lora, **how):
+    transformer = build(weights, mesh, lora=lora, checkpointed=lora, **how)
     norms = train(transformer, optimizer_of(transformer), STEPS)
     return {"norms": norms, "weights": fsdp_utils.full_state_dict(transformer)}
 
@@ -73,6 +73,22 @@ def new_weights_are_used(weights, mesh):
         return bool((velocity(transformer, rows) == fsdp_utils.full_tensor(parameters["proj_out.bias"])).all())
 
 
+def gradients_there(weights, mesh):
+    """Of a loss with two forwards, as guidance has them: how many weights have a sharded gradient when the backward of
+    the first begins, and at the end."""
+    transformer, counts = build(weights, mesh, lora=False), []
+    sharded = list(transformer.parameters())  # a module has others while it computes
+
+    def count(_=None):
+        counts.append(sum(p.grad is not None for p in sharded))
+
+    first, second = (velocity(transformer, torch.full((2, 24, 64), x)) for x in (0.0, 1.0))
+    transformer.cuts[0][0][0].register_hook(count)
+    fsdp_utils.backward((first - second).square().mean(), transformer)
+    count()
+    return counts
+
+
 def agreement(rank):
     def fail():
         raise OSError("no space on rank 0")
@@ -96,6 +112,8 @@ def main(folder):
     assert (world_size, device) == (2, CPU)
     meshes = {name: fsdp_utils.make_mesh(mode, device, size) for name, (mode, size) in LAYOUTS.items()}
     seen = {(n, lora): trained(folder / "base", m, lora) for n, m in meshes.items() for lora in (True, False)}
+    seen |= {("offload", lora): trained(folder / "base", meshes["shard"], lora, offload=True) for lora in (True, False)}
+    seen["gradients there"] = gradients_there(folder / "base", meshes["shard"])
     seen["offload"] = {n: trained_with_offload(folder / "base", meshes[n]) for n in ("replicate", "shard")}
     seen["loaded"] = {p: loaded(folder / "split", meshes["shard"], p, True) for p in ("fp32", "bf16")}
     seen["new weights"] = new_weights_are_used(folder / "base", meshes["shard"])
@@ -123,7 +141,7 @@ def ranks(folder):
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full weights"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "offload"])
 def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
@@ -131,6 +149,12 @@ def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)
     assert ranks[1][layout, lora]["norms"] == two["norms"]
     assert ranks[1][layout, lora]["weights"] == {}
+
+
+def test_sharded_gradients_are_reduced_forward_by_forward(ranks):
+    for rank in ranks:
+        before, after = rank["gradients there"]
+        assert before == after == 71
 
 
 def test_training_moves_the_weights_far_more_than_layouts_may_differ(folder):
@@ -232,17 +256,17 @@ def test_a_transformer_without_weights_is_refused():
     ],
 )
 def test_weights_of_another_model_are_refused(folder, tmp_path, name, replacement, message):
-    weights = load_file(folder / "base" / fsdp_utils.WEIGHTS)
+    weights = load_file(folder / "base" / stored_weights.WEIGHTS)
     del weights[name]
-    save_file(weights | replacement, tmp_path / fsdp_utils.WEIGHTS)
+    save_file(weights | replacement, tmp_path / stored_weights.WEIGHTS)
     with pytest.raises(ValueError, match=message):
         build(tmp_path, lora=True)
 
 
 def test_a_missing_file_is_named(folder, tmp_path):
-    with pytest.raises(ValueError, match=f"has no {fsdp_utils.WEIGHTS}"):
+    with pytest.raises(ValueError, match=f"has no {stored_weights.WEIGHTS}"):
         build(tmp_path, lora=False)
-    index = fsdp_utils.WEIGHTS + ".index.json"
+    index = stored_weights.WEIGHTS + ".index.json"
     (tmp_path / index).write_text((folder / "split" / index).read_text())
     absent = sorted(json.loads((tmp_path / index).read_text())["weight_map"].values())[0]
     with pytest.raises(ValueError, match=absent):

@@ -85,14 +85,15 @@ def test_two_ranks_equal_one_in_online_dpo(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"),
-    [("shapes_qwenimage_pr", 32), ("shapes_qwenimage_pr", 0), ("shapes_qwenimage_nft", 0)],
-    ids=["LoRA", "full weights", "full weights and an old policy"],
+    ("name", "rank", "offload"),
+    [("shapes_qwenimage_pr", 32, True), ("shapes_qwenimage_pr", 0, False), ("shapes_qwenimage_nft", 0, True)],
+    ids=["LoRA in host memory", "full weights", "full weights and an old policy in host memory"],
 )
-def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, tmp_path):
+def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, offload, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__merge_adapter=False)
     one = train(name, tmp_path / "one", **HOW, **how)
-    shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **how)
+    layout = dict(fsdp__mode="shard", fsdp__offload_weights=offload)
+    shard = on_two_ranks(name, tmp_path / "shard", **layout, **how)
     assert_same(one, shard)
     longer = HOW | how | dict(num_epochs=3)
     train(name, tmp_path / "one", resume_from="latest", **longer)

@@ -60,12 +60,14 @@ def adapter_weights(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 8
 
 
-def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", **how) -> QwenImageTransformer2DModel:
+def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", checkpointed: bool = False, **how):
     with init_empty_weights():
         transformer = QwenImageTransformer2DModel(**TINY)
         if lora:
             transformer.requires_grad_(False)
             transformer.add_adapter(LORA)
+    if checkpointed:
+        transformer.enable_gradient_checkpointing()
     how = dict(units=UNITS, device=CPU, precision=precision, weights=weights, init=adapter_weights) | how
     return fsdp_utils.prepare(transformer, mesh, **how)
 
@@ -91,9 +93,9 @@ def train(transformer, optimizer, steps: range, ema: Ema | None = None) -> list[
     norms = []
     for step in steps:
         rows = torch.randn(2, 4, 24, 64, generator=torch.Generator().manual_seed(step))
-        for i, half in enumerate(rows):
-            fsdp_utils.gradient_sync(transformer, i == 1)
-            (velocity(transformer, fsdp_utils.mine(half)) - 1).square().mean().div(2).backward()
+        for half in rows:
+            loss = (velocity(transformer, fsdp_utils.mine(half)) - 1).square().mean().div(2)
+            fsdp_utils.backward(loss, transformer)
         fsdp_utils.average_gradients(parameters)
         norms.append(float(fsdp_utils.clip_grad_norm(parameters, MAX_NORM)))
         optimizer.step()

@@ -1,0 +1,49 @@
+"""A transformer's weights in a folder of diffusers' safetensors."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import nn
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
+
+
+def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
+    """Fill everything but adapters from `folder`. peft calls the adapted layers' own weights base_layer.
+
+    Args:
+        copy_rows: (tensor, slice of a file) -> None; fills what this rank has of a tensor.
+    Raises:
+        ValueError: names or shapes in `folder` that are not the transformer's, or names that are missing.
+    """
+    targets = {n.replace(".base_layer.", "."): t for n, t in transformer.state_dict().items() if "lora_" not in n}
+    stored = _names(folder)
+    wrong = {"missing": targets.keys() - stored.keys(), "unexpected": stored.keys() - targets.keys()}
+    if any(wrong.values()):
+        problems = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names)
+        raise ValueError(f"{folder} does not hold this {type(transformer).__name__}: {problems}")
+    for file in sorted(set(stored.values())):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                rows = tensors.get_slice(name)
+                if rows.get_shape() != list(targets[name].shape):
+                    raise ValueError(
+                        f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
+                    )
+                copy_rows(targets[name], rows)
+
+
+def _names(folder: Path) -> dict[str, Path]:
+    """Each weight's file, from the index or from the only file."""
+    index = folder / (WEIGHTS + ".index.json")
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WEIGHTS}
+    absent = [name for name in sorted(names) if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"{folder} has no {', '.join(absent)}")
+    stored = {}
+    for file in names:
+        with safe_open(folder / file, framework="pt") as tensors:
+            stored |= dict.fromkeys(tensors.keys(), folder / file)
+    return stored
