@@ -55,7 +55,7 @@ def get_config():
     config.embeddings_cache = ""  # folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
     config.vae_precision = "fp32"  # "fp32" | "bf16" of the VAE that draws: faster, on average less than .3 of 255 away
-    config.compile = False  # transformer blocks and the decoder: slow to start the first time; fsdp.mode replicate
+    config.compile = False  # transformer blocks and the decoder: slow to start the first time
     config.vae_batch_size = 32  # images per decode
 
     config.reward = reward()

@@ -7,9 +7,11 @@ all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every
 
 import os
 import resource
+import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -205,8 +207,8 @@ def prepare(
 
 
 def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
-    """Compile the modules of these classes, which are not sharded, on their first forward of each shape and mode. One
-    graph serves all modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
+    """Compile the forwards of modules of these classes, on the first one of each shape and mode. One graph serves all
+    modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
 
     Args:
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
@@ -215,8 +217,9 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     functorch.activation_memory_budget = activation_memory
     for module in transformer.modules():
-        if type(module).__name__ in units:
-            module.compile(dynamic=False)
+        if type(module).__name__.removeprefix("FSDP") in units:  # fully_shard's name for the class
+            forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
+            module.forward = torch.compile(forward, dynamic=False)
 
 
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
@@ -245,6 +248,7 @@ def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dty
         fully_shard(module, **how)
     for module, before in zip([*found[1:], transformer], found):  # its own order forgets all forwards but the last
         module.set_modules_to_backward_prefetch([before])
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes there in place
     transformer.cuts = []
     transformer.register_forward_hook(_cut)
 

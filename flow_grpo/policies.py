@@ -89,7 +89,8 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
 def training_graph(transformer: nn.Module) -> Iterator[None]:
     """A forward inside this block runs through the compiled graph that is made for a backward, whose bits are not those
     of the one without; what it keeps for a backward is let go with each forward's end."""
-    hook = transformer.register_forward_hook(lambda _, inputs, output: tuple(part.detach() for part in output))
+    let_go = lambda _, inputs, output: tuple(part.detach() for part in output)  # noqa: E731
+    hook = transformer.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
     try:
         with torch.enable_grad():
             yield
@@ -106,7 +107,7 @@ def merged(transformer: nn.Module, precision: str = "") -> Callable:
     that are not sharded only. Outside the context everything is bitwise what it was.
 
     Args:
-        precision: "fp8" for a copy of 8 bits, and products of such: half of the memory and the time, other images.
+        precision: "fp8" for a copy of 8 bits, and products of such: half of the memory, less time, other images.
 
     Raises:
         RuntimeError: on entering the context, if the adapter has changed since.

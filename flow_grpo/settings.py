@@ -116,11 +116,11 @@ def _check_speed(config) -> None:
             f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
             "text; config.sample.engine 'stepwise' gives each its own"
         )
-    for key, done in (("sample.merge_adapter", "merged"), ("compile", "compiled")):
-        if _get(config, key) and config.fsdp.mode != "replicate":
-            raise ValueError(
-                f"config.{key} with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are {done}"
-            )
+    if config.sample.merge_adapter and config.fsdp.mode != "replicate":
+        raise ValueError(
+            f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are "
+            "merged"
+        )
 
 
 def _check_memory(config) -> None:

@@ -67,15 +67,14 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
             assert ours[f"trouble/{sign}"] == pytest.approx(theirs[f"trouble/{sign}"], rel=1e-5)
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
-def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, tmp_path):
+@pytest.mark.parametrize(("rank", "mode"), [(32, "replicate"), (0, "shard")], ids=["LoRA", "full weights, sharded"])
+def test_two_ranks_read_the_pairs_of_one(rank, mode, tmp_path):
     name, data = "shapes_qwenimage_dpo", few_prompts(tmp_path / "data", 48)
     folder = prepare(name, tmp_path / "pairs", dataset=data)
     how = HOW | dict(preferences__path=str(folder), lora__rank=rank, train__learning_rate=1e-4, dataset=data)
     one = train(name, tmp_path / "one", **how)
     assert len(lines_of(one, "validation")) == 2
-    for mode in ("replicate", "shard"):
-        assert_same(one, on_two_ranks(name, tmp_path / mode, fsdp__mode=mode, **how), tolerance=2e-5)
+    assert_same(one, on_two_ranks(name, tmp_path / mode, fsdp__mode=mode, **how), tolerance=2e-5)
 
 
 def test_two_ranks_equal_one_in_online_dpo(tmp_path):
@@ -85,15 +84,18 @@ def test_two_ranks_equal_one_in_online_dpo(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "rank", "offload"),
-    [("shapes_qwenimage_pr", 32, True), ("shapes_qwenimage_pr", 0, False), ("shapes_qwenimage_nft", 0, True)],
-    ids=["LoRA in host memory", "full weights", "full weights and an old policy in host memory"],
+    ("name", "rank", "layout"),
+    [
+        ("shapes_qwenimage_pr", 32, dict(fsdp__offload_weights=True)),
+        ("shapes_qwenimage_pr", 0, dict(compile=True)),
+        ("shapes_qwenimage_nft", 0, dict(fsdp__offload_weights=True)),
+    ],
+    ids=["LoRA in host memory", "full weights, compiled", "full weights and an old policy in host memory"],
 )
-def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, offload, tmp_path):
+def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__merge_adapter=False)
     one = train(name, tmp_path / "one", **HOW, **how)
-    layout = dict(fsdp__mode="shard", fsdp__offload_weights=offload)
-    shard = on_two_ranks(name, tmp_path / "shard", **layout, **how)
+    shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
     assert_same(one, shard)
     longer = HOW | how | dict(num_epochs=3)
     train(name, tmp_path / "one", resume_from="latest", **longer)
