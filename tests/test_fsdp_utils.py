@@ -73,6 +73,13 @@ def new_weights_are_used(weights, mesh):
         return bool((velocity(transformer, rows) == fsdp_utils.full_tensor(parameters["proj_out.bias"])).all())
 
 
+def compiled_units(weights, mesh):
+    """How many modules of a sharded transformer will be compiled."""
+    transformer = build(weights, mesh, lora=False)
+    fsdp_utils.compile_units(transformer, UNITS)
+    return sum("forward" in vars(module) for module in transformer.modules())
+
+
 def gradients_there(weights, mesh):
     """Of a loss with two forwards, as guidance has them: how many weights have a sharded gradient when the backward of
     the first begins, and at the end."""
@@ -113,6 +120,7 @@ def main(folder):
     meshes = {name: fsdp_utils.make_mesh(mode, device, size) for name, (mode, size) in LAYOUTS.items()}
     seen = {(n, lora): trained(folder / "base", m, lora) for n, m in meshes.items() for lora in (True, False)}
     seen |= {("offload", lora): trained(folder / "base", meshes["shard"], lora, offload=True) for lora in (True, False)}
+    seen["compiled units"] = compiled_units(folder / "base", meshes["shard"])
     seen["gradients there"] = gradients_there(folder / "base", meshes["shard"])
     seen["offload"] = {n: trained_with_offload(folder / "base", meshes[n]) for n in ("replicate", "shard")}
     seen["loaded"] = {p: loaded(folder / "split", meshes["shard"], p, True) for p in ("fp32", "bf16")}
@@ -155,6 +163,10 @@ def test_sharded_gradients_are_reduced_forward_by_forward(ranks):
     for rank in ranks:
         before, after = rank["gradients there"]
         assert before == after == 71
+
+
+def test_sharded_units_are_compiled(ranks):
+    assert [rank["compiled units"] for rank in ranks] == [TINY["num_layers"]] * 2
 
 
 def test_training_moves_the_weights_far_more_than_layouts_may_differ(folder):
