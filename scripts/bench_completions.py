@@ -22,10 +22,10 @@ from torch import Tensor
 from flow_grpo import run as runs
 from flow_grpo import settings
 
-EXACT = dict(precision="fp32", flash_ratio=0.0, merge_adapter=False, merged_precision="")
+EXACT = dict(flash_ratio=0.0, merge_adapter=False, merged_precision="")
 MERGED = EXACT | dict(merge_adapter=True)
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-CHEAP = [MERGED, MERGED | dict(precision="bf16"), MERGED | dict(merged_precision="fp8")] + [
+CHEAP = [MERGED, MERGED | dict(merged_precision="fp8")] + [
     MERGED | dict(flash_ratio=ratio, flash_solver=solver, merged_precision=precision)
     for solver, precision, ratios in (("dpm", "", RATIOS), ("extrapolate", "", RATIOS), ("extrapolate", "fp8", (0.7,)))
     for ratio in ratios
@@ -45,10 +45,10 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1) / (a.square().sum(-1) * b.square().sum(-1)).sqrt()
 
 
-def rewards_of(run, way: dict) -> tuple[Tensor, float]:
+def rewards_of(run, precision: str, way: dict) -> tuple[Tensor, float]:
     """[trunks, K, J] in the order of the trunks, and the seconds that drawing them took."""
-    run.config.precision = way["precision"]
-    run.config.sample.update({key: value for key, value in way.items() if key != "precision"})
+    run.config.precision = precision
+    run.config.sample.update(way)
     run.board.seconds.clear()
     parts = [scored for _, scored in train_qwenimage_pr.rollout(run, 0)]
     order = torch.tensor([image for part in parts for image in part.images]).argsort()
@@ -60,16 +60,17 @@ def main(config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
         run = runs.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
-        rewards_of(run, EXACT)  # warms up
-        exact, exact_s = rewards_of(run, EXACT)
-        for way in CHEAP:
-            found, cheap_s = rewards_of(run, way)
+        own = config.precision
+        rewards_of(run, own, EXACT)  # warms up
+        exact, exact_s = rewards_of(run, own, EXACT)
+        for precision, way in [("bf16", MERGED), *((own, way) for way in CHEAP)]:
+            found, cheap_s = rewards_of(run, precision, way)
             within = spearman(found, exact)
             figures = dict(seconds=cheap_s, exact_s=exact_s, images=found.numel())
             figures |= dict(within_groups=within.nanmean().item(), groups=int(within.isfinite().sum()))
             figures |= dict(all_images=spearman(found.flatten(), exact.flatten()).item())
             figures |= dict(mean_reward=found.mean().item(), exact_mean_reward=exact.mean().item())
-            sys.stdout.write(json.dumps(way | figures) + "\n")
+            sys.stdout.write(json.dumps(dict(precision=precision) | way | figures) + "\n")
         run.pool.close()
         run.board.finish()
 

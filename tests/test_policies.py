@@ -77,8 +77,8 @@ def test_adapters_off_is_the_base_and_leaves_everything_as_it_was(base):
     assert flags(transformer) == trained
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("", 1e-5), ("fp8", 0.05)])
-def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(precision, bound, base):
+@pytest.mark.parametrize(("precision", "bound", "atol"), [("", 1e-5, 1e-4), ("fp8", 0.05, 0.3)])
+def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(precision, bound, atol, base):
     transformer = pipeline_with(lora()).transformer
     move(transformer)
     before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
@@ -86,6 +86,7 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(pr
     for _ in range(2):
         with inside():
             fast = velocity(transformer)
+        torch.testing.assert_close(fast, before, rtol=0, atol=atol)
         assert 0 < (fast - before).norm() < bound * before.norm()
         assert torch.equal(velocity(transformer), before)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in transformer.state_dict().items())
