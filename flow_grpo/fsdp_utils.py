@@ -216,10 +216,20 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     functorch.activation_memory_budget = activation_memory
-    for module in transformer.modules():
-        if type(module).__name__.removeprefix("FSDP") in units:  # fully_shard's name for the class
-            forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
-            module.forward = torch.compile(forward, dynamic=False)
+    found = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
+    for module in found:
+        forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
+        module.forward = torch.compile(forward, dynamic=False)
+    if found:
+        found[0].register_forward_pre_hook(_require_gradients, with_kwargs=True)
+
+
+def _require_gradients(module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
+    """Of the tokens [B, L, D] that enter the first unit. With adapters nothing before it learns, so it would be the
+    only one without such gradients, for which it would need graphs of its own."""
+    for tensor in (*inputs, *named.values()):
+        if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.ndim == 3:
+            tensor.requires_grad_()
 
 
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:

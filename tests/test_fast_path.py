@@ -13,6 +13,7 @@ import torch
 import train_qwenimage_pr
 from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
 from torch import nn
+from torch._dynamo.utils import counters
 
 from flow_grpo import fsdp_utils, policies, rng, shapes
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
@@ -211,6 +212,25 @@ class Block(nn.Module):
         for layer in self.layers:
             x = layer(nn.functional.gelu(x))
         return x
+
+
+def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(monkeypatch):
+    def gradients():
+        entry(x.clone()).square().mean().backward()
+        return [p.grad.clone() for p in entry[1].parameters()]
+
+    torch.manual_seed(0)
+    entry, x = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), Block(), Block(), Block()), torch.randn(2, 5, 64)
+    plain = gradients()
+    entry.zero_grad()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    fsdp_utils.compile_units(entry, ("Block",))
+    torch.testing.assert_close(gradients(), plain, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 1
+    with torch.no_grad():
+        assert not entry(x).requires_grad
 
 
 def test_compiled_blocks_keep_the_share_that_they_may():
