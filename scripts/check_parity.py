@@ -138,7 +138,7 @@ def other_graph(run) -> Iterator[None]:
             yield
     finally:
         for module in run.pipeline.transformer.modules():
-            module._compiled_call_impl = None
+            vars(module).pop("forward", None)
 
 
 def some_rows(rollout: Rollout, size: int) -> Tensor:

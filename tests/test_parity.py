@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import check_parity
 import pytest
@@ -21,6 +22,17 @@ def compared(monkeypatch):
     """() -> what check_parity finds, without a compiled graph, which takes half a minute."""
     monkeypatch.setattr(check_parity, "other_graph", lambda _: torch.enable_grad())
     return lambda name="shapes_qwenimage", **how: check_parity.check(config_of(name, **how), QWEN)[0]
+
+
+def test_blocks_are_compiled_for_one_cause_alone():
+    transformer = QWEN.PIPELINE.from_pretrained("flow_grpo/assets/tiny_qwenimage").transformer
+    blocks, own = transformer.transformer_blocks, type(transformer.transformer_blocks[0]).forward
+    run = SimpleNamespace(
+        config=config_of("shapes_qwenimage"), model=QWEN, pipeline=SimpleNamespace(transformer=transformer)
+    )
+    with check_parity.other_graph(run):
+        assert all(getattr(block.forward, "__func__", None) is not own for block in blocks)
+    assert all(block.forward.__func__ is own for block in blocks)
 
 
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage,mixgrpo,fast"])
