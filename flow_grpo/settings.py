@@ -33,6 +33,7 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
     *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
     *("preferences.max_dropped_share", "preferences.part_size", "preferences.dtype"),
 )
+MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below fsdp_utils' limit of 64
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
@@ -115,6 +116,12 @@ def _check_speed(config) -> None:
         raise ValueError(
             f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
             "text; config.sample.engine 'stepwise' gives each its own"
+        )
+    widths = -(-config.text_tokens // config.sample.text_multiple) if config.sample.text_multiple else 1
+    if config.compile and widths > MAX_WIDTHS:
+        raise ValueError(
+            f"config.sample.text_multiple is {config.sample.text_multiple}: {config.text_tokens} text tokens make "
+            f"{widths} widths, and config.compile makes a graph for each; at most {MAX_WIDTHS}"
         )
     if config.sample.merge_adapter and config.fsdp.mode != "replicate":
         raise ValueError(

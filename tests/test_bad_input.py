@@ -58,6 +58,11 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
             r"fsdp.activation_checkpointing, which recomputes all, off",
         ),
         (WINDOW, dict(sample__text_multiple=8), r"text_multiple is 8: .* config.sample.engine 'stepwise'"),
+        (
+            BRANCHES,
+            dict(sample__engine="stepwise", sample__text_multiple=1, text_tokens=40, compile=True),
+            r"text_multiple is 1: 40 text tokens make 40 widths, .* at most 32",
+        ),
         (WINDOW, dict(vae_precision="fp16"), r"vae_precision is 'fp16'; it may be 'fp32', 'bf16'"),
         (WINDOW, dict(sample__flash_ratio=1.5), r"flash_ratio is 1.5; a share of the steps is at most 1"),
         (WINDOW, dict(sample__sde_type="cps", train__objective="guard"), r"'cps_gaussian' is the same step with one"),
