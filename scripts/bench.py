@@ -6,7 +6,8 @@
     torchrun --nproc_per_node=4 scripts/bench.py --size full --set sample.num_prompts_per_epoch=4
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
-counted, and nothing is saved. Rates and memory are one GPU's, images those of all. `full` is the model as published
+counted, and nothing is saved. All images are of the data set's longest prompt, so that no rank compiles another width
+of text in the second. Rates and memory are one GPU's, images those of all. `full` is the model as published
 (transformer, VAE and text encoders of the real sizes, bf16) with random weights, at the config's resolution, steps,
 guidance and LoRA rank, with the prompts and reward of the shapes task.
 """
@@ -32,7 +33,7 @@ import build_random_pipeline as random_pipeline
 import torch
 import yaml
 
-from flow_grpo import preferences
+from flow_grpo import preferences, prompts
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
@@ -93,6 +94,16 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
 
 
+def one_prompt(dataset: str, folder: Path) -> str:
+    """A data set of nothing but the longest prompt of another."""
+    longest = max(prompts.load_prompts(dataset, "train"), key=lambda prompt: len(prompt.text))
+    folder.mkdir()
+    for split in ("train", "test"):
+        line = json.dumps(longest.metadata | dict(prompt=longest.text)) + "\n"
+        (folder / f"{split}_metadata.jsonl").write_text(line, encoding="utf-8")
+    return str(folder)
+
+
 def shared_folder() -> str:
     """One that all ranks know, and no other run."""
     return f"{tempfile.gettempdir()}/bench_{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
@@ -142,7 +153,7 @@ def epoch_figures(script: str, config, model) -> dict:
     work = Work(module, model, config.lora.rank == 0)
     module.update, module.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
-        config.output_dir = f"{folder}/runs"
+        config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.embeddings_cache = shared_folder() if config.embeddings_cache else ""
         if script.endswith("_dpo") and config.preferences.path:
             random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
@@ -190,8 +201,8 @@ def main(args):
     if torch.cuda.is_available():
         figures["matrix_tflops"] = matrix_rate(torch.device("cuda")) / 1e12
     if theirs:
-        prompts = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
-        figures["prompt_s"] = figures["time/epoch_s"] / prompts
+        trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
+        figures["prompt_s"] = figures["time/epoch_s"] / trunks
         figures["published/ratio"] = figures["published/prompt_s"] / figures["prompt_s"]
     print(json.dumps(what | changes | figures))
 
