@@ -48,6 +48,7 @@ def pickscore_qwenimage_pr():
 def pickscore_sd3():
     """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
     config = sd3_512(base())
+    config.compile = True
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.sde_window_size = 12, 0
     config.train.beta = 0.01
@@ -72,6 +73,7 @@ def pickscore_sd3_pr():
 def pickscore_flux():
     """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
     config = flux_512(base())
+    config.compile = True
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.sde_window_size = 12, 0
     return config
@@ -132,7 +134,7 @@ def branching(config):
     """4 trunks per prompt, 6 branches at every step but the last."""
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
     config.sample.num_branches, config.sample.completion_batch_size = 6, 24
-    config.sample.engine, config.train.step_weight = "stepwise", "sqrt3"
+    config.compile, config.sample.engine, config.train.step_weight = True, "stepwise", "sqrt3"
     return config
 
 
