@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from flow_grpo import fsdp_utils
+from flow_grpo import offload
 
 
 def decay_at(step: int, maximum: float) -> float:
@@ -54,7 +54,7 @@ class Ema:
     def _swap(self) -> None:
         """Exchange weights and shadows, tensor by tensor, so that no second copy of the model is needed."""
         self.is_applied = not self.is_applied
-        fsdp_utils.wait_for_offloaded(self.parameters.values())
+        offload.wait_for_offloaded(self.parameters.values())
         for name, p in self.parameters.items():
             weight = p.clone()
             p.copy_(self.shadows[name])

@@ -11,13 +11,11 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch import config as functorch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -206,32 +204,6 @@ def prepare(
     return transformer
 
 
-def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
-    """Compile the forwards of modules of these classes, on the first one of each shape and mode. One graph serves all
-    modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
-
-    Args:
-        activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
-            are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
-    """
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
-    functorch.activation_memory_budget = activation_memory
-    found = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
-    for module in found:
-        forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
-        module.forward = torch.compile(forward, dynamic=False)
-    if found:
-        found[0].register_forward_pre_hook(_require_gradients, with_kwargs=True)
-
-
-def _require_gradients(module: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-    """Of the tokens [B, L, D] that enter the first unit. With adapters nothing before it learns, so it would be the
-    only one without such gradients, for which it would need graphs of its own."""
-    for tensor in (*inputs, *named.values()):
-        if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.ndim == 3:
-            tensor.requires_grad_()
-
-
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
     learned = learned_parameters(transformer)
     for name, p in transformer.named_parameters():
@@ -294,12 +266,6 @@ def _materialise(transformer: nn.Module, device: torch.device, offload: bool) ->
     transformer._apply(place)
 
 
-def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
-    """To be called before weights in host memory are written: the device may not have read them yet."""
-    if torch.cuda.is_available() and any(p.device.type == "cpu" for p in parameters):
-        torch.cuda.synchronize()
-
-
 def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Tensor]) -> None:
     for name, p in learned_parameters(transformer).items():
         if "lora_" in name:
@@ -357,35 +323,6 @@ def full_state_dict(transformer: nn.Module, trainable_only: bool = True) -> dict
         if is_main():
             state[name] = whole.to("cpu", copy=True)
     return state
-
-
-def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
-    for p, state in optimizer.state.items():
-        for key in _moments(p, state):
-            moment = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
-            state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
-                moment, non_blocking=True
-            )
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `offload_optimizer_state`, if it was called."""
-    for p, state in optimizer.state.items():
-        for key in _moments(p, state):
-            moment = state[key].to(p.device, non_blocking=True)
-            if isinstance(p, DTensor) and not isinstance(moment, DTensor):
-                how = dict(run_check=False, shape=p.shape, stride=p.stride())
-                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
-            state[key] = moment
-
-
-def _moments(p: nn.Parameter, state: dict[str, Any]) -> list[str]:
-    """Keys of the parameter-shaped state; the step count stays where the optimizer wants it."""
-    shapes = (p.shape, p.to_local().shape if isinstance(p, DTensor) else p.shape)
-    return [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim and value.shape in shapes]
 
 
 def peak_memory_gib(device: torch.device) -> float:

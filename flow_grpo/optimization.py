@@ -5,7 +5,7 @@ moves any weight.
 import torch
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, losses, parity, prompts
+from flow_grpo import fsdp_utils, losses, offload, parity, prompts
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.rollout import Minibatch, Rollout
 
@@ -115,17 +115,17 @@ def optimizer_step(run) -> None:
     Raises:
         FloatingPointError: a loss or gradient is not finite; no weight has moved, and the last checkpoint is intact.
     """
-    parameters, offload = run.parameters, run.config.fsdp.offload_optimizer
+    parameters, offloads = run.parameters, run.config.fsdp.offload_optimizer
     fsdp_utils.average_gradients(parameters)
     if run.loss_scale != 1:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / run.loss_scale.item())
     grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
-    if offload:
-        fsdp_utils.reload_optimizer_state(run.optimizer)
+    if offloads:
+        offload.reload_optimizer_state(run.optimizer)
     if _may_step(run, grad_norm):
         run.optimizer.step()
-    if offload:
-        fsdp_utils.offload_optimizer_state(run.optimizer)
+    if offloads:
+        offload.offload_optimizer_state(run.optimizer)
     run.optimizer.zero_grad()
     run.step += 1
     run.on_policy = False

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from flow_grpo import float8, fsdp_utils, rng
+from flow_grpo import float8, fsdp_utils, offload, rng
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -83,19 +83,6 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-@contextmanager
-def training_graph(transformer: nn.Module) -> Iterator[None]:
-    """A forward inside this block runs through the compiled graph that is made for a backward, whose bits are not those
-    of the one without; what it keeps for a backward is let go with each forward's end."""
-    let_go = lambda _, inputs, output: tuple(part.detach() for part in output)  # noqa: E731
-    hook = transformer.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()
@@ -171,7 +158,7 @@ def _exchanged(weights: list[nn.Parameter], others: list[Tensor]) -> Iterator[No
 
 @torch.no_grad()
 def _exchange(weights: list[nn.Parameter], others: list[Tensor]) -> None:
-    fsdp_utils.wait_for_offloaded(weights)
+    offload.wait_for_offloaded(weights)
     for weight, other in zip(weights, others, strict=True):
         present = weight.clone()
         weight.copy_(other)

@@ -15,8 +15,10 @@ from torch import Tensor
 from flow_grpo import (
     batching,
     checkpoints,
+    compiled,
     float8,
     fsdp_utils,
+    offload,
     policies,
     preferences,
     prompts,
@@ -92,7 +94,7 @@ class Run:
     @property
     def exact(self) -> Callable:
         """() -> context in which a forward without a backward has the update's bits."""
-        return partial(policies.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
+        return partial(compiled.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
 
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
@@ -221,7 +223,7 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         offload=config.fsdp.offload_weights,
     )
     if config.compile:
-        fsdp_utils.compile_units(pipeline.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
+        compiled.compile_units(pipeline.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(pipeline)
     train, trained = config.train, fsdp_utils.trainable_parameters(pipeline.transformer)
     optimizer = torch.optim.AdamW(
@@ -382,7 +384,7 @@ def _scale_learning_rate(run: Run, factor: float) -> None:
 
 def save(run: Run) -> None:
     """Write a checkpoint, with the averaged adapter as a LoRA file that diffusers loads."""
-    fsdp_utils.reload_optimizer_state(run.optimizer)
+    offload.reload_optimizer_state(run.optimizer)
     with run.board.timed("save"):
         checkpoints.save(
             run.folder / "checkpoints",

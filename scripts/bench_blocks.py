@@ -21,7 +21,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import flops, fsdp_utils, policies
+from flow_grpo import compiled, flops, fsdp_utils, policies
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
@@ -74,7 +74,7 @@ def inputs(transformer, rows: int, tokens: int, width: int, masked: bool, device
 def fresh(transformer, activation_memory: float = 1.0) -> None:
     """Compiled for what comes, whatever came before."""
     torch._dynamo.reset()
-    fsdp_utils.compile_units(transformer, qwenimage.SHARD_UNITS, activation_memory)
+    compiled.compile_units(transformer, qwenimage.SHARD_UNITS, activation_memory)
 
 
 def forward(transformer, merged, factor: int, tokens: int, rows: int, width: int, masked: bool, device) -> dict:

@@ -26,7 +26,7 @@ from ml_collections import config_flags
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo import fsdp_utils, policies, rng, sampling, settings, windows
+from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, windows
 from flow_grpo import run as runs
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.optimization import policy_step
@@ -132,7 +132,7 @@ def other_graph(run) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    fsdp_utils.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS, run.config.fsdp.activation_memory)
+    compiled.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS, run.config.fsdp.activation_memory)
     try:
         with torch.enable_grad():
             yield

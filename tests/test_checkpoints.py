@@ -18,7 +18,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, fsdp_utils
+from flow_grpo import checkpoints, fsdp_utils, offload
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -90,7 +90,7 @@ def two_ranks(folder, lora):
 def saved_while_offloaded(folder):
     run = start(folder / "base", fsdp_utils.make_mesh("shard", torch.device("cpu")))
     train(*run[:2], range(1))
-    fsdp_utils.offload_optimizer_state(run[1])
+    offload.offload_optimizer_state(run[1])
     try:
         save(folder / "offloaded", run, 1)
     except AssertionError as error:

@@ -15,7 +15,7 @@ from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
 from torch import nn
 from torch._dynamo.utils import counters
 
-from flow_grpo import fsdp_utils, policies, rng, shapes
+from flow_grpo import compiled, fsdp_utils, policies, rng, shapes
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
 from flow_grpo.diffusers_patch.sample_with_logprob import prepare_encode
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, joined, walk
@@ -132,7 +132,7 @@ def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
     gradients = []
     for block in pipeline.transformer.transformer_blocks:
         block.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
-    with torch.no_grad(), policies.training_graph(pipeline.transformer):
+    with torch.no_grad(), compiled.training_graph(pipeline.transformer):
         inside = velocity()
     assert all(gradients)
     assert not inside.requires_grad
@@ -226,7 +226,7 @@ def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(m
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    fsdp_utils.compile_units(entry, ("Block",))
+    compiled.compile_units(entry, ("Block",))
     torch.testing.assert_close(gradients(), plain, rtol=0, atol=0)
     assert counters["stats"]["unique_graphs"] == 1
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_compiled_blocks_keep_the_share_that_they_may():
     def kept(share):
         torch._dynamo.reset()
         sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)
-        fsdp_utils.compile_units(module, ("Block",), share)
+        compiled.compile_units(module, ("Block",), share)
 
         def note(tensor):
             sizes[tensor.data_ptr()] = tensor.nbytes

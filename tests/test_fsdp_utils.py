@@ -23,7 +23,7 @@ from two_ranks import (
     velocity,
 )
 
-from flow_grpo import fsdp_utils, stored_weights
+from flow_grpo import compiled, fsdp_utils, offload, stored_weights
 from flow_grpo.fsdp_utils import DTensor
 
 STEPS = range(3)
@@ -46,11 +46,11 @@ def trained_with_offload(weights, mesh):
     optimizer = optimizer_of(transformer)
     for step in STEPS:
         train(transformer, optimizer, range(step, step + 1))
-        fsdp_utils.reload_optimizer_state(optimizer)  # nothing to undo
+        offload.reload_optimizer_state(optimizer)  # nothing to undo
         before = [state["exp_avg"] for state in optimizer.state.values()]
-        fsdp_utils.offload_optimizer_state(optimizer)
+        offload.offload_optimizer_state(optimizer)
         assert not any(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
-        fsdp_utils.reload_optimizer_state(optimizer)
+        offload.reload_optimizer_state(optimizer)
         after = [state["exp_avg"] for state in optimizer.state.values()]
         assert all(a is not b and type(a) is type(b) for a, b in zip(after, before))
     return fsdp_utils.full_state_dict(transformer)
@@ -76,7 +76,7 @@ def new_weights_are_used(weights, mesh):
 def compiled_units(weights, mesh):
     """How many modules of a sharded transformer will be compiled."""
     transformer = build(weights, mesh, lora=False)
-    fsdp_utils.compile_units(transformer, UNITS)
+    compiled.compile_units(transformer, UNITS)
     return sum("forward" in vars(module) for module in transformer.modules())
 
 

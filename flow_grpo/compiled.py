@@ -1,0 +1,53 @@
+"""Compiled blocks, and which of their graphs a forward goes through."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch
+
+
+def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
+    """Compile the forwards of modules of these classes, on the first one of each shape and mode. One graph serves all
+    modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
+
+    Args:
+        activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
+            are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
+    """
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    functorch.activation_memory_budget = activation_memory
+    found = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
+    for module in found:
+        forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
+        module.forward = torch.compile(forward, dynamic=False)
+    if found:
+        found[0].forward = _wanting_gradients(found[0].forward)
+
+
+def _wanting_gradients(forward: Callable) -> Callable:
+    """The first unit's, with gradients of the tokens [B, L, D] that enter it. With adapters nothing before it learns,
+    so it would be the only one without, for which it would need graphs of its own."""
+
+    def call(*inputs, **named):
+        for tensor in (*inputs, *named.values()):
+            if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.ndim == 3:
+                tensor.requires_grad_()
+        return forward(*inputs, **named)
+
+    return call
+
+
+@contextmanager
+def training_graph(transformer: nn.Module) -> Iterator[None]:
+    """A forward inside this block runs through the compiled graph that is made for a backward, whose bits are not those
+    of the one without; what it keeps for a backward is let go with each forward's end."""
+    let_go = lambda _, inputs, output: tuple(part.detach() for part in output)  # noqa: E731
+    hook = transformer.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
