@@ -32,8 +32,9 @@ def _wanting_gradients(forward: Callable) -> Callable:
     so it would be the only one without, for which it would need graphs of its own."""
 
     def call(*inputs, **named):
-        for tensor in (*inputs, *named.values()):
-            if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.ndim == 3:
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        for tensor in tensors if torch.is_grad_enabled() else []:
+            if tensor.ndim == 3 and tensor.is_floating_point():
                 tensor.requires_grad_()
         return forward(*inputs, **named)
 
