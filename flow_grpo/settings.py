@@ -33,7 +33,7 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
     *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
     *("preferences.max_dropped_share", "preferences.part_size", "preferences.dtype"),
 )
-MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below fsdp_utils' limit of 64
+MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,

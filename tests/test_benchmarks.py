@@ -9,6 +9,7 @@ from small import MODELS, config_of
 
 from flow_grpo.diffusers_patch.sample_with_logprob import packed_tokens
 from flow_grpo.flops import row_flops
+from flow_grpo.prompts import load_prompts
 
 
 def test_rank_correlation_with_and_without_ties():
@@ -17,6 +18,15 @@ def test_rank_correlation_with_and_without_ties():
     found = spearman(a, b)
     torch.testing.assert_close(found[[0, 1, 3]], torch.tensor([0.5, 0.75**0.5, -1.0]).double())
     assert found[2].isnan()
+
+
+def test_both_epochs_draw_one_prompt(tmp_path):
+    """So that the measured one meets no width of text for the first time."""
+    given = [prompt.text for prompt in load_prompts("dataset/shapes", "train")]
+    (only,) = load_prompts(bench.one_prompt("dataset/shapes", tmp_path / "prompts"), "train")
+    assert only.text in given
+    assert len(only.text) == max(map(len, given)) > min(map(len, given))
+    assert "include" in only.metadata
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
@@ -29,6 +39,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     monkeypatch.setattr(train_qwenimage_pr, "optimizer_step", train_qwenimage_pr.optimizer_step)
     figures = bench.epoch_figures("train_qwenimage_pr", config, model)
     assert figures["first_update_s"] > 0
+    assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
     pipeline = model.PIPELINE.from_pretrained(config.model)
     tokens = packed_tokens(pipeline, config.resolution)
     row = row_flops(pipeline.transformer, tokens, config.text_tokens)
