@@ -104,7 +104,7 @@ def test_pictures_do_not_satisfy_a_contradicting_prompt(pictures, condition):
 def test_detections_are_where_the_objects_are(pictures):
     layout, images = draw(of_tag(PROMPTS, "color_attr")[:50])
     for b, image in enumerate(images):
-        found = {(d.kind, d.color): d for d in detect(image)}
+        found = {(d.kind, d.color): d for d in detect(image[None])[0]}
         for m in range(2):
             object_ = found[SHAPES[layout.kind[b, m]], list(COLORS)[layout.color[b, m]]]
             np.testing.assert_allclose(object_.center, layout.center[b, m], atol=0.012)
@@ -188,7 +188,7 @@ SPOILT |= {f"blend of {a} and {b}": paint(CIRCLE, (RGB[a] + RGB[b]) / 2) for a i
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_spoilt_shapes_are_no_shapes(name):
-    assert [d for d in detect(SPOILT[name]) if d.kind] == []
+    assert [d for d in detect(SPOILT[name][None])[0] if d.kind] == []
 
 
 @pytest.mark.parametrize("metadata", [of_tag(PROMPTS, tag)[0] for tag in TAGS], ids=TAGS)
@@ -197,29 +197,34 @@ def test_spoilt_pictures_earn_nothing(metadata):
     assert score(images, None, [metadata] * len(images))["score"].max() == 0
 
 
+def test_a_picture_is_read_the_same_alone_and_among_others():
+    images = torch.stack(list(SPOILT.values()))
+    assert [detect(image[None])[0] for image in images] == detect(images)
+
+
 def test_an_object_is_unknown_but_a_speck_is_nothing():
-    (unknown,) = detect(SPOILT["half circle"])
+    ((unknown,),) = detect(SPOILT["half circle"][None])
     assert (unknown.kind, unknown.color) == (None, None)
     assert unknown.area == pytest.approx(torch.pi * 0.2**2 / 2, rel=0.1)
-    assert detect(paint(region("circle", radius=0.02), RED)) == []
+    assert detect(paint(region("circle", radius=0.02), RED)[None]) == [[]]
 
 
 def test_a_spoilt_shape_does_not_complete_a_count():
     two = {"include": [{"class": "circle", "count": 2}], "exclude": [{"class": "circle", "count": 3}]}
     one_and_a_half = paint(region("circle", 0.75) & (X < 0.75), RED, paint(region("circle", 0.25), RED))
-    assert grade(detect(one_and_a_half), two) == (0.75, 0.0)
+    assert grade(detect(one_and_a_half[None])[0], two) == (0.75, 0.0)
 
 
 def test_slightly_wrong_shapes_still_count():
     for wobbly in (superellipse(2.2), superellipse(1.8)):
-        assert [d.kind for d in detect(paint(wobbly, RED))] == ["circle"]
+        assert [d.kind for d in detect(paint(wobbly, RED)[None])[0]] == ["circle"]
     off = paint(CIRCLE, RED + 0.07 * torch.tensor([-1, 1, 1]).view(3, 1, 1), BLANK - 0.05)
-    assert [(d.kind, d.color) for d in detect(off)] == [("circle", "red")]
+    assert [(d.kind, d.color) for d in detect(off[None])[0]] == [("circle", "red")]
 
 
 def test_pictures_must_be_square():
-    with pytest.raises(ValueError, match=r"\[3, 64, 32\]"):
-        detect(torch.ones(3, 64, 32))
+    with pytest.raises(ValueError, match=r"\[1, 3, 64, 32\]"):
+        detect(torch.ones(1, 3, 64, 32))
 
 
 def seen(kind, color="red", x=0.5, y=0.5):

@@ -4,6 +4,7 @@ Only clean shapes count: of one colour of the palette, of one of the four outlin
 tiny. Anything else is an unknown object, which satisfies no clause, so that pictures between two answers earn nothing.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +23,17 @@ COLOR_DISTANCE = 0.25  # RGB, of an object's mean; half the way between the two 
 PIXEL_DISTANCE = 0.35  # RGB, of nearly all pixels that make up that mean
 TINT = 0.2  # RGB; a background further from the neutral one leaves no shape clean
 PURITY = 0.9  # share of the pixels well inside an object that have its colour
-OVERLAP = np.array((0.89, 0.87, 0.86, 0.86))  # soft intersection over union that each of SHAPES must reach...
+OVERLAP = torch.tensor((0.89, 0.87, 0.86, 0.86))  # soft intersection over union that each of SHAPES must reach...
 LEAD = 0.055  # ...and how far it must be ahead of the second best
 OFFSET = 0.05  # of the picture's side; centres nearer than this are neither left nor right of each other
-EDGE_WIDTHS = np.array((1.6, 2.8))  # pixels over which an outline may fade: antialiasing alone, or with blur
+EDGE_WIDTHS = torch.tensor((1.6, 2.8))  # pixels over which an outline may fade: antialiasing alone, or with blur
 HALO = 2  # pixels around an object that its faded outline may reach
 GRID = 24  # points a side at which outlines are compared
+FRAME = SIDE + 2 * HALO  # pixels
+AT_ONCE = {"cpu": 32, "cuda": 1024}  # pictures; what a CPU's cache holds, and what keeps a GPU busy
+IN_PLANE = np.stack([np.zeros((3, 3)), np.ones((3, 3)), np.zeros((3, 3))])  # neighbours within one picture
 
-PALETTE = np.array([BACKGROUND, *COLORS.values()], dtype=np.float32)
+PALETTE = torch.tensor([BACKGROUND, *COLORS.values()])
 
 
 class Detection(NamedTuple):
@@ -41,95 +45,172 @@ class Detection(NamedTuple):
     area: float  # of the picture
 
 
-def _brightness_metric(hue_weight: float = 0.1) -> np.ndarray:
+def _brightness_metric(hue_weight: float = 0.1) -> Tensor:
     """Quadratic form [3, 3] in which brightness outweighs hue, as JPEG smears an object's hue beyond its outline."""
-    brightness = np.outer(np.ones(3), (0.299, 0.587, 0.114))
-    hue = np.eye(3) - brightness
-    return (brightness.T @ brightness + hue_weight * hue.T @ hue).astype(np.float32)
+    brightness = torch.outer(torch.ones(3), torch.tensor((0.299, 0.587, 0.114)))
+    hue = torch.eye(3) - brightness
+    return brightness.T @ brightness + hue_weight * hue.T @ hue
 
 
-def _unit_outlines() -> tuple[np.ndarray, np.ndarray]:
+def _unit_outlines() -> tuple[Tensor, Tensor]:
     """Where to look, [2, GRID, GRID] (y, x), and the signed distances there, [4, GRID, GRID], of shapes of area 1."""
     fine = torch.linspace(-1, 1, 513)
     area = 4 * (signed_distances(fine[None, :], fine[:, None]) < 0).double().mean((1, 2))
     axis = (torch.arange(GRID) + 0.5) / GRID * 2 - 1
     scales = area.sqrt().float()
     distances = [signed_distances(axis[None, :] * s, axis[:, None] * s)[k] / s for k, s in enumerate(scales)]
-    return np.stack(np.meshgrid(axis, axis, indexing="ij")), torch.stack(distances).numpy()
+    return torch.stack(torch.meshgrid(axis, axis, indexing="ij")), torch.stack(distances)
 
 
 METRIC = _brightness_metric()
 POINTS, OUTLINES = _unit_outlines()
 
 
-def _color_of(core: np.ndarray) -> int:
-    """Index into PALETTE of the one colour of the pixels [N, 3] well inside an object; 0 if there is none."""
-    if len(core) == 0:
-        return 0
-    distances = np.linalg.norm(PALETTE - core.mean(0), axis=1)
-    nearest = int(distances.argmin())
-    pure = (np.linalg.norm(core - PALETTE[nearest], axis=1) < PIXEL_DISTANCE).mean() > PURITY
-    return nearest if distances[nearest] < COLOR_DISTANCE and pure else 0
+class Objects(NamedTuple):
+    """N connected regions of B pictures; their pixels are looked at in a frame of F = SIDE + 2 * HALO pixels a side."""
+
+    regions: Tensor  # [B, F, F] int64, 0 = background, else the number of a region, counted from 1 over all pictures
+    core: Tensor  # [B, F, F] int64, the same where all four neighbours belong to the region, else 0
+    picture: Tensor  # [N] int64, which picture a region lies in
+    area: Tensor  # [N] f64, pixels
+    center: Tensor  # [N, 2] f64, x and y of the mean pixel in picture sides
+    whole: Tensor  # [N] bool, touches no side of the picture
 
 
-def _kind_of(coverage: np.ndarray) -> str | None:
-    """Which of SHAPES a coverage [h, w] is, compared at equal area and centre; None if no outline fits well."""
-    area = coverage.sum()
-    rows, columns = np.arange(coverage.shape[0]), np.arange(coverage.shape[1])
-    center = np.array([coverage.sum(1) @ rows, coverage.sum(0) @ columns]) / area
-    seen = ndimage.map_coordinates(coverage, center[:, None, None] + POINTS * np.sqrt(area), order=1)
-    wanted = np.clip(
-        0.5 - OUTLINES * (np.sqrt(area) / EDGE_WIDTHS)[:, None, None, None], 0, 1
-    )  # [widths, 4, GRID, GRID]
-    overlap = (np.minimum(seen, wanted).sum((2, 3)) / np.maximum(seen, wanted).sum((2, 3))).max(0)
-    second, best = np.argsort(overlap)[-2:]
-    return SHAPES[best] if overlap[best] > OVERLAP[best] and overlap[best] - overlap[second] > LEAD else None
+def _frames(images: Tensor) -> Tensor:
+    """[B, 3, R, R] of any R -> [B, 3, F, F] f32: in SIDE pixels, with HALO pixels of background around them."""
+    if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
+        raise ValueError(f"shapes are looked for in square pictures [B, 3, R, R], not {list(images.shape)}")
+    images = images.float()
+    if images.shape[-1] != SIDE:
+        images = interpolate(images, (SIDE, SIDE), mode="area" if images.shape[-1] > SIDE else "bilinear")
+    frames = PALETTE[0].to(images.device).view(3, 1, 1).repeat(len(images), 1, FRAME, FRAME)
+    frames[:, :, HALO:-HALO, HALO:-HALO] = images
+    return frames
 
 
-def _identify(pixels: np.ndarray, mask: np.ndarray) -> tuple[str | None, str | None]:
-    """(kind, color) of the object `mask`, in a crop HALO pixels wider; (None, None) if it is not a clean shape."""
-    core = ndimage.binary_erosion(mask)
-    color = _color_of(pixels[core])
-    if color == 0:
-        return None, None
-    contrast = (pixels - PALETTE[0]) @ (METRIC @ (PALETTE[color] - PALETTE[0]))
-    coverage = np.clip(contrast / contrast[core].mean(), 0, 1)
-    kind = _kind_of(coverage * ndimage.binary_dilation(mask, iterations=HALO))
-    return (kind, list(COLORS)[color - 1]) if kind else (None, None)
+def _objects(inside: Tensor) -> Objects:
+    """Regions of the pixels [B, F, F] that are no background; pixels that touch at a corner belong together."""
+    numbered, count = ndimage.label(inside.cpu().numpy(), structure=IN_PLANE)
+    device = inside.device
+    regions = torch.from_numpy(numbered).to(device, torch.int64)
+    surrounded = inside.clone()
+    for shift, side in ((1, 1), (-1, 1), (1, 2), (-1, 2)):
+        surrounded &= inside.roll(shift, side)
+    picture, row, column = inside.nonzero().unbind(1)
+    number = regions[inside] - 1
+    area = torch.bincount(number, minlength=count).double()
+    sums = [torch.bincount(number, weights=axis.double(), minlength=count) for axis in (column, row)]
+    whole = torch.ones(count, dtype=torch.bool, device=device)
+    whole[number[((row == HALO) | (row == FRAME - HALO - 1) | (column == HALO) | (column == FRAME - HALO - 1))]] = False
+    return Objects(
+        regions=regions,
+        core=regions * surrounded,
+        picture=torch.zeros(count, dtype=torch.int64, device=device).index_put((number,), picture),
+        area=area,
+        center=(torch.stack(sums, 1) / area[:, None] + 0.5 - HALO) / SIDE,
+        whole=whole,
+    )
 
 
-def _pixels(image: Tensor) -> np.ndarray:
-    """[3, R, R] of any R -> [SIDE, SIDE, 3] and HALO pixels of background around it."""
-    if image.ndim != 3 or image.shape[0] != 3 or image.shape[1] != image.shape[2]:
-        raise ValueError(f"shapes are looked for in square pictures [3, R, R], not {list(image.shape)}")
-    image = image.cpu().float()[None]
-    how = {"mode": "area"} if image.shape[-1] >= SIDE else {"mode": "bilinear"}
-    pixels = np.empty((SIDE + 2 * HALO, SIDE + 2 * HALO, 3), dtype=np.float32)
-    pixels[:] = PALETTE[0]
-    pixels[HALO:-HALO, HALO:-HALO] = interpolate(image, (SIDE, SIDE), **how)[0].permute(1, 2, 0).numpy()
-    return pixels
+def _colors(frames: Tensor, objects: Objects) -> Tensor:
+    """Index into PALETTE [N] of the one colour of the pixels well inside each object; 0 if there is none."""
+    palette, inside = PALETTE.to(frames.device), objects.core > 0
+    picture, row, column = inside.nonzero().unbind(1)
+    number, pixels = objects.core[inside] - 1, frames[picture, :, row, column].double()
+    num = torch.bincount(number, minlength=len(objects.area)).double()
+    mean = pixels.new_zeros(len(num), 3).index_add(0, number, pixels) / num[:, None]
+    distance, nearest = (mean[:, None] - palette.double()).norm(dim=-1).nan_to_num(torch.inf).min(1)
+    near = (pixels - palette[nearest[number]]).norm(dim=-1) < PIXEL_DISTANCE
+    pure = torch.bincount(number, weights=near.double(), minlength=len(num)) / num > PURITY
+    return nearest * (pure & (distance < COLOR_DISTANCE))
 
 
-def detect(image: Tensor) -> list[Detection]:
-    """The objects of a picture [3, R, R] in [0, 1]: connected regions nearer to a colour than to the background."""
-    pixels = _pixels(image)
-    labels = ((PALETTE**2).sum(1) / 2 - pixels @ PALETTE.T).argmin(-1)  # nearest colour
-    regions, _ = ndimage.label(labels > 0, structure=np.ones((3, 3)))
-    neutral = np.linalg.norm(pixels[labels == 0].mean(0) - PALETTE[0]) < TINT
-    found = []
-    for i, (rows, columns) in enumerate(ndimage.find_objects(regions), start=1):
-        crop = slice(rows.start - HALO, rows.stop + HALO), slice(columns.start - HALO, columns.stop + HALO)
-        mask = regions[crop] == i
-        area = float(mask.sum()) / SIDE**2
-        if area < SPECK_AREA:
-            continue
-        whole = min(rows.start, columns.start) > HALO and max(rows.stop, columns.stop) < SIDE + HALO
-        clean = neutral and whole and area >= SMALLEST_AREA
-        kind, color = _identify(pixels[crop], mask) if clean else (None, None)
-        y, x = (pixel.mean() + 0.5 - 2 * HALO for pixel in np.nonzero(mask))  # the crop's margin, and the picture's
-        center = float(columns.start + x) / SIDE, float(rows.start + y) / SIDE
-        found.append(Detection(kind, color, center, area))
-    return found
+def _coverage(frames: Tensor, objects: Objects, which: Tensor, colors: Tensor) -> Tensor:
+    """How much of each pixel the objects `which` [M], of colours [M], cover: [M, F, F] f32 in [0, 1], NaN more than
+    HALO pixels away from the object."""
+    palette, picture = PALETTE.to(frames.device) - PALETTE[0].to(frames.device), objects.picture[which]
+    mask = objects.regions[picture] == (which + 1)[:, None, None]
+    core = objects.core[picture] == (which + 1)[:, None, None]
+    towards = palette @ METRIC.to(frames.device).T
+    contrast = (towards @ (frames.flatten(2) - PALETTE[0].to(frames.device)[:, None]))[picture, colors].view(mask.shape)
+    full = (contrast * core).sum((1, 2), dtype=torch.float64) / core.sum((1, 2))
+    for _ in range(HALO):  # a whole object is too far from the frame's sides to come back on the other one
+        mask = mask | mask.roll(1, 1) | mask.roll(-1, 1) | mask.roll(1, 2) | mask.roll(-1, 2)
+    coverage = (contrast / full[:, None, None].float()).clamp(0, 1)
+    return torch.where(mask, coverage, torch.nan)
+
+
+def _kinds(coverage: Tensor) -> Tensor:
+    """Which of SHAPES each coverage [M, F, F] is, compared at equal area and centre; -1 where no outline fits well."""
+    axis = torch.arange(FRAME, device=coverage.device).double()
+    near, coverage = ~coverage.isnan(), coverage.nan_to_num(0.0)
+    area = coverage.sum((1, 2), dtype=torch.float64)
+    center = torch.stack([coverage.sum(2).double() @ axis, coverage.sum(1).double() @ axis], 1) / area[:, None]
+    points = center[:, :, None, None] + POINTS.to(axis.device) * area.sqrt()[:, None, None, None]
+    seen = _sampled(coverage, points) * (_within(near.any(2), points[:, 0]) & _within(near.any(1), points[:, 1]))
+    scale = (area.sqrt()[:, None] / EDGE_WIDTHS.to(axis.device)).float()[:, :, None, None, None]
+    wanted = (0.5 - OUTLINES.to(axis.device) * scale).clamp(0, 1)  # [M, widths, 4, GRID, GRID]
+    seen = seen.float()[:, None, None]
+    overlap = torch.minimum(seen, wanted).sum((3, 4)) / torch.maximum(seen, wanted).sum((3, 4))
+    (best, second), order = overlap.amax(1).topk(2).values.unbind(1), overlap.amax(1).argmax(1)
+    fits = (best > OVERLAP.to(axis.device)[order]) & (best - second > LEAD)
+    return torch.where(fits, order, -1)
+
+
+def _within(lines: Tensor, points: Tensor) -> Tensor:
+    """Whether points [M, GRID, GRID] lie between the first and the last of the lines [M, F] that an object is near."""
+    first, last = lines.int().argmax(1), FRAME - 1 - lines.flip(1).int().argmax(1)
+    return (points >= first[:, None, None]) & (points <= last[:, None, None])
+
+
+def _sampled(coverage: Tensor, points: Tensor) -> Tensor:
+    """coverage [M, F, F] at points [M, 2, GRID, GRID] (y, x), linear between pixels; 0 outside of what is covered."""
+    low = points.floor()
+    part = (points - low).float()
+    total = torch.zeros_like(part[:, 0])
+    number = torch.arange(len(coverage), device=coverage.device)[:, None, None]
+    for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        y, x = (low[:, 0] + dy).long(), (low[:, 1] + dx).long()
+        inside = (y >= 0) & (y < FRAME) & (x >= 0) & (x < FRAME)
+        weight = (part[:, 0] if dy else 1 - part[:, 0]) * (part[:, 1] if dx else 1 - part[:, 1])
+        total += weight * inside * coverage[number, y.clamp(0, FRAME - 1), x.clamp(0, FRAME - 1)]
+    return total
+
+
+def detect(images: Tensor) -> list[list[Detection]]:
+    """The objects of each picture [B, 3, R, R] in [0, 1]: connected regions nearer to a colour than to the background.
+
+    Pictures are looked at AT_ONCE together, on their own device; one's objects do not depend on its neighbours.
+    """
+    parts = images.split(AT_ONCE.get(images.device.type, len(images)))
+    return [detections for part in parts for detections in _detect(part)]
+
+
+def _detect(images: Tensor) -> list[list[Detection]]:
+    frames = _frames(images)
+    palette = PALETTE.to(frames.device)
+    distances = (palette**2).sum(1)[:, None] / 2 - palette @ frames.flatten(2)  # squared, halved, less what is common
+    background = distances[:, 0] <= functools.reduce(torch.minimum, distances[:, 1:].unbind(1))  # [B, F * F]
+    objects = _objects(~background.unflatten(1, (FRAME, FRAME)))
+    mean = (frames.flatten(2) @ background.float()[:, :, None])[..., 0] / background.sum(1)[:, None]
+    neutral = (mean - palette[0]).norm(dim=-1) < TINT
+    area = objects.area / SIDE**2
+    colors = _colors(frames, objects) * (neutral[objects.picture] & objects.whole & (area >= SMALLEST_AREA))
+    kinds = torch.full_like(colors, -1)
+    colored = colors.nonzero().flatten()
+    kinds[colored] = _kinds(_coverage(frames, objects, colored, colors[colored]))
+    return _detections(len(images), objects, area, kinds, colors)
+
+
+def _detections(num: int, objects: Objects, area: Tensor, kinds: Tensor, colors: Tensor) -> list[list[Detection]]:
+    pictures, names = [[] for _ in range(num)], list(COLORS)
+    big = (area >= SPECK_AREA).nonzero().flatten()
+    columns = (column[big].tolist() for column in (objects.picture, kinds, colors, objects.center, area))
+    for picture, kind, color, center, size in zip(*columns):
+        clean = (SHAPES[kind], names[color - 1]) if kind >= 0 else (None, None)
+        pictures[picture].append(Detection(*clean, tuple(center), size))
+    return pictures
 
 
 def _matching(detections: list[Detection], entry: dict) -> list[Detection]:
@@ -180,8 +261,8 @@ def load(device):
     def score(images, prompts, metadata):
         if metadata is None:
             raise ValueError("the shapes reward needs GenEval metadata for each image: prompts from *_metadata.jsonl")
-        grades = [grade(detect(image), asked) for image, asked in zip(images.cpu(), metadata, strict=True)]
-        dense, strict = torch.tensor(grades, device=device).view(-1, 2).unbind(1)
+        grades = [grade(seen, asked) for seen, asked in zip(detect(images), metadata, strict=True)]
+        dense, strict = torch.tensor(grades).view(-1, 2).unbind(1)
         return {"score": dense, "accuracy": strict}
 
     return score
