@@ -179,17 +179,23 @@ def default_limits():
 
 
 def table() -> None:
-    """Print the stories and the margins."""
-    limits = default_limits()
-    stories = [(run, tell(run, limits)) for run in load()]
-    for run, story in stories:
+    """Print the stories, when each sign exceeded its limit, and the margins."""
+    limits, runs = default_limits(), load()
+    stories = [tell(run, limits) for run in runs]
+    for run, story in zip(runs, stories):
         print(_row(run, story))
-    names = ("reward_drop", "update_size", "loss_rise", "reference_distance", "grad_norm_spike", "eval_drop")
-    names += ("latent_rms_change", "high_frequency_change", "diversity_change")
-    print()
-    for _, story in stories:
-        cells = [_margin(story, name) for name in names]
-        print(f"| {story.name} | {' | '.join(cells)} |")
+    print(f"\n| run | {' | '.join(health.SIGNS)} |")
+    for run, story in zip(runs, stories):
+        if story.alarms:
+            judged = verdicts(run, limits)
+            print(f"| {story.name} | {' | '.join(_first_alarm(judged, name) for name in health.SIGNS)} |")
+    print(f"\n| run | {' | '.join(health.SIGNS)} |")
+    for story in stories:
+        print(f"| {story.name} | {' | '.join(_margin(story, name) for name in health.SIGNS)} |")
+
+
+def _first_alarm(judged: list[health.Verdict], name: str) -> str:
+    return next((str(i + 1) for i, v in enumerate(judged) if name in {alarm.name for alarm in v.alarms}), "")
 
 
 def leave_one_out() -> None:

@@ -1,4 +1,4 @@
-"""The signs of health on latents and histories whose state is known, on recorded runs, and what a run does about them."""
+"""The signs of health on known latents and histories and on recorded runs, and what a run does about an alarm."""
 
 import math
 import random
