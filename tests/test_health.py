@@ -55,7 +55,8 @@ def test_a_spike_is_over_the_median_of_what_came_before():
     spike = health.grad_norm_spike
     assert spike(history(grad_norms=[(1.0, 2.0, 3.0), (8.0,)])).value == 4
     assert spike(history(grad_norms=[(1.0, 2.0)])).value == 1
-    assert spike(history(grad_norms=[(100.0,) * 5, *[(1.0,)] * 20, (3.0, 2.0)])).value == 3
+    assert spike(history(grad_norms=[(100.0,) * 30, *[(1.0,)] * 20, (3.0, 2.0)])).value == 3
+    assert spike(history(grad_norms=[(1.0,), ()])) is None
 
 
 def test_a_drop_is_counted_in_standard_errors_beyond_the_best_of_so_many_means():
@@ -161,6 +162,12 @@ def test_the_size_of_an_update_is_the_last_ones_in_clip_ranges_and_its_loss_is_n
     assert (epoch.update_size, epoch.loss) == (pytest.approx(2), None)
     guard = ConfigDict(dict(train=dict(clip_range=1e-4, objective="guard"), eval={}))
     assert health.summarize([*updates, line], guard).update_size is None
+
+
+def test_the_size_of_the_first_updates_does_not_count():
+    epochs = history(update_size=[1000.0] * 5 + [2.0] * 5)
+    assert health.update_size(epochs[:9]) is None
+    assert health.update_size(epochs).value == 2
 
 
 @pytest.mark.parametrize(("share", "grad_norm", "silent"), [(1.0, 1.0, True), (0.9, 1.0, False), (0.9, 0.0, True)])
