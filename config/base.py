@@ -5,15 +5,20 @@ The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any
 """
 
 import difflib
+import re
+import sys
 
 import ml_collections
 
 from flow_grpo.rewards import known
 
+RENAMED = {"trouble": "health"}  # keys of older configs
+
 
 def select(name, runs, variants, file):
     """The config that NAME or NAME,VARIANT,... of a file's functions makes; ValueError names the nearest."""
     runs, variants = ({function.__name__: function for function in functions} for functions in (runs, variants))
+    _refuse_renamed(sys.argv)
     run, *chosen = name.split(",")
     if run not in runs or set(chosen) - set(variants):
         near = difflib.get_close_matches(run, runs, cutoff=0) or runs
@@ -26,12 +31,21 @@ def select(name, runs, variants, file):
         for variant in chosen:
             config = variants[variant](config)
     except (AttributeError, KeyError, TypeError) as error:  # ml_collections' own words name the nearest key
+        _refuse_renamed((), str(error))
         raise ValueError(f"{run} in {file} sets what config/base.py does not know: {error}") from error
     config.name = name.replace(",", "_")
     config.reward_fn = dict.fromkeys(known(), 0.0) | dict(
         config.reward_fn
     )  # so that any can be set on the command line
     return config
+
+
+def _refuse_renamed(flags, error=""):
+    """Raises ValueError if the command line, or ml_collections' words about an unknown key, use a key's old name."""
+    for old, new in RENAMED.items():
+        set_by_flag = any(re.match(rf"--?config\.{old}\b", flag) for flag in flags)
+        if set_by_flag or re.match(rf"\W*(Key )?\W+{old}\W", error):
+            raise ValueError(f"config.{old} is now config.{new}")
 
 
 def get_config():
@@ -65,7 +79,7 @@ def get_config():
     config.train = train()
     config.preferences = preferences()
     config.eval = evaluation()
-    config.trouble = trouble()
+    config.health = health()
     return config.lock()  # a name that is not in this file is an error from here on
 
 
@@ -194,12 +208,18 @@ def evaluation():
     return evaluation
 
 
-def trouble():
-    """When a run is in trouble, against its own first epoch, and what follows; 0 = no limit."""
-    trouble = ml_collections.ConfigDict()
-    trouble.action = "log"  # "log" | "lower_learning_rate" (halve it) | "stop" (save and end)
-    trouble.x0_norm_change = 1.5  # factor, either way, of trouble/x0_norm
-    trouble.high_frequency_change = 2.0  # factor, upwards, of trouble/high_frequency
-    trouble.diversity_change = 5.0  # factor, downwards, of trouble/diversity
-    trouble.grad_norm_spike = 10.0  # of trouble/grad_norm_spike
-    return trouble
+def health():
+    """Alarms, each against the run itself, and what follows them; 0 = no limit. See docs/health.md."""
+    health = ml_collections.ConfigDict()
+    health.action = "log"  # "log" (print) | "lower_learning_rate" (halve it) | "stop" (save and end)
+    health.reward_drop = 3.0  # standard errors of the training reward below its best (5 epochs' means), less luck
+    health.eval_drop = 3.0  # standard errors of the evaluation below its best
+    health.reference_distance = 2.0  # of reference_distance or kl_reference; a velocity's own mean square is about 2
+    health.loss_rise = 1.5  # factor of policy_loss, 5 epochs' mean, over the first 5; not where ratios are clipped
+    health.update_size = 10.0  # ratio_std of an epoch's last update, 5 epochs' mean, in clip ranges; not with "guard"
+    health.epochs_without_signal = 3  # in a row
+    health.latent_rms_change = 1.5  # factor, either way, of health/latent_rms since the first epoch
+    health.high_frequency_change = 2.0  # factor, upwards, of health/high_frequency
+    health.diversity_change = 5.0  # factor, downwards, of health/diversity
+    health.grad_norm_spike = 10.0  # largest gradient norm of an epoch over the median of the 20 updates before it
+    return health

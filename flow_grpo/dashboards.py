@@ -43,6 +43,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/<name>_zero_std_share": Metric("", "reward/zero_std_share of one reward", "like reward/zero_std_share"),
     "reward/<name>_masked_share": Metric("", "share of images for which a reward failed that may", "0"),
     "eval/<name>": Metric("", "one reward over the fixed evaluation prompts", "rises with reward/; else it is hacked"),
+    "eval/std_error": Metric("", "standard error of the evaluation that says which policy is best", "steady"),
     "loss": Metric("", "what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
     "policy_loss": Metric("", "the algorithm's own objective", "GRPO: near 0 in an epoch's first update"),
     "ratio_mean": Metric("", "policy / rollout probability, mean over rows", "1 in the first update, then close to it"),
@@ -66,7 +67,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
         "", "DPO: share of pairs whose winner is fitted worse than by the reference", "0.5 or so"
     ),
     "validation/<name>": Metric("", "DPO: the same of held-out pairs, always under the same noises", "like <name>"),
-    "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce trouble"),
+    "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce instability"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
@@ -80,12 +81,15 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     ),
     "parity/recomputed_abs_diff_max": Metric("nat", "the largest such gap", "0 in float32, else below clip_range / 10"),
     "parity/importance_weight_mean": Metric("", "mean truncated importance weight (train.importance_cap)", "1"),
-    "trouble/x0_norm": Metric("", "root mean square of the final latents", "steady; drift announces washed-out images"),
-    "trouble/high_frequency": Metric("", "share of their energy above half Nyquist", "steady; a rise is grid or noise"),
-    "trouble/diversity": Metric("", "spread within a group over x0_norm", "falls slowly; near 0 is mode collapse"),
-    "trouble/grad_norm_spike": Metric("", "largest gradient norm over the median of the last 20", "1 to 3"),
-    "trouble/crossed": Metric("", "limits of config.trouble that the epoch crossed", "0"),
-    "trouble/learning_rate_factor": Metric("", "what trouble.action has left of train.learning_rate", "1"),
+    "health/latent_rms": Metric(
+        "", "root mean square of the final latents", "steady; drift: washed-out or burnt images"
+    ),
+    "health/high_frequency": Metric("", "share of their energy above half Nyquist", "steady; a rise is grid or noise"),
+    "health/diversity": Metric("", "spread within a group over latent_rms", "falls slowly; near 0 is mode collapse"),
+    "health/<limit>": Metric("", "what the limit of that name in config.health bounds", "well below its limit"),
+    "health/limits_exceeded": Metric("", "limits of config.health that the epoch exceeded", "0"),
+    "health/action_taken": Metric("", "whether health.action was taken after the epoch", "0"),
+    "health/learning_rate_factor": Metric("", "what health.action has left of train.learning_rate", "1"),
     "time/rollout_s": Metric("s", "sampling the epoch's images", "steady"),
     "time/reward_s": Metric("s", "waiting for rewards that the rollout did not hide", "near 0"),
     "time/reward_hidden_s": Metric("s", "scoring that the rollout hid", "the rewards' time"),
@@ -196,6 +200,7 @@ class Dashboard:
         self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
+        self.since_epoch = []  # records logged after the last one of kind "epoch"
         self._open(name)
 
     @on_main
@@ -249,6 +254,7 @@ class Dashboard:
         self.wandb_run.log(record, step=self.lines)
         self.lines += 1
         self.latest |= record
+        self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
         if kind != "update":
             tqdm.write(self._summary(kind, epoch), file=sys.stdout)
             sys.stdout.flush()

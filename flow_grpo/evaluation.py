@@ -29,9 +29,12 @@ def evaluate(run, epoch: int) -> dict[str, float]:
     found = sorted(fsdp_utils.gather_objects(found), key=lambda part: part[0])
     scores = {name: torch.cat([part[1][name] for part in found]) for name in found[0][1]}
     means = {f"eval/{name}": values.nanmean().item() for name, values in scores.items()}
+    judged = scores[settings.get("best_by", "avg")]
+    judged = judged[~judged.isnan()].double()
+    error = {"eval/std_error": judged.std().item() / len(judged) ** 0.5} if len(judged) > 1 else {}
     panel = {number: image for part in found for number, image in part[2].items()}
     where = dict(epoch=epoch, step=run.step)
-    run.board.log("eval", means, **where)
+    run.board.log("eval", means | error, **where)
     texts, rewards = [prompts[i].text for i in panel], scores["avg"][list(panel)]
     run.board.log_images("eval", torch.stack(list(panel.values())), texts, rewards, **where)
     return means

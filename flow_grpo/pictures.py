@@ -30,7 +30,8 @@ def plot_reward(run_dir) -> Path | None:
     training = {name for name in training if not name.endswith(("group_std", "zero_std_share"))}
     if len(training) == 2:
         training.discard("avg")  # it says what the only reward says
-    names = sorted(training | {name[5:] for record in records for name in record if name.startswith("eval/")})
+    evaluated = {name[5:] for record in records for name in record if name.startswith("eval/")} - {"std_error"}
+    names = sorted(training | evaluated)
     if not names:
         return None
     columns = min(3, len(names))

@@ -18,6 +18,7 @@ from flow_grpo import (
     compiled,
     float8,
     fsdp_utils,
+    health,
     offload,
     policies,
     preferences,
@@ -25,7 +26,6 @@ from flow_grpo import (
     rewards,
     sampling,
     settings,
-    trouble,
 )
 from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.diffusers_patch import loading
@@ -39,7 +39,7 @@ from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
     "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "embeddings_cache", "trouble", "vae_batch_size", "vae_precision",
+    "eval_freq", "eval", "fsdp", "embeddings_cache", "health", "vae_batch_size", "vae_precision",
     "compile", "sample.engine", "sample.completion_batch_size", "sample.text_multiple",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
@@ -77,9 +77,11 @@ class Run:
     step: int = 0  # optimizer steps taken
     on_policy: bool = True  # no optimizer step since the rollout
     losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # since the last optimizer step
-    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches, see trouble.measure
+    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches, see health.measure
     epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
-    stopped: bool = False  # by config.trouble.action "stop"
+    history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank
+    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
+    stopped: bool = False  # by config.health.action "stop"
 
     @property
     def folder(self) -> Path:
@@ -311,8 +313,9 @@ def _choose_folder(config) -> tuple[Path, Path | None]:
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     run.epoch, run.step = checkpoints.load(checkpoint, _state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
-    factors = [line.get("trouble/learning_rate_factor") for line in run.board.history() if line["epoch"] < run.epoch]
-    factors = [factor for factor in factors if factor is not None]
+    lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
+    run.history = health.by_epoch(lines, run.config)
+    factors = [line["health/learning_rate_factor"] for line in lines if line["kind"] == "epoch"]
     _scale_learning_rate(run, fsdp_utils.broadcast_object(factors[-1] if factors else 1.0))
 
 
@@ -357,24 +360,51 @@ def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _watch(run: Run, epoch: int) -> None:
-    """Add the signs of trouble to the epoch's figures; where one is too large, do what config.trouble.action says."""
+    """Add the signs of health to the epoch's figures; where one exceeds its limit, do what health.action says."""
     signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
     run.signs.clear()
-    now = dict(zip(trouble.SIGNS, signs))
-    lines = run.board.history()  # [] on other ranks, which are told below
-    firsts = [{sign: line[f"trouble/{sign}"] for sign in now} for line in lines if line["kind"] == "epoch"]
-    norms = [line["grad_norm"] for line in lines if line["kind"] == "update"]
-    num_new = sum(line["kind"] == "update" and line["epoch"] == epoch for line in lines)
-    now["grad_norm_spike"] = trouble.spike(norms, num_new) if norms else 1.0
-    problems = trouble.crossed(now, firsts[0] if firsts else now, run.config.trouble)
-    problems = fsdp_utils.broadcast_object(problems)
-    if problems:
-        run.board.say(f"epoch {epoch + 1}: {'; '.join(problems)}; action: {run.config.trouble.action}")
-        run.stopped = run.config.trouble.action == "stop"
-        _scale_learning_rate(run, 0.5 if run.config.trouble.action == "lower_learning_rate" else 1.0)
+    run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, signs)}
+    verdict = fsdp_utils.broadcast_object(_judge(run, epoch) if fsdp_utils.is_main() else None)
+    action = run.config.health.action
+    done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
+    if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
+        sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
+        run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
+    run.alarms = verdict.alarms
     factor = run.optimizer.param_groups[0]["lr"] / max(run.config.train.learning_rate, 1e-30)
-    run.epoch_figures |= {f"trouble/{sign}": value for sign, value in now.items()}
-    run.epoch_figures |= {"trouble/crossed": len(problems), "trouble/learning_rate_factor": factor}
+    run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
+    run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
+    run.epoch_figures["health/learning_rate_factor"] = factor
+
+
+def _judge(run: Run, epoch: int) -> health.Verdict:
+    """On the main rank: enter the epoch into the history, and judge it."""
+    line = {"kind": "epoch", "epoch": epoch, **run.epoch_figures}
+    run.history.append(health.summarize([*run.board.since_epoch, line], run.config))
+    verdict = health.judge(run.history, run.config.health)
+    run.history[-1] = run.history[-1]._replace(acted=verdict.act)
+    return verdict
+
+
+def _only_say(run: Run) -> str:
+    return "nothing, training goes on"
+
+
+def _lower_learning_rate(run: Run) -> str:
+    _scale_learning_rate(run, 0.5)
+    return f"it halves the learning rate, to {run.optimizer.param_groups[0]['lr']:.3g}"
+
+
+def _stop(run: Run) -> str:
+    run.stopped = True
+    return "it saves a checkpoint and ends the run"
+
+
+ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each says what it does
+    "log": _only_say,
+    "lower_learning_rate": _lower_learning_rate,
+    "stop": _stop,
+}
 
 
 def _scale_learning_rate(run: Run, factor: float) -> None:

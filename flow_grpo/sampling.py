@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, policies, prompts, rng, trouble
+from flow_grpo import fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, walk
@@ -151,7 +151,7 @@ def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) ->
     """
     images, shape = sampled.images, sampled.images.shape[1:-3]
     latents = run.model.unpack_latents(run.pipeline, sampled.latents.flatten(0, len(shape)), run.config.resolution)
-    run.signs.append(trouble.measure(latents, groups.flatten()))
+    run.signs.append(health.measure(latents, groups.flatten()))
     repeats = shape.numel()
     texts = [text for text in batch.prompts for _ in range(repeats)]
     metadata = [row for row in batch.metadata for _ in range(repeats)]

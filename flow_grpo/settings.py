@@ -21,7 +21,7 @@ CHOICES = {
     "reward.on_failure": ("fail", "mask"),
     "reward.image_format": ("npy", "png"),
     "preferences.dtype": ("float32", "bfloat16"),
-    "trouble.action": ("log", "lower_learning_rate", "stop"),
+    "health.action": ("log", "lower_learning_rate", "stop"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
 RATIO = tuple(  # of train_*.py and train_*_pr.py alone
@@ -49,8 +49,10 @@ AT_LEAST = {  # smallest value of a number
     "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
     "train.weight_decay": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
-    "trouble.x0_norm_change": 0, "trouble.high_frequency_change": 0, "trouble.diversity_change": 0,
-    "trouble.grad_norm_spike": 0, "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
+    "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0, "health.loss_rise": 0,
+    "health.update_size": 0, "health.epochs_without_signal": 0, "health.latent_rms_change": 0,
+    "health.high_frequency_change": 0, "health.diversity_change": 0, "health.grad_norm_spike": 0,
+    "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import ast
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
 
-from flow_grpo import batching, policies, rewards, settings
+from flow_grpo import batching, health, policies, rewards, settings
 from flow_grpo.scoring import pool
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,7 @@ DPO = runpy.run_path(str(ROOT / "config" / "dpo.py"))
 BASE = runpy.run_path(str(ROOT / "config" / "base.py"))["get_config"]()
 KEYS = [
     f"{section}.{key}" if section else key
-    for section in ("", "lora", "fsdp", "sample", "train", "preferences", "eval", "trouble")
+    for section in ("", "lora", "fsdp", "sample", "train", "preferences", "eval", "health")
     for key, value in (BASE[section] if section else BASE).items()
     if section or not hasattr(value, "keys") or key == "reward_fn"
 ]
@@ -58,6 +59,19 @@ def test_a_users_own_run_is_found_by_its_name(run_with):
 def test_an_unknown_key_in_a_run_is_answered_with_the_nearest(line, near, run_with):
     with pytest.raises(ValueError, match=rf'mine in config/grpo\.py.*Did you mean "{near}" instead'):
         run_with(line)
+
+
+@pytest.mark.parametrize("line", ['config.trouble.action = "stop"', "config.trouble = base().health"])
+def test_a_renamed_key_in_a_run_is_answered_with_its_new_name(line, run_with):
+    with pytest.raises(ValueError, match=r"config\.trouble is now config\.health"):
+        run_with(line)
+
+
+@pytest.mark.parametrize("flag", ["--config.trouble.action=stop", "-config.trouble.action"])
+def test_a_renamed_key_on_the_command_line_is_answered_with_its_new_name(flag, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py", "--config", "config/grpo.py:shapes_qwenimage", flag])
+    with pytest.raises(ValueError, match=r"config\.trouble is now config\.health"):
+        GRPO["get_config"]("shapes_qwenimage")
 
 
 def test_a_value_of_another_type_is_refused(run_with):
@@ -137,7 +151,7 @@ def reads():
     return found
 
 
-READS = reads()
+READS = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():

@@ -207,7 +207,7 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
 def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, board):
     assert dashboards.plot_reward(tmp_path) is None
     assert dashboards.plot_samples(tmp_path) is None
-    board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0}, epoch=0, step=0)
+    board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0, "eval/std_error": 0.1}, epoch=0, step=0)
     for epoch in range(3):
         values = {"reward/avg": epoch / 3, "reward/shapes": epoch / 3, "images": 128 * (epoch + 1)}
         board.log("epoch", values, epoch=epoch, step=epoch)

@@ -56,15 +56,15 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
 
 
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
-    """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of trouble."""
+    """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of health."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
     how = dict(train__filter_groups=True, train__reward_aggregation="gdpo", sample__sde_window_interval=2)
     one = train(name, tmp_path / "one", **HOW, **how)
     two = on_two_ranks(name, tmp_path / "two", **how)
     assert_same(one, two)
     for ours, theirs in zip(lines_of(one, "epoch"), lines_of(two, "epoch")):
-        for sign in ("x0_norm", "high_frequency"):
-            assert ours[f"trouble/{sign}"] == pytest.approx(theirs[f"trouble/{sign}"], rel=1e-5)
+        for sign in ("latent_rms", "high_frequency"):
+            assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
 
 
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])

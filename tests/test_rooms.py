@@ -47,7 +47,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "scoring.serve": {"rewards", "scoring.server"},
     "scoring.processes": {"fsdp_utils"},
     "scoring.pool": {"rewards", "scoring", "scoring.wire", "scoring.client", "scoring.processes"},
-    "trouble": set(),
+    "health": set(),
     "forward": set(),
     "image_pairs": set(),
     "windows": {"rng"},
@@ -61,7 +61,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "evaluation": {"fsdp_utils", "rng"},
     "optimization": {"fsdp_utils", "losses", "offload", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "sampling": {
-        *("advantages", "fsdp_utils", "policies", "prompts", "rng", "rollout", "scoring.pool", "trouble"),
+        *("advantages", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
         *(PATCH + "sample_with_logprob", PATCH + "stepwise_with_logprob"),
     },
     "run": {
@@ -79,7 +79,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
             "policies",
             "preferences",
         ),
-        *("parity", "prompts", "rewards", "rollout", "sampling", "scoring.pool", "settings", "trouble"),
+        *("parity", "prompts", "rewards", "rollout", "sampling", "scoring.pool", "settings", "health"),
         *(PATCH + "loading", PATCH + "stepwise_with_logprob"),
     },
     "diffusers_patch": set(),
