@@ -163,7 +163,7 @@ def train():
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
     train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings
-    train.ema_interval = 8  # optimizer steps between averagings
+    train.ema_interval = 8  # optimizer steps between averagings; before the first the average is the weights
     return train
 
 

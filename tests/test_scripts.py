@@ -112,6 +112,12 @@ def test_the_averaged_weights_are_exported_not_the_last_ones(tmp_path):
     assert sum(moved) > len(moved) / 2  # the last block's text stream has no gradient
 
 
+def test_a_smoke_run_exports_a_lora_that_has_learned(tmp_path):
+    exported = load_file(train(WINDOW, tmp_path, eval_freq=0) / "pytorch_lora_weights.safetensors")
+    learned = [name for name, tensor in exported.items() if ".lora_B." in name and tensor.any()]
+    assert len(learned) > len(exported) / 4  # half of the tensors are lora_B, which begin at zero
+
+
 def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
     folder = train(BRANCHES, tmp_path, train__learning_rate=1e-2, num_epochs=2)
     kept = np.load(folder / "images" / "last.npz")
