@@ -122,7 +122,7 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
     folder = train(BRANCHES, tmp_path, train__learning_rate=1e-2, num_epochs=2)
     kept = np.load(folder / "images" / "last.npz")
     config = config_of(BRANCHES)
-    rows = spread(prompts.load_prompts(config.dataset, "test"), config.eval.num_prompts)
+    rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)
     shown = spread(range(len(rows)), config.eval.num_panel_images)
     assert [rows[i].text for i in shown] == kept["captions"].tolist()
 
@@ -131,7 +131,7 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
         sampled = qwenimage.pipeline_with_logprob(
             pipeline,
             qwenimage.encode_prompts(pipeline, [row.text for row in rows], width=config.text_tokens),
-            [rng.generator(0, "eval", i) for i in range(len(rows))],
+            [rng.generator(0, "eval validation", i) for i in range(len(rows))],
             window=range(0),
             noise_level=0.0,
             num_steps=config.eval.num_steps,
