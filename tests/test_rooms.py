@@ -61,6 +61,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "best": {"checkpoints", "fsdp_utils"},
     "evaluation": {"fsdp_utils", "prompts", "rng", "scoring.pool"},
     "saving": {"best", "checkpoints", "fsdp_utils", "offload", "policies"},
+    "estimates": set(),
+    "candidates": {"best", "fsdp_utils", "policies"},
     "measuring": {"best", "evaluation", "saving"},
     "optimization": {"fsdp_utils", "losses", "offload", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "sampling": {
