@@ -36,7 +36,8 @@ NO_VENV := "$(PYTHON) cannot make virtual environments: install its venv package
 define SUMMARY
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1] + "metrics.jsonl")]
-found = [row["eval/shapes_accuracy"] for row in rows if row["kind"] == "eval"]
-print(f"{sys.argv[1]}: strict accuracy {found[0]:.3f} before, {found[-1]:.3f} after")
+first, *_, last, best = [row for row in rows if row["kind"] == "test"]
+before, after, best = first["test/shapes_accuracy"], last["test/shapes_accuracy"], best["test_best/shapes_accuracy"]
+print(f"{sys.argv[1]}: strict accuracy on the test prompts {before:.3f} before, {after:.3f} after, {best:.3f} best")
 endef
 export SUMMARY

@@ -62,7 +62,7 @@ def get_config():
     config.eval_freq = 10  # epochs between evaluations; before the first and after the last always; 0 = never
 
     config.model = "flow_grpo/assets/tiny_qwenimage"  # diffusers folder or hub id
-    config.dataset = "dataset/shapes"  # folder with {train,test}_metadata.jsonl or {train,test}.txt
+    config.dataset = "dataset/shapes"  # folder with {train,validation,test}_metadata.jsonl or .txt; validation may lack
     config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight; 0 = not used
     config.resolution = 64  # pixels, square
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
@@ -177,7 +177,7 @@ def train():
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
     train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings
-    train.ema_interval = 8  # optimizer steps between averagings
+    train.ema_interval = 8  # optimizer steps between averagings; before the first the average is the weights
     return train
 
 
@@ -198,7 +198,11 @@ def evaluation():
     """The evaluation: deterministic, with averaged weights."""
     evaluation = ml_collections.ConfigDict()
     evaluation.rewards = ()  # names of rewards that are measured too but not trained on: they show what is hacked
-    evaluation.num_prompts = 272  # of the test set, evenly spread; one image each, always from the same noise; 0 = none
+    evaluation.num_prompts = 272  # of the validation and of the test prompts, at most, evenly spread; 0 = none
+    evaluation.noises_per_prompt = 1  # images of a prompt, always from the same noises
+    evaluation.best_by = "avg"  # name of the eval/ figure whose highest value makes the policy in best/
+    evaluation.keep_state = False  # best/checkpoint holds what training needs to go on from the best policy
+    evaluation.test_freq = 0  # epochs between tests; before the first and after the last always; 0 = only these
     evaluation.num_steps = 10  # deterministic
     evaluation.guidance_scale = 1.0
     evaluation.batch_size = 64  # rows per forward and GPU

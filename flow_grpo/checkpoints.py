@@ -200,13 +200,21 @@ def _write(state: dict[str, Tensor], tmp: Path) -> None:
 
 
 def _publish(tmp: Path, progress: dict[str, Any], config: dict[str, Any]) -> None:
-    """Make the folder durable, then visible."""
     (tmp / "config.json").write_text(json.dumps(config, indent=2))
     (tmp / "progress.json").write_text(json.dumps(progress))
+    publish(tmp)
+
+
+def publish(tmp: Path) -> None:
+    """Make the folder .tmp-NAME durable, then visible as NAME.
+
+    An older NAME is .old-NAME then, for the caller to remove: a folder cannot be renamed onto another, so readers have
+    to know the old one until the new one is there.
+    """
     for path in [*tmp.rglob("*"), tmp]:
         _fsync(path)
     done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
-    if done.exists():  # a folder cannot be renamed onto another: `_newest` knows the old one until the new one is there
+    if done.exists():
         done.rename(done.with_name(f".old-{done.name}"))
     tmp.rename(done)
     _fsync(done.parent)

@@ -42,8 +42,15 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/<name>_group_std": Metric("", "reward/group_std of one reward", "like reward/group_std"),
     "reward/<name>_zero_std_share": Metric("", "reward/zero_std_share of one reward", "like reward/zero_std_share"),
     "reward/<name>_masked_share": Metric("", "share of images for which a reward failed that may", "0"),
-    "eval/<name>": Metric("", "one reward over the fixed evaluation prompts", "rises with reward/; else it is hacked"),
+    "eval/<name>": Metric(
+        "",
+        "one reward over the validation prompts, which choose the best policy",
+        "rises with reward/; else it is hacked",
+    ),
     "eval/std_error": Metric("", "standard error of the evaluation that says which policy is best", "steady"),
+    "test/<name>": Metric("", "the same over the test prompts, which choose nothing", "follows eval/"),
+    "test_best/<name>": Metric("", "test/ of the weights in best/, after the last epoch", "at least test/'s last"),
+    "best_epoch": Metric("", "epochs that these weights were trained", "near the last one, or the run went backwards"),
     "loss": Metric("", "what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
     "policy_loss": Metric("", "the algorithm's own objective", "GRPO: near 0 in an epoch's first update"),
     "ratio_mean": Metric("", "policy / rollout probability, mean over rows", "1 in the first update, then close to it"),
@@ -242,8 +249,8 @@ class Dashboard:
 
     @on_main
     def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
-        """Log one line of kind "update", "epoch" (which adds the times of its phases), "eval" or "validation"."""
-        assert kind in ("update", "epoch", "eval", "validation"), kind
+        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation"."""
+        assert kind in ("update", "epoch", "eval", "test", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
@@ -256,7 +263,7 @@ class Dashboard:
         self.latest |= record
         self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
         if kind != "update":
-            tqdm.write(self._summary(kind, epoch), file=sys.stdout)
+            tqdm.write(self._summary(kind, epoch, values), file=sys.stdout)
             sys.stdout.flush()
 
     @contextmanager
@@ -283,10 +290,10 @@ class Dashboard:
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind, epoch):
+    def _summary(self, kind, epoch, values):
         evals = sorted(name for name in self.latest if name.startswith("eval/"))
         held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
-        names = {"eval": evals, "validation": held_out}.get(
+        names = {"eval": evals, "test": sorted(values), "validation": held_out}.get(
             kind, ["reward/avg", *evals, held_out[0], "loss", "grad_norm"]
         )
         figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]

@@ -24,8 +24,14 @@ class Ema:
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
     def update(self, step: int) -> None:
-        """Call after every optimizer step with the number taken so far; moves at every `interval`-th."""
-        if step % self.interval == 0:
+        """Call after every optimizer step with the number taken so far; moves at every `interval`-th.
+
+        Before the first of these the average is the weights themselves, so that a run of few steps exports what it
+        learned.
+        """
+        if step < self.interval:
+            self.move(1.0)
+        elif step % self.interval == 0:
             self.move(1 - decay_at(step, self.decay))
 
     @torch.no_grad()

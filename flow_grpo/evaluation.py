@@ -1,43 +1,83 @@
-"""How good the policy is: deterministic images of fixed prompts from fixed noise, with EMA weights."""
+"""How good a policy is: deterministic images of fixed prompts from fixed noises, and their scores.
 
+A run's evaluations and scripts/evaluate.py draw by the same function, `score`. S noises of each of P prompts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from ml_collections import ConfigDict
+from torch import Tensor
 
 from flow_grpo import fsdp_utils, rng
+from flow_grpo.prompts import Split
+from flow_grpo.scoring.pool import Pool
+
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What draws and scores the images of a policy."""
+
+    model: ModuleType  # a diffusers_patch/*_pipeline_with_logprob.py
+    pipeline: Any  # its diffusers pipeline
+    embed: Callable  # B prompts -> their embeddings
+    velocity: Callable  # (x, t, embeds, guidance_scale=) -> velocity: the policy
+    pool: Pool  # of the rewards
+    bar: Callable  # (iterable, description) -> the same under a progress bar
+    rank: int
+    world_size: int
+    config: ConfigDict  # of which resolution, vae_batch_size and eval are read
+
+
+class Scores(NamedTuple):
+    """Scores of S noises of each of P prompts."""
+
+    values: dict[str, Tensor]  # name -> [S, P] float32, "avg" among them; NaN where a reward failed that may
+    images: dict[int, Tensor]  # number of the prompt -> its image [3, H, W] of the first noise, of those to be shown
 
 
 @torch.no_grad()
-def evaluate(run, epoch: int) -> dict[str, float]:
-    """Score `eval.num_prompts` test prompts, log the means and a panel of images; the means by reward name.
+def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[int] | None = None) -> Scores:
+    """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
 
-    The noise is the same in every run, whatever its seed, and batches are the same on any number of ranks.
+    Noise s of prompt i does not depend on the run or its seed, and batches are the same on any number of ranks.
+
+    Args:
+        seeds: S numbers; the first noise of all prompts is drawn first, so that one noise more changes no batch.
+        shown: prompts whose image of the first noise is returned.
     """
-    settings = run.config.eval
-    prompts = spread(run.test_prompts, settings.num_prompts)
-    starts = range(0, len(prompts), settings.batch_size)
-    shown = set(spread(range(len(prompts)), settings.num_panel_images))
-    found = []
-    with run.ema.applied(), run.board.timed("eval"):
-        for number, counts in turns(len(starts), run):
-            start = starts[number]
-            images, pending = _sample(run, prompts[start : start + settings.batch_size], start)
-            panel = {start + i: image.cpu() for i, image in enumerate(images) if start + i in shown}
-            found += [(start, pending, panel)] if counts else []
-        found = [(start, pending.result(), panel) for start, pending, panel in found]
-        run.pool.clock.pop()
-    found = sorted(fsdp_utils.gather_objects(found), key=lambda part: part[0])
-    scores = {name: torch.cat([part[1][name] for part in found]) for name in found[0][1]}
-    means = {f"eval/{name}": values.nanmean().item() for name, values in scores.items()}
-    judged = scores[settings.get("best_by", "avg")]
-    judged = judged[~judged.isnan()].double()
-    error = {"eval/std_error": judged.std().item() / len(judged) ** 0.5} if len(judged) > 1 else {}
-    panel = {number: image for part in found for number, image in part[2].items()}
-    where = dict(epoch=epoch, step=run.step)
-    run.board.log("eval", means | error, **where)
-    texts, rewards = [prompts[i].text for i in panel], scores["avg"][list(panel)]
-    run.board.log_images("eval", torch.stack(list(panel.values())), texts, rewards, **where)
-    return means
+    rows = [(seed, number) for seed in seeds for number in range(len(split.prompts))]
+    size, shown, parts = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
+    for turn, counts in turns(-(-len(rows) // size), sampler.rank, sampler.world_size, sampler.bar):
+        start = turn * size
+        images, pending = _draw(sampler, split, rows[start : start + size])
+        here = shown[(shown >= start) & (shown < start + size)]
+        panel = images[(here - start).to(images.device)].cpu() if len(here) else []
+        parts += [(start, pending, dict(zip(here.tolist(), panel)))] if counts else []
+    parts = [(start, pending.result(), panel) for start, pending, panel in parts]
+    sampler.pool.clock.pop()  # time that no rollout hid
+    parts = sorted(fsdp_utils.gather_objects(parts), key=lambda part: part[0])
+    values = {name: torch.cat([part[1][name] for part in parts]).view(len(seeds), -1) for name in parts[0][1]}
+    return Scores(values, {number: image for part in parts for number, image in part[2].items()})
+
+
+def means(scores: Scores) -> dict[str, float]:
+    """The mean of each score over prompts and noises, those that failed left out."""
+    return {name: values.nanmean().item() for name, values in scores.values.items()}
+
+
+def std_error(values: Tensor) -> float:
+    """Of the mean of scores [S, P]; S noises of one prompt are no independent draws of prompts."""
+    of_prompts = values.double().nanmean(0)
+    of_prompts = of_prompts[~of_prompts.isnan()]
+    return of_prompts.std().item() / max(len(of_prompts), 1) ** 0.5
 
 
 def spread(items, count: int) -> list:
@@ -46,26 +86,82 @@ def spread(items, count: int) -> list:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def turns(count: int, run):
+def turns(count: int, rank: int, world_size: int, bar: Callable) -> Iterator[tuple[int, bool]]:
     """This rank's numbers below `count`, under a progress bar, and whether each counts: every rank makes equally many,
     so that sharded forwards meet."""
-    for turn in run.board.bar(range(0, count, run.world_size), "evaluation"):
-        yield min(turn + run.rank, count - 1), turn + run.rank < count
+    for turn in bar(range(0, count, world_size), "evaluation"):
+        yield min(turn + rank, count - 1), turn + rank < count
 
 
-def _sample(run, prompts, start: int):
-    config = run.config
-    texts = [prompt.text for prompt in prompts]
-    sampled = run.model.pipeline_with_logprob(
-        run.pipeline,
-        run.embed(texts),
-        [rng.generator(0, "eval", start + i) for i in range(len(prompts))],
+def noise(split: str, seed: int, number: int) -> torch.Generator:
+    """Noise `seed` of prompt `number`. The prompts that choose have other noises than those that choose nothing."""
+    return rng.generator(seed, "eval validation" if split == "validation" else "eval", number)
+
+
+def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
+    """Images of (seed, number of the prompt) rows, and their scores to be."""
+    config, asked = sampler.config, [split.prompts[number] for _, number in rows]
+    texts = [prompt.text for prompt in asked]
+    sampled = sampler.model.pipeline_with_logprob(
+        sampler.pipeline,
+        sampler.embed(texts),
+        [noise(split.name, seed, number) for seed, number in rows],
         window=range(0),
         noise_level=0.0,
-        velocity=partial(run.velocity, guidance_scale=config.eval.guidance_scale),
+        velocity=partial(sampler.velocity, guidance_scale=config.eval.guidance_scale),
         num_steps=config.eval.num_steps,
         resolution=config.resolution,
         vae_batch_size=config.vae_batch_size,
     )
-    metadata = [prompt.metadata for prompt in prompts]
-    return sampled.images, run.pool.submit(sampled.images, texts, metadata, everything=True)
+    metadata = [prompt.metadata for prompt in asked]
+    return sampled.images, sampler.pool.submit(sampled.images, texts, metadata, everything=True)
+
+
+def evaluates(config: ConfigDict) -> bool:
+    """Whether a run ever evaluates images."""
+    return bool(config.eval_freq and config.eval.num_prompts)
+
+
+def sampler_of(run: "Run") -> Sampler:
+    """A run's own, of the policy that its transformer carries."""
+    return Sampler(
+        model=run.model,
+        pipeline=run.pipeline,
+        embed=run.embed,
+        velocity=run.velocity,
+        pool=run.pool,
+        bar=run.board.bar,
+        rank=run.rank,
+        world_size=run.world_size,
+        config=run.config,
+    )
+
+
+def evaluate(run: "Run", epoch: int) -> dict[str, float]:
+    """Score the averaged weights on the prompts that choose the best ones, log the means and a panel of images; the
+    means by name."""
+    settings = run.config.eval
+    split = part_of(run.choosing_prompts, run.config)
+    shown = spread(range(len(split.prompts)), settings.num_panel_images)
+    with run.ema.applied(), run.board.timed("eval"):
+        scores = score(sampler_of(run), split, range(settings.noises_per_prompt), shown)
+    figures, where = means(scores), dict(epoch=epoch, step=run.step)
+    logged = {f"eval/{name}": value for name, value in figures.items()}
+    if settings.best_by in scores.values:
+        logged["eval/std_error"] = std_error(scores.values[settings.best_by])
+    run.board.log("eval", logged, **where)
+    texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
+    run.board.log_images("eval", torch.stack(list(scores.images.values())), texts, rewards, **where)
+    return figures
+
+
+def score_test(run: "Run") -> dict[str, float]:
+    """Score what the transformer carries on the prompts that choose nothing; the means by name."""
+    with run.board.timed("eval"):
+        split = part_of(run.test_prompts, run.config)
+        return means(score(sampler_of(run), split, range(run.config.eval.noises_per_prompt)))
+
+
+def part_of(split: Split, config: ConfigDict) -> Split:
+    """The eval.num_prompts of it that are drawn."""
+    return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))

@@ -197,11 +197,20 @@ def prepare(
     if mesh is not None:
         _shard(transformer, mesh, units, DTYPES[precision], offload)
     _materialise(transformer, device, offload)
+    fill(transformer, weights, init)
+    return transformer
+
+
+@torch.no_grad()
+def fill(transformer: nn.Module, weights: Path | str | None, init: Callable[[str, torch.Size], Tensor] | None) -> None:
+    """Write stored weights into a transformer that is laid out, all but its adapters from `weights`, these by `init`.
+
+    Arguments and errors as in `prepare`; None leaves what is there.
+    """
     if weights is not None:
         stored_weights.read(transformer, Path(weights), _copy_rows)
     if init is not None:
         _init_adapters(transformer, init)
-    return transformer
 
 
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:

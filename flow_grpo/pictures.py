@@ -48,7 +48,7 @@ def plot_reward(run_dir) -> Path | None:
 
 
 def draw_reward(axes, records: list[dict], name: str) -> None:
-    """One reward's panel: each epoch faint, their moving average, the evaluations; images so far on the upper axis."""
+    """One reward's panel: each epoch faint, their moving average, evaluations, tests; images so far on the top axis."""
     epochs, values = curve(records, "epoch", f"reward/{name}")
     if len(epochs):
         width = 2 * (len(values) // 30) + 1
@@ -60,6 +60,9 @@ def draw_reward(axes, records: list[dict], name: str) -> None:
     if len(epochs):
         axes.plot(epochs, values, color=ORANGE, linewidth=1.8, marker="o", markersize=4, label="evaluation")
         axes.annotate(f"{values[-1]:.3g}", (epochs[-1], values[-1]), (4, 5), textcoords="offset points", color=ORANGE)
+    epochs, values = curve(records, "test", f"test/{name}")
+    if len(epochs):
+        axes.plot(epochs, values, color=INK, linestyle="none", marker="x", markersize=5, label="test")
     axes.set_title(name, loc="left", fontweight="bold", color=INK)
     axes.set(xlabel="epoch", ylabel="mean reward")
     axes.margins(x=0.08, y=0.1)

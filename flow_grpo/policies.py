@@ -29,16 +29,21 @@ def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
 
     By name, so that every rank and every layout of the weights starts from the same numbers.
     """
-    stored = _read_lora(lora.path) if lora.path else None
+    if lora.path:
+        return stored_adapter(lora.path)
 
     def init(name: str, shape: torch.Size) -> Tensor:
-        if stored is not None:
-            return stored[name.replace(".default.", ".")]
         if ".lora_B." in name:
             return torch.zeros(shape)
         return torch.randn(shape, generator=rng.generator(seed, "lora", name)) / lora.rank
 
     return init
+
+
+def stored_adapter(folder: Path | str) -> Callable[[str, torch.Size], Tensor]:
+    """(parameter name, shape) -> the weights of the adapter in a diffusers LoRA folder."""
+    stored = _read_lora(folder)
+    return lambda name, shape: stored[name.replace(".default.", ".")]
 
 
 def check_lora(lora) -> None:
@@ -57,7 +62,7 @@ def check_lora(lora) -> None:
         raise ValueError(f"{path} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
 
 
-def _read_lora(folder: str) -> dict[str, Tensor]:
+def _read_lora(folder: Path | str) -> dict[str, Tensor]:
     with safe_open(Path(folder, LORA_FILE), framework="pt") as file:
         return {name.removeprefix("transformer."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,13 @@ from flow_grpo import rng
 class Prompt:
     text: str
     metadata: dict[str, Any]  # what the reward needs besides the text; {} for a plain text file
+
+
+class Split(NamedTuple):
+    """Prompts that are evaluated together."""
+
+    name: str  # "validation", "test", "train", or the name of a file
+    prompts: list[Prompt]
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,28 @@ def load_prompts(folder: str, split: str) -> list[Prompt]:
     Raises:
         ValueError: no such file, an empty one, or a malformed line; names file and line.
     """
-    paths = [Path(folder, f"{split}_metadata.jsonl"), Path(folder, f"{split}.txt")]
-    path = next((p for p in paths if p.is_file()), None)
+    path = find_file(folder, split)
     if path is None:
-        raise ValueError(f"config.dataset {folder!r} needs {paths[0].name} or {paths[1].name}; neither is there")
+        names = " or ".join(_file_names(split))
+        raise ValueError(f"config.dataset {folder!r} needs {names}; neither is there")
+    return load_file(path)
+
+
+def find_file(folder: str | Path, split: str) -> Path | None:
+    """The file of a split; None if there is none."""
+    return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
+
+
+def _file_names(split: str) -> tuple[str, str]:
+    return f"{split}_metadata.jsonl", f"{split}.txt"
+
+
+def load_file(path: Path) -> list[Prompt]:
+    """The prompts of one file: GenEval's format where its name ends in .jsonl, a prompt a line elsewhere.
+
+    Raises:
+        ValueError: an empty file, or a malformed line; names file and line.
+    """
     lines = path.read_text(encoding="utf-8").splitlines()
     parse = _parse_json if path.suffix == ".jsonl" else _parse_text
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

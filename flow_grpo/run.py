@@ -14,12 +14,13 @@ from torch import Tensor
 
 from flow_grpo import (
     batching,
+    best,
     checkpoints,
     compiled,
     float8,
     fsdp_utils,
     health,
-    offload,
+    measuring,
     policies,
     preferences,
     prompts,
@@ -32,9 +33,10 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
-from flow_grpo.evaluation import evaluate, spread
+from flow_grpo.evaluation import evaluates, part_of
 from flow_grpo.parity import StepGaps
 from flow_grpo.rollout import Minibatch
+from flow_grpo.saving import best_candidate, export, save, state
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
@@ -43,6 +45,7 @@ MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed:
     "compile", "sample.engine", "sample.completion_batch_size", "sample.text_multiple",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
+NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
 
 
 @dataclass
@@ -57,7 +60,8 @@ class Run:
     model: ModuleType  # a diffusers_patch/*_pipeline_with_logprob.py
     pipeline: Any  # its diffusers pipeline; pipeline.transformer is the policy
     train_prompts: list[prompts.Prompt]
-    test_prompts: list[prompts.Prompt]
+    choosing_prompts: prompts.Split  # evaluated to choose the best policy
+    test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
     pairs: dict[str, preferences.PairFiles]  # "train" and "validation", where config.preferences.path names some
     pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
@@ -82,6 +86,8 @@ class Run:
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
     stopped: bool = False  # by config.health.action "stop"
+    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds
+    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test
 
     @property
     def folder(self) -> Path:
@@ -144,6 +150,8 @@ def start(
     if checkpoint:
         _resume(run, checkpoint)
     run.board.truncate(run.epoch)
+    if evaluates(config) and run.choosing_prompts.name == "test":
+        run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
     return run
 
 
@@ -151,7 +159,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
     """Everything with weights, and the run folder; `fields` are the run's others."""
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload_weights)
-    no_images = bool(fields["pairs"]) and not _evaluates(config)
+    no_images = bool(fields["pairs"]) and not evaluates(config)
     pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
     cache, missing = None, []
     if config.embeddings_cache and not no_images:
@@ -196,17 +204,20 @@ def _check_files(config, model) -> dict[str, Any]:
         if len(pairs["train"]) < taken:
             raise ValueError(f"{folder} holds {len(pairs['train'])} pairs to train on; an update takes {taken}")
     train = pairs["train"].prompts if folder else prompts.load_prompts(config.dataset, "train")
-    test = prompts.load_prompts(config.dataset, "test") if not folder or _evaluates(config) else []
-    scored = test if folder else train + test
+    chooses, test = _evaluated_prompts(config.dataset) if not folder or evaluates(config) else NO_PROMPTS
+    scored = [*([] if folder else train), *chooses.prompts, *test.prompts]
     texts = [prompt.text for prompt in scored]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], texts, [prompt.metadata for prompt in scored])
     model.check_prompts(model.without_weights(config.model), texts, config.text_tokens)
-    return dict(train_prompts=train, test_prompts=test, pairs=pairs)
+    return dict(train_prompts=train, choosing_prompts=chooses, test_prompts=test, pairs=pairs)
 
 
-def _evaluates(config) -> bool:
-    """Whether images are ever evaluated."""
-    return bool(config.eval_freq and config.eval.num_prompts)
+def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
+    """Those that choose the best policy, and those of the test; without a validation file they are the same."""
+    test = prompts.Split("test", prompts.load_prompts(dataset, "test"))
+    if prompts.find_file(dataset, "validation") is None:
+        return test, test
+    return prompts.Split("validation", prompts.load_prompts(dataset, "validation")), test
 
 
 def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str, Any]:
@@ -247,7 +258,9 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
     )
 
 
-def _open_cache(config, model, device, plan, train_prompts, test_prompts, pairs) -> tuple[Cache, list[str]]:
+def _open_cache(
+    config, model, device, plan, train_prompts, choosing_prompts, test_prompts, pairs
+) -> tuple[Cache, list[str]]:
     """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks."""
     how = dict(model.text_version(config.model), guided=_is_guided(config))
     cache = Cache(config.embeddings_cache, how, config.text_tokens, device)
@@ -256,7 +269,8 @@ def _open_cache(config, model, device, plan, train_prompts, test_prompts, pairs)
         for epoch in range(config.num_epochs if not pairs else 0)
         for pick in prompts.epoch_prompts(len(train_prompts), plan.num_groups, config.seed, epoch)
     ]
-    evaluated = [prompt.text for prompt in spread(test_prompts, config.eval.num_prompts)] if config.eval_freq else []
+    splits = (choosing_prompts, test_prompts) if evaluates(config) else ()
+    evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
     return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
@@ -298,7 +312,8 @@ def _choose_folder(config) -> tuple[Path, Path | None]:
     if config.resume_from not in ("", "latest"):
         checkpoint = checkpoints.find(first, config.resume_from)
         checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
-        return checkpoint.parents[1], checkpoint
+        folder = checkpoint.parents[1]  # of "checkpoints", or of the best evaluation's state
+        return folder.parent if folder.name == best.NAME else folder, checkpoint
     taken = [first] if first.exists() else []
     while (following := first.with_name(f"{first.name}-{len(taken) + 1}")).exists():
         taken.append(following)
@@ -312,7 +327,12 @@ def _choose_folder(config) -> tuple[Path, Path | None]:
 
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    run.epoch, run.step = checkpoints.load(checkpoint, _state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    if evaluates(run.config):
+        candidate = best_candidate(run, run.epoch, {})
+        run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)
+        if notice:
+            run.board.say(notice)
     lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
     run.history = health.by_epoch(lines, run.config)
     factors = [line["health/learning_rate_factor"] for line in lines if line["kind"] == "epoch"]
@@ -325,11 +345,9 @@ def epochs(run: Run, *measures: Callable) -> Iterator[int]:
     measures: (run, epoch), more to be evaluated than images.
     """
     config = run.config
-    measures = (*([evaluate] if _evaluates(config) else []), *measures)
     for epoch in range(run.epoch, config.num_epochs):
-        if config.eval_freq and epoch % config.eval_freq == 0:
-            for measure in measures:
-                measure(run, epoch)
+        if config.eval_freq:
+            measuring.measure(run, epoch, measures)
         run.on_policy = True
         yield epoch
         run.epoch = epoch + 1
@@ -339,8 +357,8 @@ def epochs(run: Run, *measures: Callable) -> Iterator[int]:
             save(run)
         if last:
             break
-    for measure in measures if config.eval_freq else ():
-        measure(run, run.epoch)
+    if config.eval_freq:
+        measuring.measure(run, run.epoch, measures, last=True)
 
 
 def _log_epoch(run: Run, epoch: int) -> None:
@@ -412,40 +430,11 @@ def _scale_learning_rate(run: Run, factor: float) -> None:
         group["lr"] *= factor
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint, with the averaged adapter as a LoRA file that diffusers loads."""
-    offload.reload_optimizer_state(run.optimizer)
-    with run.board.timed("save"):
-        checkpoints.save(
-            run.folder / "checkpoints",
-            _state(run),
-            epoch=run.epoch,
-            step=run.step,
-            config=run.config.to_dict(),
-            keep=run.config.keep_checkpoints,
-            extra_files=lambda folder: export(run, folder) if run.config.lora.rank else None,
-        )
-
-
-def _state(run: Run) -> dict[str, Tensor]:
-    old = run.old.state_dict() if run.old else {}
-    state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
-    return state | scale | {f"old/{name}": shadow for name, shadow in old.items()}
-
-
-def export(run: Run, folder: Path) -> None:
-    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training."""
-    with run.ema.applied():
-        if run.config.lora.rank:
-            checkpoints.save_lora(run.pipeline, folder)
-        else:
-            checkpoints.save_transformer(run.pipeline.transformer, folder / "transformer")
-
-
 def finish(run: Run) -> None:
-    """Export, draw the plots, and leave the process group."""
+    """Export the last averaged weights, measure the best ones, draw the plots, and leave the process group."""
     export(run, run.folder)
+    if evaluates(run.config):
+        measuring.conclude(run)
     if run.pool:
         run.pool.close()
     run.board.finish()

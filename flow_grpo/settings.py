@@ -52,7 +52,8 @@ AT_LEAST = {  # smallest value of a number
     "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0, "health.loss_rise": 0,
     "health.update_size": 0, "health.epochs_without_signal": 0, "health.latent_rms_change": 0,
     "health.high_frequency_change": 0, "health.diversity_change": 0, "health.grad_norm_spike": 0,
-    "eval.num_steps": 1, "eval.batch_size": 1, "eval.num_panel_images": 1,
+    "eval.noises_per_prompt": 1, "eval.test_freq": 0, "eval.num_steps": 1, "eval.batch_size": 1,
+    "eval.num_panel_images": 1,
 }  # fmt: skip
 
 
@@ -99,8 +100,19 @@ def _check_meaning(config) -> None:
             f"config.train.importance_cap is {config.train.importance_cap} with config.train.old_log_prob 'rollout': "
             "a weight compares recomputed log-probs with the rollout's; set 'recompute'"
         )
+    _check_best_by(config)
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+
+
+def _check_best_by(config) -> None:
+    """Of a reward's own figures only their beginning is known before it has scored."""
+    names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
+    if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):
+        raise ValueError(
+            f"config.eval.best_by is {chosen!r}; it may be 'avg', a reward that is measured ({', '.join(names)}), or a "
+            "figure of one, such as 'shapes_accuracy'"
+        )
 
 
 def _check_speed(config) -> None:

@@ -32,6 +32,7 @@ ENDINGS = ("", " on a grey background", " on a light background", " on grey pape
 UNSEEN_ENDING = " on a plain background"
 PROMPTS_PER_TAG = 768  # at most: position alone has 71,424
 TEST_PROMPTS_PER_TAG = 48  # at most
+VALIDATION_PROMPTS_PER_TAG = 32
 
 HELD_OUT_PAIRS = ({"circle", "cross"}, {"square", "triangle"})
 HELD_OUT_COUNTS = {(2, "circle"), (3, "square"), (4, "triangle"), (3, "cross")}
@@ -186,11 +187,24 @@ def split(prompts: list[dict]) -> tuple[list[dict], list[dict]]:
     (shape, colour); position, 4 of 24 (relation, shape, shape), in all colours; color_attr, 3 of 15 pairs of colours,
     on all shapes. What is withheld from one tag may occur in another: "a red square" is trained in pairs, never alone.
     single_object has only four things to ask for: its test holds out an ending, not a shape, and has only 32 prompts.
-    Held-out prompts beyond TEST_PROMPTS_PER_TAG are in neither list.
+    Held-out prompts beyond TEST_PROMPTS_PER_TAG are in neither list, see `validation`.
     """
     train = [p for p in prompts if not held_out(p)]
-    test = [[p for p in prompts if p["tag"] == tag and held_out(p)] for tag in TAGS]
-    return train, [p for of_tag in test for p in of_tag[:TEST_PROMPTS_PER_TAG]]
+    return train, [p for tag in TAGS for p in _held_out_of(prompts, tag)[:TEST_PROMPTS_PER_TAG]]
+
+
+def validation(prompts: list[dict]) -> list[dict]:
+    """Held-out prompts that are not in the test, VALIDATION_PROMPTS_PER_TAG of each tag: they choose the best policy.
+
+    They ask for combinations that the test withholds too, in other words or other colours. single_object is left out:
+    the test has all of its held-out prompts, and a prompt that is trained on would choose policies that remember it.
+    """
+    rest = [_held_out_of(prompts, tag)[TEST_PROMPTS_PER_TAG:] for tag in TAGS]
+    return [p for of_tag in rest for p in of_tag[:VALIDATION_PROMPTS_PER_TAG]]
+
+
+def _held_out_of(prompts: list[dict], tag: str) -> list[dict]:
+    return [p for p in prompts if p["tag"] == tag and held_out(p)]
 
 
 def check_metadata(metadata: dict) -> None:

@@ -7,12 +7,13 @@ import argparse
 import json
 from pathlib import Path
 
-from flow_grpo.shapes import all_prompts, split
+from flow_grpo.shapes import all_prompts, split, validation
 
 
 def main(out: Path):
     out.mkdir(parents=True, exist_ok=True)
-    for name, prompts in zip(("train", "test"), split(all_prompts())):
+    train, test = split(all_prompts())
+    for name, prompts in (("train", train), ("validation", validation(all_prompts())), ("test", test)):
         (out / f"{name}_metadata.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 

@@ -98,7 +98,7 @@ def validate(run, epoch):
         run.config.sample.batch_size // 2
     )
     with run.ema.applied(), run.board.timed("eval"):
-        for number, counts in turns(len(parts), run):
+        for number, counts in turns(len(parts), run.rank, run.world_size, run.board.bar):
             rows = parts[number].tolist()
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(run.config.eval.noises_per_pair):

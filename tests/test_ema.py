@@ -39,6 +39,18 @@ def test_the_average_moves_at_every_intervalth_step_by_the_closed_form():
         torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2, 3), expected))
 
 
+def test_before_the_first_averaging_the_average_is_the_weights():
+    layer = linear(0.0)
+    ema = ema_of(layer, decay=0.9, interval=3)
+    for step in range(1, 5):
+        torch.nn.init.constant_(layer.weight, 0.1 * step)
+        ema.update(step)
+        if step < 3:
+            assert torch.equal(ema.state_dict()["weight"], layer.weight)
+        else:  # the third step averages the second and the third, the fourth none
+            torch.testing.assert_close(ema.state_dict()["weight"], torch.full((2, 3), 4 / 13 * 0.2 + 9 / 13 * 0.3))
+
+
 def test_evaluation_sees_the_average_and_training_gets_its_bits_back():
     layer = linear(1.0)
     ema, average = ema_of(layer), weights(layer)

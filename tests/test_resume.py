@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from small import ENV, ROOT, lines_of, train
 
 from flow_grpo import fsdp_utils
@@ -29,6 +30,14 @@ def started(folder, process):
     size = folder.stat().st_size if folder.exists() else 0
     while process.poll() is None and (not folder.exists() or folder.stat().st_size == size):
         time.sleep(0.02)
+
+
+def best_of(folder):
+    """Everything in best/. The LoRA file's tensors alone: its header lists the adapted layers in no fixed order."""
+    files = {path.name: path for path in (folder / "best").iterdir()}
+    tensors = load_file(files.pop("pytorch_lora_weights.safetensors"))
+    texts = {name: path.read_text() for name, path in files.items()}
+    return texts, {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def writes(folder, since):
@@ -59,6 +68,7 @@ def test_ten_kills_change_nothing(tmp_path):
     assert kills_in_save >= 2
     subprocess.run(command(tmp_path / "broken"), cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=200)
     assert lines_of(folder) == lines_of(unbroken)
+    assert best_of(folder) == best_of(unbroken)
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]
 
 

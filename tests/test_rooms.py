@@ -58,7 +58,12 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "rollout": {"losses", "rng"},
     "dashboards": {"pictures"},
     "checkpoints": {"fsdp_utils", "ema", "stored_weights"},
-    "evaluation": {"fsdp_utils", "rng"},
+    "best": {"checkpoints", "fsdp_utils"},
+    "evaluation": {"fsdp_utils", "prompts", "rng", "scoring.pool"},
+    "saving": {"best", "checkpoints", "fsdp_utils", "offload", "policies"},
+    "estimates": set(),
+    "candidates": {"best", "fsdp_utils", "policies"},
+    "measuring": {"best", "evaluation", "saving"},
     "optimization": {"fsdp_utils", "losses", "offload", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "sampling": {
         *("advantages", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
@@ -67,6 +72,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "run": {
         *(
             "batching",
+            "best",
             "checkpoints",
             "compiled",
             "dashboards",
@@ -75,11 +81,11 @@ ROOMS = {  # module -> the flow_grpo modules it may import
             "evaluation",
             "float8",
             "fsdp_utils",
-            "offload",
+            "measuring",
             "policies",
             "preferences",
         ),
-        *("parity", "prompts", "rewards", "rollout", "sampling", "scoring.pool", "settings", "health"),
+        *("health", "parity", "prompts", "rewards", "rollout", "sampling", "saving", "scoring.pool", "settings"),
         *(PATCH + "loading", PATCH + "stepwise_with_logprob"),
     },
     "diffusers_patch": set(),
@@ -113,9 +119,11 @@ def path_of(room):
 
 
 def imports(path):
-    """Dotted names of everything a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Dotted names of everything a file imports, but for what only its annotations name."""
+    names, tree = set(), ast.parse(path.read_text())
+    checks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    tree.body = [node for node in tree.body if node not in checks]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

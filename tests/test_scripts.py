@@ -112,11 +112,17 @@ def test_the_averaged_weights_are_exported_not_the_last_ones(tmp_path):
     assert sum(moved) > len(moved) / 2  # the last block's text stream has no gradient
 
 
+def test_a_smoke_run_exports_a_lora_that_has_learned(tmp_path):
+    exported = load_file(train(WINDOW, tmp_path, eval_freq=0) / "pytorch_lora_weights.safetensors")
+    learned = [name for name, tensor in exported.items() if ".lora_B." in name and tensor.any()]
+    assert len(learned) > len(exported) / 4  # half of the tensors are lora_B, which begin at zero
+
+
 def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
     folder = train(BRANCHES, tmp_path, train__learning_rate=1e-2, num_epochs=2)
     kept = np.load(folder / "images" / "last.npz")
     config = config_of(BRANCHES)
-    rows = spread(prompts.load_prompts(config.dataset, "test"), config.eval.num_prompts)
+    rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)
     shown = spread(range(len(rows)), config.eval.num_panel_images)
     assert [rows[i].text for i in shown] == kept["captions"].tolist()
 
@@ -125,7 +131,7 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
         sampled = qwenimage.pipeline_with_logprob(
             pipeline,
             qwenimage.encode_prompts(pipeline, [row.text for row in rows], width=config.text_tokens),
-            [rng.generator(0, "eval", i) for i in range(len(rows))],
+            [rng.generator(0, "eval validation", i) for i in range(len(rows))],
             window=range(0),
             noise_level=0.0,
             num_steps=config.eval.num_steps,

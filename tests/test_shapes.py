@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PER_TAG = 200
 PROMPTS = shapes.all_prompts()
 TRAIN, TEST = shapes.split(PROMPTS)
+VALIDATION = shapes.validation(PROMPTS)
 score = reward.load("cpu")
 
 
@@ -358,9 +359,22 @@ def test_every_tag_is_trained_and_tested():
     assert 240 <= len(TEST) <= 300
 
 
+def test_validation_is_held_out_and_shares_no_prompt_with_train_or_test():
+    texts = [{p["prompt"] for p in side} for side in (TRAIN, TEST, VALIDATION)]
+    assert len(texts[2]) == len(VALIDATION)
+    assert not texts[2] & (texts[0] | texts[1])
+    assert all(shapes.held_out(p) for p in VALIDATION)
+    sizes = {tag: len(of_tag(VALIDATION, tag)) for tag in TAGS}
+    assert sizes == dict.fromkeys(TAGS, 32) | {"single_object": 0}
+    for tag in set(TAGS) - {"single_object"}:
+        asked, trained = ({shapes.combination(p) for p in of_tag(side, tag)} for side in (VALIDATION, TRAIN))
+        assert not asked & trained
+        assert len(asked) >= 2
+
+
 def test_dataset_is_what_the_script_writes(tmp_path):
     runpy.run_path(str(ROOT / "scripts/make_shapes_dataset.py"))["main"](tmp_path)
-    for name in ("train_metadata.jsonl", "test_metadata.jsonl"):
+    for name in ("train_metadata.jsonl", "validation_metadata.jsonl", "test_metadata.jsonl"):
         assert (tmp_path / name).read_bytes() == (ROOT / "dataset/shapes" / name).read_bytes()
 
 

@@ -1,0 +1,96 @@
+"""What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flow_grpo import best, checkpoints, fsdp_utils, offload, policies
+
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
+
+
+def state(run: "Run") -> dict[str, Tensor]:
+    """All that training needs to go on, live."""
+    old = run.old.state_dict() if run.old else {}
+    tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
+    scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
+    return tensors | scale | {f"old/{name}": shadow for name, shadow in old.items()}
+
+
+def save(run: "Run") -> None:
+    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation."""
+
+    def extra_files(folder: Path) -> None:
+        if run.config.lora.rank:
+            export(run, folder)
+        fsdp_utils.on_main(best.link, run.folder, folder)
+
+    with run.board.timed("save"):
+        _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
+
+
+def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
+    offload.reload_optimizer_state(run.optimizer)
+    where = dict(epoch=epoch, step=run.step, config=run.config.to_dict())
+    checkpoints.save(folder, state(run), **where, keep=keep, extra_files=extra_files)
+
+
+def export(run: "Run", folder: Path) -> None:
+    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training."""
+    with run.ema.applied():
+        if run.config.lora.rank:
+            checkpoints.save_lora(run.pipeline, folder)
+        else:
+            checkpoints.save_transformer(run.pipeline.transformer, folder / "transformer")
+
+
+def load_export(run: "Run", folder: Path) -> None:
+    """Fill the transformer with what `export` wrote, bit for bit; what it carried is lost."""
+    offload.wait_for_offloaded(run.parameters)
+    transformer = run.pipeline.transformer
+    if run.config.lora.rank:
+        fsdp_utils.fill(transformer, None, policies.stored_adapter(folder))
+    else:
+        fsdp_utils.fill(transformer, folder / "transformer", None)
+
+
+def best_candidate(run: "Run", epoch: int, figures: dict[str, float]) -> best.Evaluation:
+    """The record of an evaluation with the averaged weights.
+
+    Raises:
+        ValueError: eval.best_by is none of the figures.
+    """
+    settings = run.config.eval
+    chooses = run.choosing_prompts
+    if figures and settings.best_by not in figures:
+        raise ValueError(f"config.eval.best_by is {settings.best_by!r}; it may be {', '.join(sorted(figures))}")
+    return best.Evaluation(
+        epoch=epoch,
+        step=run.step,
+        split=chooses.name,
+        num_prompts=min(settings.num_prompts, len(chooses.prompts)),
+        noises_per_prompt=settings.noises_per_prompt,
+        num_steps=settings.num_steps,
+        guidance_scale=settings.guidance_scale,
+        best_by=settings.best_by,
+        value=figures.get(settings.best_by, float("nan")),
+        figures=figures,
+    )
+
+
+def keep_best(run: "Run", epoch: int, figures: dict[str, float]) -> None:
+    """If no evaluation was better, write the averaged weights and the figures to best/."""
+    candidate = best_candidate(run, epoch, figures)
+    if best.improves(candidate, run.best_evaluation):
+        with run.board.timed("save"):
+            best.write(run.folder, candidate, partial(_fill_best, run, epoch))
+        run.best_evaluation = candidate
+
+
+def _fill_best(run: "Run", epoch: int, folder: Path) -> None:
+    export(run, folder)
+    if run.config.eval.keep_state:
+        _save_state(run, folder / best.STATE, epoch)

@@ -1,0 +1,269 @@
+"""Evaluate policies without training, several in one table: base models, LoRA folders, runs.
+
+    python scripts/evaluate.py flow_grpo/assets/tiny_qwenimage runs/shapes_qwenimage_pr
+    torchrun --nproc_per_node=8 scripts/evaluate.py runs/pickscore_sd3 --guidance-scales 1 4.5 --seeds 0 1 2 3
+
+A policy is a run's folder (its best weights, or --weights last), a folder with a LoRA file (of --model), or a diffusers
+model. A run is evaluated with the settings of its config.json; what is no run, with those of the first run, or else the
+defaults. Prompts, rewards and seeds are the first run's for all. Flags override each of them. Without flags a run
+scores what its own test scored, to the last digit on a CPU. The output folder holds scores.json, table.md and a contact
+sheet for each row of the table. docs/evaluation.md has examples.
+"""
+
+import argparse
+import itertools
+import json
+import re
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import yaml
+from PIL import Image
+from tqdm import tqdm
+
+from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards, shapes
+from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.pictures import contact_sheet, fit
+from flow_grpo.scoring.pool import Pool, check_rewards
+
+MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}
+
+
+def configured(args):
+    """The policies, each with its settings, and the settings that all share, the first one's."""
+    runs = [Path(name) for name in args.policies if candidates.is_run(Path(name))]
+    common = candidates.run_config(runs[0]) if runs else candidates.default_config()
+    common.model = args.model or common.model
+    found = [candidates.find(name, common, args.weights) for name in args.policies]
+    for config in {id(config): config for config in [common, *(candidate.config for candidate in found)]}.values():
+        override(config, args)
+    return found, common
+
+
+def override(config, args):
+    """Put what the command line says into a config."""
+    flags = dict(num_steps=args.num_steps, num_prompts=args.num_prompts, batch_size=args.batch_size)
+    config.eval.update({key: value for key, value in flags.items() if value is not None})
+    config.precision = args.precision or config.precision
+    changes = dict(text.partition("=")[::2] for text in args.set)
+    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
+    if args.rewards:
+        weights = {name: float(weight or 1) for name, _, weight in (text.partition("=") for text in args.rewards)}
+        with config.unlocked():
+            config.reward_fn, config.eval.rewards = weights, ()
+
+
+def chosen_prompts(args, config):
+    """The prompts of --prompts, a data set's folder or a file, or of the run's data set."""
+    path = Path(args.prompts or config.dataset)
+    if path.is_file():
+        split = prompts.Split(path.name, prompts.load_file(path))
+    else:
+        split = prompts.Split(args.split, prompts.load_prompts(str(path), args.split))
+    if args.prompts and args.num_prompts is None:
+        return split
+    return evaluation.part_of(split, config)
+
+
+def check(args, found, config, split):
+    """The policies' model files. Raises ValueError, before any weight is loaded, for what is wrong or not there."""
+    for flag, values in (("--resolutions", args.resolutions), ("--best-of", args.best_of), ("--seeds", args.seeds)):
+        if len(set(values or [])) != len(values or []):
+            raise ValueError(f"{flag} names a value twice: {values}")
+    seeds = seeds_of(args, config)
+    if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
+        raise ValueError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
+    if wrong := [size for size in args.resolutions or [] if size < 16 or size % 16]:
+        raise ValueError(f"--resolutions {wrong}: multiples of 16 pixels")
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    check_rewards(config.reward_fn, config.eval.rewards, config.reward)
+    names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
+    rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
+    for prompt in split.prompts if "shapes" in names else ():
+        shapes.check_metadata({"prompt": prompt.text} | prompt.metadata)
+    models = []
+    for candidate in found:
+        name = loading.pipeline_name(candidate.config.model)
+        if name not in MODELS:
+            raise ValueError(f"{candidate.config.model!r} holds a {name}; there are {', '.join(MODELS)}")
+        models.append(MODELS[name])
+        candidates.check(candidate, models[-1])
+        light = models[-1].without_weights(candidate.config.model)
+        models[-1].check_prompts(light, texts, candidate.config.text_tokens)
+    return models
+
+
+def seeds_of(args, config):
+    """Those of the command line, or the run's own."""
+    return args.seeds or list(range(config.eval.noises_per_prompt))
+
+
+def rows_of(candidate, model, pipeline, pool, ranks, args, split, seeds):
+    """Score a policy at every guidance scale and resolution; yields the row's settings and its scores."""
+    config = candidate.config
+    scales, sizes = args.guidance_scales or [config.eval.guidance_scale], args.resolutions or [config.resolution]
+    how = dict(width=config.text_tokens, guided=max(scales) > 1)
+    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode_prompts(pipeline, [text], **how))
+    velocity = partial(predict, model, pipeline.transformer, config.precision)
+    silent = not fsdp_utils.is_main()
+    bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
+    parts = dict(model=model, pipeline=pipeline, velocity=velocity, pool=pool, bar=bar)
+    parts |= dict(rank=ranks.rank, world_size=ranks.world_size, embed=lambda texts: embed(embed_one, texts))
+    shown = evaluation.spread(range(len(split.prompts)), config.eval.num_panel_images)
+    for scale, size in itertools.product(scales, sizes):
+        config.eval.guidance_scale, config.resolution = scale, size
+        settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, resolution=size)
+        scores = evaluation.score(evaluation.Sampler(**parts, config=config), split, seeds, shown)
+        yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
+
+
+def predict(model, transformer, precision, x, t, embeds, guidance_scale):
+    """The policy, as a run has it."""
+    return policies.predict(model, transformer, precision, guidance_scale, x, t, embeds)
+
+
+def embed(embed_one, texts):
+    """Embeddings of B prompts, each encoded by itself."""
+    rows = [embed_one(text) for text in texts]
+    return rows[0].concat(rows)
+
+
+def figure_of_categories(args, values):
+    """The score that is shown by category: --by, or the first that says right or wrong, or the weighted sum."""
+    if args.by and args.by not in values:
+        raise ValueError(f"--by {args.by}: the scores are {', '.join(values)}")
+    return args.by or next((name for name, column in values.items() if estimates.is_binary(column)), "avg")
+
+
+def summary(values, by, categories, best_of):
+    """Every estimate of a row of the table."""
+    columns = {name: estimates.mean(column) for name, column in values.items()}
+    for name, k in itertools.product(values, best_of):
+        if estimates.is_binary(values[name]):
+            columns[f"{name} pass@{k}"] = estimates.pass_at(values[name], k)
+        else:
+            columns[f"{name} best of {k}"] = estimates.best_of(values[name], k)
+    return dict(all=columns, by_category=estimates.by_category(values[by], categories) if any(categories) else {})
+
+
+def markdown(rows, by, split, seeds):
+    """The table of all scores, and the one by category."""
+    setting = ("policy", "weights", "guidance_scale", "resolution", "num_steps", "precision")
+    differing = [key for key in setting if key in ("policy", "weights") or len({row[key] for row in rows}) > 1]
+
+    def table(estimates_of):
+        lines = [[row[key] for key in differing] + [shown(e) for e in estimates_of(row).values()] for row in rows]
+        head = [*differing, *estimates_of(rows[0])]
+        return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *lines])
+
+    constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
+    text = f"{len(split.prompts)} prompts ({split.name}), noises {', '.join(map(str, seeds))} of each; {constant}.\n"
+    text += "Mean ± standard error over prompts.\n\n" + table(lambda row: row["all"])
+    if rows[0]["by_category"]:
+        text += f"\n\n{by} by category:\n\n" + table(lambda row: row["by_category"])
+    return text + "\n"
+
+
+def shown(estimate):
+    """For a table."""
+    return f"{estimate.mean:.4g} ± {estimate.error:.2g}"
+
+
+def write_sheet(folder, number, row, scores, split):
+    """One picture of a row's first images, with prompts and rewards."""
+    numbers = list(scores.images)
+    pixels = [scores.images[i].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy() for i in numbers]
+    captions, figures = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
+    name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
+    contact_sheet([fit(Image.fromarray(p)) for p in pixels], captions, figures).save(folder / f"{number}_{name}.png")
+
+
+def as_json(row, scores):
+    """A row with every score, [prompts][seeds]; null for those that failed."""
+    plain = {kind: {name: e._asdict() for name, e in row[kind].items()} for kind in ("all", "by_category")}
+    return without_nan(row | plain | {"scores": {name: column.T.tolist() for name, column in scores.values.items()}})
+
+
+def without_nan(value):
+    """The same with None in the place of NaN, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_nan(part) for part in value]
+    return None if value != value else value
+
+
+def new_folder(name):
+    """A folder that was not there."""
+    folder = next(path for n in itertools.count(1) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def main(args):
+    found, common = configured(args)
+    split, seeds = chosen_prompts(args, common), seeds_of(args, common)
+    models = check(args, found, common, split)
+    ranks = fsdp_utils.init_distributed()
+    pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
+    categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
+    folder = new_folder(args.out) if fsdp_utils.is_main() else None
+    for candidate, model in zip(found, models):
+        torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
+        pipeline = candidates.load(candidate, model, ranks.device, before)
+        before = candidate, pipeline
+        for row, scores in rows_of(candidate, model, pipeline, pool, ranks, args, split, seeds):
+            by = figure_of_categories(args, scores.values)
+            rows.append(row | summary(scores.values, by, categories, args.best_of or ()))
+            if folder:
+                texts.append(as_json(rows[-1], scores))
+                write_sheet(folder, len(rows), row, scores, split)
+    if folder:
+        table = markdown(rows, by, split, seeds)
+        told = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
+        (folder / "scores.json").write_text(json.dumps(told | dict(categories=categories, rows=texts)))
+        (folder / "table.md").write_text(table)
+        print(f"{table}\n{folder} holds every score, this table and the images.")
+    pool.close()
+    fsdp_utils.close()
+
+
+def parser():
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "policies", nargs="+", help="a run's folder, a folder with a LoRA file, or a diffusers model (folder or hub id)"
+    )
+    add("--weights", choices=["best", "last"], default="best", help="of runs")
+    add("--model", help="the base of LoRA folders; default: the first run's, or else the shipped tiny model")
+    add("--prompts", help="a data set's folder, or a file of prompts; default: the first run's data set")
+    add("--split", choices=["test", "validation", "train"], default="test", help="of a data set's folder")
+    add("--num-prompts", type=int, help="evenly spread; default: all of --prompts, or as many as the run evaluated")
+    add("--rewards", nargs="+", help="NAME or NAME=WEIGHT; default: the first run's")
+    add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
+    add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
+    add("--resolutions", type=int, nargs="+", help="pixels; a row of the table for each")
+    add("--num-steps", type=int, help="deterministic denoising steps")
+    add("--precision", choices=["fp32", "bf16", "fp16"], help="of the transformer")
+    add(
+        "--batch-size",
+        type=int,
+        help="images per forward and GPU; large ones keep small models from waiting for Python",
+    )
+    add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
+    add("--by", help="the score that is shown by category")
+    add("--set", nargs="*", default=[], help="settings of the config, such as reward.device=cuda:1")
+    add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
+    return parser
+
+
+if __name__ == "__main__":
+    try:
+        main(parser().parse_args())
+    except ValueError as error:
+        raise SystemExit(f"evaluate.py: {error}") from error

@@ -1,0 +1,348 @@
+"""The best policy is kept, chosen by prompts that do not judge it, and what was measured can be measured again."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import evaluate
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small import ENV, ROOT, few_prompts, lines_of, train
+
+from flow_grpo import best, estimates, evaluation, prompts
+
+TINY, LORA_FILE = "flow_grpo/assets/tiny_qwenimage", "pytorch_lora_weights.safetensors"
+WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
+
+
+def record(epoch, value=0.5, **how):
+    how = dict(split="validation", num_prompts=8, noises_per_prompt=1, num_steps=4, guidance_scale=1.0) | how
+    how = dict(best_by="avg") | how
+    return best.Evaluation(epoch=epoch, step=2 * epoch, value=value, figures={"avg": value}, **how)
+
+
+def fill_with(epoch, count=20):
+    def fill(folder):
+        for number in range(count):
+            (folder / f"{number}.txt").write_text(str(epoch))
+
+    return fill
+
+
+def content(folder):
+    """The epoch of evaluation.json, if every file beside it says so too."""
+    files = [path.read_text() for path in folder.glob("*.txt")]
+    epoch = json.loads((folder / "evaluation.json").read_text())["epoch"]
+    assert files == [str(epoch)] * 20
+    return epoch
+
+
+def write_for_ever(folder, first):
+    for epoch in range(first, first + 10**6):
+        best.write(folder, record(epoch), fill_with(epoch))
+
+
+def test_a_kill_leaves_the_old_best_or_the_new_one_whole(tmp_path):
+    best.write(tmp_path, record(0), fill_with(0))
+    seen, delays = [0], torch.rand(30, generator=torch.Generator().manual_seed(0)) / 20
+    for delay in delays.tolist():
+        writer = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(tmp_path, seen[-1] + 1))
+        writer.start()
+        time.sleep(0.02 + delay)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        seen.append(content(best.find(tmp_path)))
+        assert best.read(tmp_path).epoch == seen[-1]
+    assert seen == sorted(seen)
+    assert seen[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "better"), [(0.6, True), (0.5, False), (0.4, False), (float("nan"), False), (float("inf"), False)]
+)
+def test_only_a_higher_finite_value_is_better(value, better):
+    assert best.improves(record(2, value), record(1, 0.5)) == better
+    assert best.improves(record(0, value), None) == (value < 1)
+
+
+def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
+    for epoch in (3, 7):
+        best.write(tmp_path, record(epoch), fill_with(epoch))
+        (tmp_path / f"checkpoint_{epoch}").mkdir()
+        best.link(tmp_path, tmp_path / f"checkpoint_{epoch}")
+    best.write(tmp_path, record(9), fill_with(9))
+    assert best.restore(tmp_path, tmp_path / "checkpoint_7", record(8)) == (record(7), "")
+    assert content(tmp_path / "best") == 7
+    assert best.restore(tmp_path, tmp_path / "checkpoint_3", record(8)) == (record(3), "")
+    assert content(tmp_path / "best") == content(tmp_path / "checkpoint_3" / "best") == 3
+    assert best.restore(tmp_path, tmp_path / "best" / "checkpoint" / "epoch_000003", record(8)) == (record(3), "")
+    assert best.restore(tmp_path, tmp_path / "checkpoint_without", record(8)) == (None, "")
+    assert best.find(tmp_path) is None
+
+
+@pytest.mark.parametrize("change", [dict(split="test"), dict(num_prompts=9), dict(noises_per_prompt=2)])
+def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
+    best.write(tmp_path, record(4), fill_with(4))
+    (tmp_path / "checkpoint").mkdir()
+    best.link(tmp_path, tmp_path / "checkpoint")
+    found, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **change))
+    assert found is None
+    assert content(tmp_path / "best_epoch_000004") == 4
+    assert str(tmp_path / "best_epoch_000004") in notice
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank, tmp_path, capsys):
+    """Evaluations of one epoch are of the averaged weights; best/ has them bit for bit."""
+    how = dict(eval__test_freq=1, lora__rank=rank, num_epochs=3, train__learning_rate=1e-2 if rank else 1e-3)
+    folder = train(NFT, tmp_path, **how, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
+    evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
+    kept, last = best.read(folder), tests.pop()
+    values = [line["eval/jpeg_compressibility"] for line in evals]
+    assert [line["epoch"] for line in tests] == [0, 1, 2, 3]
+    assert (kept.epoch, kept.value, kept.split) == (values.index(max(values)), max(values), "validation")
+    assert last["best_epoch"] == kept.epoch
+    for name in kept.figures:
+        assert last[f"test_best/{name}"] == tests[kept.epoch][f"test/{name}"]
+        assert kept.figures[name] == evals[kept.epoch][f"eval/{name}"]
+    assert len({line["test/jpeg_compressibility"] for line in tests}) == 4
+    assert (
+        f"{folder / 'best'} holds the best policy, of epoch {kept.epoch} of 3"
+        in capsys.readouterr().out.splitlines()[-1]
+    )
+
+
+def test_a_run_goes_on_from_the_state_of_its_best_evaluation(tmp_path):
+    how = dict(eval__keep_state=True, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
+    how |= dict(num_epochs=3, eval_freq=1)
+    folder = train(BRANCHES, tmp_path, **how)
+    before, kept = lines_of(folder), best.read(folder)
+    assert 0 < kept.epoch < 3
+    train(BRANCHES, tmp_path, resume_from=str(folder / "best" / "checkpoint"), **how)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert lines_of(folder) == before
+    assert best.read(folder) == kept
+
+
+def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(tmp_path, capsys):
+    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1)
+    assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
+    assert best.read(folder).split == "test"
+    evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
+    for line, test in zip(evals, tests[:-1], strict=True):
+        assert {key.replace("test/", "eval/"): value for key, value in test.items()} | {"kind": "eval"} == line
+
+
+def test_a_figure_that_no_reward_has_cannot_choose(tmp_path):
+    with pytest.raises(ValueError, match=r"best_by is 'beauty'; it may be 'avg', .*shapes"):
+        train(WINDOW, tmp_path, eval__best_by="beauty")
+    with pytest.raises(ValueError, match=r"best_by is 'shapes_beauty'; it may be avg, shapes, shapes_accuracy"):
+        train(WINDOW, tmp_path, eval__best_by="shapes_beauty")
+
+
+def test_the_first_noise_of_the_test_has_the_name_it_always_had():
+    draws = {
+        (split, seed): torch.rand(3, generator=evaluation.noise(split, seed, 5)).tolist()
+        for split in ("test", "validation")
+        for seed in (0, 1)
+    }
+    assert draws["test", 0] == torch.rand(3, generator=evaluation.rng.generator(0, "eval", 5)).tolist()
+    assert len({tuple(draw) for draw in draws.values()}) == 4
+
+
+def test_one_noise_more_leaves_the_first_ones_scores(tmp_path):
+    one = train(WINDOW, tmp_path / "one", num_epochs=1)
+    two = train(WINDOW, tmp_path / "two", num_epochs=1, eval__noises_per_prompt=2, eval__batch_size=8)
+    assert best.read(two).noises_per_prompt == 2
+    assert lines_of(one, "eval")[0]["eval/avg"] != lines_of(two, "eval")[0]["eval/avg"]
+    assert (one / "images" / "eval_000000.png").read_bytes() == (two / "images" / "eval_000000.png").read_bytes()
+
+
+def test_validation_prompts_are_read_and_differ_from_the_tests():
+    splits = [
+        {prompt.text for prompt in prompts.load_prompts(str(ROOT / "dataset/shapes"), name)}
+        for name in ("validation", "test")
+    ]
+    assert [len(split) for split in splits] == [160, 272]
+    assert not splits[0] & splits[1]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs that learned something else than each other in every epoch, one of them in full; by rank of the LoRA."""
+    how = dict(num_epochs=2, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
+    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5)
+    rates = {32: 1e-2, 0: 1e-3}
+    return {
+        rank: train(NFT, tmp_path_factory.mktemp("runs"), lora__rank=rank, train__learning_rate=rate, **how)
+        for rank, rate in rates.items()
+    }
+
+
+def evaluated(folder, *arguments):
+    """What scripts/evaluate.py writes."""
+    evaluate.main(evaluate.parser().parse_args([*map(str, arguments), "--out", str(folder / "out")]))
+    found = json.loads(
+        max(folder.glob("out*"), key=lambda path: path.stat().st_mtime_ns).joinpath("scores.json").read_text()
+    )
+    return found, [{name: part["mean"] for name, part in row["all"].items()} for row in found["rows"]]
+
+
+def tested(folder, prefix):
+    """A run's own figures on the test prompts, the last of a kind."""
+    lines = [line for line in lines_of(folder, "test") if f"{prefix}/avg" in line]
+    return {name.removeprefix(f"{prefix}/"): value for name, value in lines[-1].items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+def test_evaluate_reproduces_a_runs_own_test_to_the_last_digit(rank, runs, tmp_path):
+    _, (best_row,) = evaluated(tmp_path, runs[rank])
+    _, (last_row,) = evaluated(tmp_path, runs[rank], "--weights", "last")
+    assert best.read(runs[rank]).epoch < 2
+    assert best_row == tested(runs[rank], "test_best") != last_row
+    assert last_row == tested(runs[rank], "test")
+    before = lines_of(runs[rank], "test")[0]
+    assert last_row["jpeg_compressibility"] != before["test/jpeg_compressibility"]
+
+
+def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path):
+    """The base is loaded once for all of them but the one with weights of its own."""
+    lora, full = runs[32], runs[0]
+    found, rows = evaluated(tmp_path, lora, TINY, lora / "best", full, TINY, lora, "--weights", "last")
+    assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
+    base = {name[5:]: value for name, value in lines_of(lora, "test")[0].items() if name.startswith("test/")}
+    last, best_row = tested(lora, "test"), tested(lora, "test_best")
+    assert rows == [last, base, best_row, tested(full, "test"), base, last]
+
+
+def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
+    arguments = "--seeds 0 1 3 --guidance-scales 1 2 --resolutions 64 32 --best-of 1 2 --num-prompts 6 --rewards shapes"
+    found, rows = evaluated(tmp_path, runs[32], *arguments.split())
+    assert [(row["guidance_scale"], row["resolution"]) for row in found["rows"]] == [(1, 64), (1, 32), (2, 64), (2, 32)]
+    for row, means in zip(found["rows"], rows, strict=True):
+        scores = {name: torch.tensor(column) for name, column in row["scores"].items()}
+        assert all(column.shape == (6, 3) for column in scores.values())
+        assert means["shapes"] == pytest.approx(scores["shapes"].mean().item())
+        assert means["shapes_accuracy pass@1"] == pytest.approx(means["shapes_accuracy"])
+        assert means["shapes best of 2"] >= means["shapes best of 1"] == pytest.approx(means["shapes"])
+        assert sum(part["num_prompts"] for part in row["by_category"].values()) == 6
+    assert len({json.dumps(row["scores"]) for row in found["rows"]}) == 4
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert table.count(str(runs[32])) == 8
+    assert len(list((tmp_path / "out").glob("*.png"))) == 4
+
+
+def test_a_larger_batch_changes_no_score(runs, tmp_path):
+    found = [evaluated(tmp_path, runs[32], "--batch-size", size)[0]["rows"][0]["scores"] for size in (1, 3, 64)]
+    assert found[0]["shapes"] == found[1]["shapes"] == found[2]["shapes"]
+    assert torch.tensor(found[0]["shapes"]).unique().numel() > 2
+
+
+def test_two_ranks_write_what_one_writes(runs, tmp_path):
+    one, _ = evaluated(tmp_path, runs[32], TINY)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "scripts/evaluate.py",
+    ]
+    command += [str(runs[32]), TINY, "--out", str(tmp_path / "ranks")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENV | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert (tmp_path / "ranks" / "table.md").exists(), done.stderr[-3000:]
+    assert json.loads((tmp_path / "ranks" / "scores.json").read_text()) == one
+    assert not (tmp_path / "ranks-2").exists()
+
+
+def lora_of_another_model(folder, lora, change):
+    """A copy of a LoRA folder with changed tensors."""
+    folder.mkdir()
+    with safe_open(lora / LORA_FILE, "pt") as file:
+        save_file(change(load_file(lora / LORA_FILE)), folder / LORA_FILE, file.metadata())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{run}", "--rewards", "shapse"], r"no reward 'shapse' .*nearest: shapes"),
+        (["runs/nowhere/at_all"], r"'runs/nowhere/at_all' does not exist"),
+        (["docs"], r"'docs' is none of these: a run's folder"),
+        (["{wider}"], r"LoRA of another model than .*lora_B.weight is \[256, 32\], the layer is 128 wide"),
+        (["{deeper}"], r"LoRA of another model than .*: transformer_blocks.90.* has no layer there"),
+        (["{strange}"], r"is no LoRA of a diffusers transformer: it holds lora_te_up"),
+        (["{unfinished}"], r"has no best evaluation; take --weights last"),
+        (["{run}", "--prompts", "{plain}"], r"metadata of prompt 'a red circle': `include` is missing"),
+        (["{run}", "--prompts", "{plain}/nowhere"], r"nowhere' needs test_metadata.jsonl or test.txt"),
+        (["{run}", "--best-of", "3"], r"--best-of \[3\]: of 2 seeds at most 2"),
+        (["{run}", "--seeds", "1", "1"], r"--seeds names a value twice"),
+        (["{run}", "--resolutions", "60"], r"--resolutions \[60\]: multiples of 16"),
+        (
+            ["{run}", "--prompts", "{long}", "--rewards", "jpeg_compressibility"],
+            r"tokens, over config.text_tokens = 20",
+        ),
+    ],
+)
+def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tmp_path, monkeypatch):
+    lora = runs[32] / "best"
+    widths = {name: 2 if ".lora_B." in name else 1 for name in load_file(lora / LORA_FILE)}
+    changes = dict(
+        wider=lambda tensors: {name: tensor.repeat(widths[name], 1) for name, tensor in tensors.items()},
+        deeper=lambda tensors: {name.replace("blocks.0", "blocks.90"): tensor for name, tensor in tensors.items()},
+        strange=lambda tensors: {"lora_te_up.weight": torch.zeros(2)},
+    )
+    places = {name: lora_of_another_model(tmp_path / name, lora, change) for name, change in changes.items()}
+    (tmp_path / "plain.txt").write_text("a red circle\n")
+    (tmp_path / "long.txt").write_text("a red circle " * 20)
+    shutil.copytree(runs[32], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
+    places |= dict(run=runs[32], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
+    places |= dict(unfinished=tmp_path / "unfinished")
+
+    def load(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(evaluate.candidates, "load", load)
+    with pytest.raises(ValueError, match=says):
+        evaluated(tmp_path, *(argument.format(**places) for argument in arguments))
+
+
+def test_best_of_k_and_pass_at_k_are_means_over_all_choices_of_k():
+    values = torch.rand(5, 7, generator=torch.Generator().manual_seed(0))
+    right = (values > 0.6).float()
+    for k in range(1, 6):
+        choices = list(itertools.combinations(range(5), k))
+        highest = torch.stack([values[list(rows)].amax(0) for rows in choices]).double().mean(0)
+        passed = torch.stack([right[list(rows)].amax(0) for rows in choices]).double().mean(0)
+        assert estimates.best_of(values, k).mean == pytest.approx(highest.mean().item())
+        assert estimates.best_of(values, k).error == pytest.approx(highest.std().item() / 7**0.5)
+        assert estimates.pass_at(right, k) == pytest.approx(estimates.best_of(right, k))
+        assert estimates.pass_at(right, k).mean == pytest.approx(passed.mean().item())
+
+
+def test_standard_errors_are_of_prompts_not_of_noises():
+    """A prompt whose noises all score alike counts once, however many there are."""
+    column = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    one, many = estimates.mean(column[None]), estimates.mean(column.repeat(50, 1))
+    assert one.error == pytest.approx(column.std().item() / 5**0.5)
+    assert many == pytest.approx(one)
+
+
+def test_scores_that_failed_are_left_out_and_categories_keep_their_order():
+    values = torch.tensor([[0.0, float("nan"), 1.0], [1.0, float("nan"), 1.0]])
+    assert estimates.mean(values) == pytest.approx((0.75, 0.25, 2))
+    assert estimates.pass_at(values, 2)[::2] == (1.0, 2)
+    found = estimates.by_category(values, ["two", "one", "two"])
+    assert list(found) == ["two", "one"]
+    assert (found["two"].num_prompts, found["one"].num_prompts) == (2, 0)
