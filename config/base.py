@@ -170,10 +170,12 @@ def train():
     train.reward_aggregation = "sum"  # "sum" of weighted rewards | "gdpo": of their advantages
     train.filter_groups = False  # leave groups whose rewards are all alike out of the mean that is the loss
     train.beta = 0.0  # weight of the KL to the reference policy; train_*_nft.py: of the squared distance to it
+    train.reference_interval = 0  # updates until the policy becomes its own reference, again and again; 0 = never
+    train.reference_guidance_scale = 0.0  # of the first reference: above sample's, the policy learns it; 0 = sample's
+    train.shared_noise = False  # train_*_nft.py: the images of a group are noised alike, to the same levels
     train.nft_beta = 1.0  # train_*_nft.py: share of the trained policy in the mixture that is compared with x_0
     train.old_decay_schedule = 1  # train_*_nft.py: how the sampling policy follows; losses.old_policy_decay's 0 | 1 | 2
     train.dpo_beta = 1000.0  # train_*_dpo.py: how sharply a pair's difference of velocity errors decides
-    train.reference_interval = 0  # train_*_dpo.py: updates until the policy becomes its own reference; 0 = never
     train.step_weight = "none"  # "none" | "sqrt3" (sqrt(3) * transition_std) | "mean_one" (transition_std / its mean)
     train.timestep_fraction = 1.0  # keep the first part of the trained steps
     train.ema_decay = 0.9  # min((1 + n) / (10 + n), this) after n averagings
@@ -215,7 +217,8 @@ def evaluation():
 def health():
     """Alarms, each against the run itself, and what follows them; 0 = no limit. See docs/health.md."""
     health = ml_collections.ConfigDict()
-    health.action = "log"  # "log" (print) | "lower_learning_rate" (halve it) | "stop" (save and end)
+    health.action = "log"  # "log" (print) | "lower_learning_rate" (halve it) | "stop" (save and end) | "roll_back"
+    health.max_roll_backs = 3  # "roll_back": the best evaluation's weights, half the rate; once more is "stop"
     health.reward_drop = 3.0  # standard errors of the training reward below its best (5 epochs' means), less luck
     health.eval_drop = 3.0  # standard errors of the evaluation below its best
     health.reference_distance = 2.0  # of reference_distance or kl_reference; a velocity's own mean square is about 2

@@ -11,13 +11,16 @@ base, select = GRPO["base"], GRPO["select"]
 
 
 def shapes_qwenimage_nft():
-    """DiffusionNFT on the shipped tiny model, minutes on two CPU cores."""
+    """DiffusionNFT of all weights of the shipped tiny model, held to its guided base: `make demo`."""
     config = forward(base())
     config.num_epochs, config.eval_freq, config.save_freq = 36, 9, 9
+    config.lora.rank = 0
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
     config.sample.batch_size = 36
-    config.sample.flash_ratio, config.sample.merge_adapter = 0.6, True
-    config.train.learning_rate = 1e-3
+    config.sample.flash_ratio = 0.6
+    config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 1
+    config.train.beta, config.train.reference_guidance_scale = 0.5, 3.0
+    config.train.shared_noise = True
     config.train.timestep_fraction = 0.34
     config.train.ema_decay, config.train.ema_interval = 0.95, 1
     return config

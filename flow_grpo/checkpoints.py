@@ -96,18 +96,20 @@ def save(
 
 
 def load(
-    checkpoint: Path | str, state: dict[str, Tensor], *, config: dict[str, Any], may_differ: Iterable[str] = ()
+    checkpoint: Path | str, state: dict[str, Tensor], *, config: dict[str, Any] | None, may_differ: Iterable[str] = ()
 ) -> Progress:
     """Fill `state` from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
 
     Args:
         state: from `training_state`.
+        config: what the checkpoint's is compared with; None = the run's own, no comparison.
         may_differ: dotted config keys that may have changed since; "eval" stands for all below it.
     Raises:
         ValueError: the checkpoint's config differs, or it holds other tensors than `state`.
     """
     checkpoint = Path(checkpoint)
-    compare_configs(checkpoint, config, tuple(may_differ))
+    if config is not None:
+        compare_configs(checkpoint, config, tuple(may_differ))
     reader = dcp.FileSystemReader(checkpoint)
     stored = {name: tuple(tensor.size) for name, tensor in reader.read_metadata().state_dict_metadata.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}

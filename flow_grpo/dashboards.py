@@ -65,6 +65,9 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reference_distance": Metric(
         "", "NFT: the same to the reference's, the penalty of train.beta", "grows, levels off"
     ),
+    "relative_velocity_norm": Metric(
+        "", "NFT: norm of the policy's velocity over the reference's", "within 0.1 of 1 (arXiv:2606.27771)"
+    ),
     "implicit_accuracy": Metric(
         "", "DPO: share of pairs whose winner gained on the reference against the loser", "0 at first, then above 0.5"
     ),
@@ -96,6 +99,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "health/<limit>": Metric("", "what the limit of that name in config.health bounds", "well below its limit"),
     "health/limits_exceeded": Metric("", "limits of config.health that the epoch exceeded", "0"),
     "health/action_taken": Metric("", "whether health.action was taken after the epoch", "0"),
+    "health/rolled_back_to": Metric("", "epochs of the policy that health.action roll_back went back to", "absent"),
     "health/learning_rate_factor": Metric("", "what health.action has left of train.learning_rate", "1"),
     "time/rollout_s": Metric("s", "sampling the epoch's images", "steady"),
     "time/reward_s": Metric("s", "waiting for rewards that the rollout did not hide", "near 0"),

@@ -10,7 +10,7 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_lo
 from flow_grpo.rollout import Minibatch, Rollout
 
 
-def policy_step(run, rows: Minibatch) -> SDEStep:
+def policy_step(run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
     """Score the stored outcomes under the present policy: one forward for R rows, R * J log-probs.
 
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
@@ -19,7 +19,7 @@ def policy_step(run, rows: Minibatch) -> SDEStep:
     size, outcomes = run.plan.batch_size, run.plan.num_branches
     row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
     latents, timesteps = rows.latents[row], rows.timesteps[row]
-    velocity = run.velocity(latents, timesteps, rows.embeds.take(row))
+    velocity = run.velocity(latents, timesteps, rows.embeds.take(row), guidance_scale)
     if outcomes > 1:
         latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
     step = sde_step_with_logprob(
@@ -68,8 +68,9 @@ def score_rows(run, rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
     train.beta is 0."""
     reference = None
     if run.reference is not None:  # first: full weights are swapped in place, which no waiting graph would survive
-        with torch.no_grad(), run.reference():
-            reference = policy_step(run, rows)
+        scale = run.reference.guidance_at(run.step, run.config.sample.guidance_scale)
+        with torch.no_grad(), run.reference.applied():
+            reference = policy_step(run, rows, scale)
     return policy_step(run, rows), reference
 
 
@@ -130,6 +131,8 @@ def optimizer_step(run) -> None:
     run.step += 1
     run.on_policy = False
     run.ema.update(run.step)
+    if run.reference:
+        run.reference.follow(run.step)
     run.losses.clear()
     figures = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
     run.board.log("update", run.meter.pop(_over_ranks) | figures, epoch=run.epoch, step=run.step)

@@ -139,32 +139,59 @@ def _set_base_layers(layers: list[BaseTunerLayer], others: list[nn.Module]) -> N
         layer.base_layer = other
 
 
-def keep_reference(transformer: nn.Module, fresh: bool = True) -> Callable:
-    """Remember the present policy; returns a context manager factory inside which the transformer is that policy again.
+class Reference:
+    """The policy that the trained one is held to: the present one or, with an interval, the trained policy as it was
+    after the last multiple of `interval` optimizer steps.
 
-    A fresh LoRA adapter needs no memory for it; one that has learned and full weights keep a copy in their own layout
-    (sharded ones stay sharded).
+    A fresh LoRA adapter that is never followed needs no memory for it: the reference is the base. Otherwise a copy of
+    what is trained is kept in its own layout (sharded weights stay sharded).
+
+    Args:
+        guidance_scale: of the first reference; 0 = as the policy's. What the reference becomes later is the policy as
+            it is trained, so its guidance is the policy's.
     """
-    if fresh and any(isinstance(module, BaseTunerLayer) for module in transformer.modules()):
-        return lambda: adapters_off(transformer)
-    weights = [p for p in transformer.parameters() if p.requires_grad]
-    kept = [p.detach().clone() for p in weights]
-    return lambda: _exchanged(weights, kept)
 
+    def __init__(self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float = 0.0, fresh: bool = True):
+        self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
+        has_adapter = any(isinstance(module, BaseTunerLayer) for module in transformer.modules())
+        copied = interval or not (fresh and has_adapter)
+        self.weights = {name: p for name, p in transformer.named_parameters() if p.requires_grad and copied}
+        self.copies = {name: p.detach().clone() for name, p in self.weights.items()}
 
-@contextmanager
-def _exchanged(weights: list[nn.Parameter], others: list[Tensor]) -> Iterator[None]:
-    _exchange(weights, others)
-    try:
-        yield
-    finally:
-        _exchange(weights, others)
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The transformer is the reference inside this block, and the trained policy, bit for bit, after it."""
+        if not self.copies:
+            with adapters_off(self.transformer):
+                yield
+            return
+        _exchange(self.weights, self.copies)
+        try:
+            yield
+        finally:
+            _exchange(self.weights, self.copies)
+
+    def guidance_at(self, step: int, of_policy: float) -> float:
+        """The guidance scale of the reference's forwards after `step` optimizer steps."""
+        moved = self.interval and step >= self.interval
+        return of_policy if moved or not self.guidance_scale else self.guidance_scale
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Call after every optimizer step with the number taken so far."""
+        if self.interval and step % self.interval == 0:
+            for name, weight in self.weights.items():
+                self.copies[name].copy_(weight)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
+        return self.copies if self.interval else {}
 
 
 @torch.no_grad()
-def _exchange(weights: list[nn.Parameter], others: list[Tensor]) -> None:
-    offload.wait_for_offloaded(weights)
-    for weight, other in zip(weights, others, strict=True):
+def _exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
+    offload.wait_for_offloaded(weights.values())
+    for name, weight in weights.items():
         present = weight.clone()
-        weight.copy_(other)
-        other.copy_(present)
+        weight.copy_(others[name])
+        others[name].copy_(present)

@@ -27,6 +27,7 @@ from flow_grpo import (
     rewards,
     sampling,
     settings,
+    watching,
 )
 from flow_grpo.dashboards import Dashboard, Meter
 from flow_grpo.diffusers_patch import loading
@@ -67,8 +68,8 @@ class Run:
     optimizer: torch.optim.AdamW
     loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
-    reference: Callable | None  # () -> context in which the transformer is the reference; None where beta is 0
-    old: Ema | None  # an earlier policy that follows the trained one: DiffusionNFT's sampler, online DPO's reference
+    reference: policies.Reference | None  # None where nothing is held to it: train.beta is 0, and the script is not DPO
+    old: Ema | None  # an earlier policy that follows the trained one: DiffusionNFT's sampler
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable  # prompt -> its embeddings, one row, cached
@@ -85,7 +86,8 @@ class Run:
     epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
-    stopped: bool = False  # by config.health.action "stop"
+    num_roll_backs: int = 0  # so far, by config.health.action "roll_back"
+    stopped: bool = False  # by config.health.action
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test
 
@@ -251,10 +253,17 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         optimizer=optimizer,
         loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
-        reference=policies.keep_reference(pipeline.transformer, not config.lora.path)
-        if train.beta > 0 or reference
-        else None,
+        reference=_reference(config, pipeline.transformer) if train.beta > 0 or reference else None,
         old=Ema(trained) if old else None,
+    )
+
+
+def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Reference:
+    return policies.Reference(
+        transformer,
+        interval=config.train.reference_interval,
+        guidance_scale=config.train.reference_guidance_scale,
+        fresh=not config.lora.path,
     )
 
 
@@ -275,7 +284,8 @@ def _open_cache(
 
 
 def _is_guided(config) -> bool:
-    return max(config.sample.guidance_scale, config.eval.guidance_scale) > 1
+    reference = config.train.reference_guidance_scale
+    return max(config.sample.guidance_scale, config.eval.guidance_scale, reference) > 1
 
 
 def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) -> Callable:
@@ -333,10 +343,7 @@ def _resume(run: Run, checkpoint: Path) -> None:
         run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)
         if notice:
             run.board.say(notice)
-    lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
-    run.history = health.by_epoch(lines, run.config)
-    factors = [line["health/learning_rate_factor"] for line in lines if line["kind"] == "epoch"]
-    _scale_learning_rate(run, fsdp_utils.broadcast_object(factors[-1] if factors else 1.0))
+    watching.resume(run)
 
 
 def epochs(run: Run, *measures: Callable) -> Iterator[int]:
@@ -367,7 +374,7 @@ def _log_epoch(run: Run, epoch: int) -> None:
         run.slots = sampling.slots(run.config.sample)
     run.epoch_figures |= run.gaps.pop(_over_ranks)
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
-    _watch(run, epoch)
+    watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
     run.epoch_figures = {}
 
@@ -375,59 +382,6 @@ def _log_epoch(run: Run, epoch: int) -> None:
 def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """StepGaps.pop's reduction."""
     return fsdp_utils.gather(sums[None]).sum(0), fsdp_utils.gather(maxima[None]).amax(0)
-
-
-def _watch(run: Run, epoch: int) -> None:
-    """Add the signs of health to the epoch's figures; where one exceeds its limit, do what health.action says."""
-    signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
-    run.signs.clear()
-    run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, signs)}
-    verdict = fsdp_utils.broadcast_object(_judge(run, epoch) if fsdp_utils.is_main() else None)
-    action = run.config.health.action
-    done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
-    if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
-        sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
-        run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
-    run.alarms = verdict.alarms
-    factor = run.optimizer.param_groups[0]["lr"] / max(run.config.train.learning_rate, 1e-30)
-    run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
-    run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
-    run.epoch_figures["health/learning_rate_factor"] = factor
-
-
-def _judge(run: Run, epoch: int) -> health.Verdict:
-    """On the main rank: enter the epoch into the history, and judge it."""
-    line = {"kind": "epoch", "epoch": epoch, **run.epoch_figures}
-    run.history.append(health.summarize([*run.board.since_epoch, line], run.config))
-    verdict = health.judge(run.history, run.config.health)
-    run.history[-1] = run.history[-1]._replace(acted=verdict.act)
-    return verdict
-
-
-def _only_say(run: Run) -> str:
-    return "nothing, training goes on"
-
-
-def _lower_learning_rate(run: Run) -> str:
-    _scale_learning_rate(run, 0.5)
-    return f"it halves the learning rate, to {run.optimizer.param_groups[0]['lr']:.3g}"
-
-
-def _stop(run: Run) -> str:
-    run.stopped = True
-    return "it saves a checkpoint and ends the run"
-
-
-ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each says what it does
-    "log": _only_say,
-    "lower_learning_rate": _lower_learning_rate,
-    "stop": _stop,
-}
-
-
-def _scale_learning_rate(run: Run, factor: float) -> None:
-    for group in run.optimizer.param_groups:
-        group["lr"] *= factor
 
 
 def finish(run: Run) -> None:

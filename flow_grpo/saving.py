@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 def state(run: "Run") -> dict[str, Tensor]:
     """All that training needs to go on, live."""
     old = run.old.state_dict() if run.old else {}
+    reference = run.reference.state_dict() if run.reference else {}
     tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
-    return tensors | scale | {f"old/{name}": shadow for name, shadow in old.items()}
+    others = {f"old/{name}": weight for name, weight in old.items()}
+    others |= {f"reference/{name}": weight for name, weight in reference.items()}
+    return tensors | scale | others
 
 
 def save(run: "Run") -> None:
@@ -90,7 +93,14 @@ def keep_best(run: "Run", epoch: int, figures: dict[str, float]) -> None:
         run.best_evaluation = candidate
 
 
+def load_best_state(run: "Run") -> None:
+    """Go back to the training state of the best evaluation, bit for bit, but for the number of epochs and updates."""
+    offload.reload_optimizer_state(run.optimizer)
+    folder = checkpoints.find(best.find(run.folder) / best.STATE)
+    checkpoints.load(folder, state(run), config=None)
+
+
 def _fill_best(run: "Run", epoch: int, folder: Path) -> None:
     export(run, folder)
-    if run.config.eval.keep_state:
+    if run.config.eval.keep_state or run.config.health.action == "roll_back":
         _save_state(run, folder / best.STATE, epoch)

@@ -21,15 +21,15 @@ CHOICES = {
     "reward.on_failure": ("fail", "mask"),
     "reward.image_format": ("npy", "png"),
     "preferences.dtype": ("float32", "bfloat16"),
-    "health.action": ("log", "lower_learning_rate", "stop"),
+    "health.action": ("log", "lower_learning_rate", "stop", "roll_back"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
 }
 RATIO = tuple(  # of train_*.py and train_*_pr.py alone
     f"train.{key}" for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight")
 )
-NFT = ("train.nft_beta", "train.old_decay_schedule")  # of train_*_nft.py alone
+NFT = ("train.nft_beta", "train.old_decay_schedule", "train.shared_noise")  # of train_*_nft.py alone
 DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
-    *("train.dpo_beta", "train.reference_interval", "eval.num_pairs", "eval.noises_per_pair"),
+    *("train.dpo_beta", "eval.num_pairs", "eval.noises_per_pair"),
     *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
     *("preferences.max_dropped_share", "preferences.part_size", "preferences.dtype"),
 )
@@ -47,9 +47,10 @@ AT_LEAST = {  # smallest value of a number
     "reward.retry_s": 0, "train.reference_interval": 0, "preferences.min_margin": 0,
     "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
     "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
-    "train.weight_decay": 0,
+    "train.weight_decay": 0, "train.reference_guidance_scale": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
-    "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0, "health.loss_rise": 0,
+    "health.max_roll_backs": 0, "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0,
+    "health.loss_rise": 0,
     "health.update_size": 0, "health.epochs_without_signal": 0, "health.latent_rms_change": 0,
     "health.high_frequency_change": 0, "health.diversity_change": 0, "health.grad_norm_spike": 0,
     "eval.noises_per_prompt": 1, "eval.test_freq": 0, "eval.num_steps": 1, "eval.batch_size": 1,
@@ -73,6 +74,9 @@ def check(config, ignored: tuple[str, ...]) -> None:
         if not least <= _get(config, key) < math.inf:  # NaN compares false too
             raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
     _check_meaning(config)
+    _check_health(config)
+    if "train.beta" not in ignored:
+        _check_reference(config.train)
     _check_speed(config)
     _check_memory(config)
     defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
@@ -113,6 +117,22 @@ def _check_best_by(config) -> None:
             f"config.eval.best_by is {chosen!r}; it may be 'avg', a reward that is measured ({', '.join(names)}), or a "
             "figure of one, such as 'shapes_accuracy'"
         )
+
+
+def _check_health(config) -> None:
+    if config.health.action == "roll_back" and not (config.eval_freq and config.eval.num_prompts):
+        raise ValueError(
+            f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
+            f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
+        )
+
+
+def _check_reference(train) -> None:
+    for key in ("reference_interval", "reference_guidance_scale"):
+        if train[key] and not train.beta:
+            raise ValueError(
+                f"config.train.{key} is {train[key]}, but config.train.beta 0 holds nothing to a reference: set both"
+            )
 
 
 def _check_speed(config) -> None:

@@ -271,7 +271,7 @@ def check(config, model, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
             change_weights(run, number)
             for engine in ("full", "stepwise"):
                 compared[engine + when], rollout = compare(run, seen, engine, before)
-            before = policies.keep_reference(run.pipeline.transformer, fresh=False)
+            before = policies.Reference(run.pipeline.transformer, fresh=False).applied
         text = report(run, seen, compared, rollout)
         run.pool.close()
         run.board.finish()

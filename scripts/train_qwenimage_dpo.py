@@ -26,6 +26,7 @@ IGNORED = (
     *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
     *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
     *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups", "beta", "timestep_fraction")),
+    "train.reference_guidance_scale",
 )
 
 
@@ -63,7 +64,7 @@ def errors(run, pairs, streams):
     def of_policy():
         return velocity_error(run.velocity(x_t, timesteps, embeds, guidance_scale=1.0), x_0, noise).chunk(2)
 
-    with torch.no_grad(), run.old.applied() if run.old else run.reference():
+    with torch.no_grad(), run.reference.applied():
         reference = of_policy()
     return *of_policy(), *reference
 
@@ -111,9 +112,7 @@ def validate(run, epoch):
 
 
 def main(config, model=qwenimage):
-    interval = config.train.reference_interval
-    how = dict(make_plan=plan_pairs, old=interval > 0, reference=interval == 0)
-    run = runs.start(config, model, check_pairs, IGNORED, **how)
+    run = runs.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
     for epoch in runs.epochs(run, validate):
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
         share = fsdp_utils.gather(pairs.kept).mean()
@@ -126,8 +125,6 @@ def main(config, model=qwenimage):
                     for rows in part:
                         update(run, rows, epoch, inner)
                     optimizer_step(run)
-                    if run.old and run.step % interval == 0:
-                        run.old.move(1.0)
     runs.finish(run)
 
 

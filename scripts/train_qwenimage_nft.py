@@ -31,12 +31,21 @@ def rollout(run, epoch):
     grid, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     with run.old.applied():
         for batch, drawn in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
-            streams = [rng.generator(run.config.seed, "timesteps", epoch, image) for image in batch.images]
+            streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
             places = torch.stack([torch.randperm(len(grid), generator=stream)[:num_steps] for stream in streams])
             nothing, numbers = torch.zeros(len(batch.images), 1, 1, device=run.device), torch.tensor(batch.images)
             embeds, timesteps = run.embed(batch.prompts), grid[places.to(run.device)]
             finished = Finished(drawn.latents, timesteps, nothing, nothing + 1, embeds, numbers)
             yield finished, sampling.score_images(run, drawn, batch, torch.tensor(batch.groups))
+
+
+def noise_of(run, image):
+    """The number that names an image's noises and levels: its own, or its group's first image's (train.shared_noise).
+
+    Advantages of a group add up to 0, so what its images have in common cancels in the gradient: the noise that
+    velocities are compared with, above all.
+    """
+    return image - image % run.plan.group_size if run.config.train.shared_noise else image
 
 
 def velocities(run, rows, x_t):
@@ -46,15 +55,17 @@ def velocities(run, rows, x_t):
             old = run.velocity(x_t, rows.timesteps, rows.embeds)
         reference = None
         if run.reference:
-            with run.reference():
-                reference = run.velocity(x_t, rows.timesteps, rows.embeds)
+            scale = run.reference.guidance_at(run.step, run.config.sample.guidance_scale)
+            with run.reference.applied():
+                reference = run.velocity(x_t, rows.timesteps, rows.embeds, scale)
     return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
 
 
 def update(run, rows, *where):
     """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, each with its own noise."""
     train, sigma = run.config.train, rows.timesteps / 1000
-    streams = [rng.generator(run.config.seed, "forward noise", *where, *row) for row in rows.where.tolist()]
+    seed = run.config.seed
+    streams = [rng.generator(seed, "forward noise", *where, noise_of(run, i), k) for i, k in rows.where.tolist()]
     x_t = noised(rows.latents, rng.normal(rows.latents.shape[1:], streams, run.device), rows.timesteps)
     old, reference, velocity = velocities(run, rows, x_t)
     good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
@@ -62,7 +73,8 @@ def update(run, rows, *where):
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), advantage_abs_mean=rows.advantages.abs())
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)
-        run.meter.add(reference_distance=distance)
+        norm, reference_norm = (v.square().flatten(1).mean(1).sqrt() for v in (velocity, reference))
+        run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
         loss = loss + train.beta * distance
     accumulate(run, loss, rows)
 

@@ -112,14 +112,14 @@ def test_online_the_reference_becomes_the_policy_every_few_updates(tmp_path):
     how = dict(train__reference_interval=4, train__learning_rate=1e-3, keep_checkpoints=9, eval_freq=0)
     folder = train(ONLINE, tmp_path, num_epochs=4, **how)
     states = [stored(folder, epoch) for epoch in (1, 2, 3, 4)]
-    names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
+    names = [name.removeprefix("reference/") for name in states[0] if name.startswith("reference/")]
     moved = [name for name in names if "lora_B" in name and "txt" not in name]
     assert moved
     for name in names:
-        assert torch.equal(states[1][f"old/{name}"], states[1][f"model/{name}"])  # 2 updates an epoch
-        assert torch.equal(states[2][f"old/{name}"], states[1][f"old/{name}"])
-        assert torch.equal(states[3][f"old/{name}"], states[3][f"model/{name}"])
-    assert any(not torch.equal(states[2][f"old/{name}"], states[2][f"model/{name}"]) for name in moved)
+        assert torch.equal(states[1][f"reference/{name}"], states[1][f"model/{name}"])  # 2 updates an epoch
+        assert torch.equal(states[2][f"reference/{name}"], states[1][f"reference/{name}"])
+        assert torch.equal(states[3][f"reference/{name}"], states[3][f"model/{name}"])
+    assert any(not torch.equal(states[2][f"reference/{name}"], states[2][f"model/{name}"]) for name in moved)
     updates = lines_of(folder, "update")
     assert [line["winner_error_gap"] == 0 for line in updates] == [i % 4 == 0 for i in range(8)]
     assert [row["images"] for row in lines_of(folder, "epoch")] == [32, 64, 96, 128]

@@ -6,11 +6,11 @@ import random
 import pytest
 import recorded_runs
 import torch
+import torch.distributed.checkpoint as dcp
 from ml_collections import ConfigDict
 from small import lines_of, train
 
-from flow_grpo import health
-from flow_grpo import run as runs
+from flow_grpo import health, watching
 from flow_grpo.settings import CHOICES
 
 LIMITS = recorded_runs.default_limits()
@@ -235,7 +235,7 @@ HOW = dict(health__grad_norm_spike=1e-3, eval_freq=0)  # every gradient is a spi
 
 
 def test_every_action_may_be_chosen():
-    assert CHOICES["health.action"] == tuple(runs.ACTIONS)
+    assert CHOICES["health.action"] == tuple(watching.ACTIONS)
 
 
 def test_a_run_with_an_alarm_says_so_and_goes_on(tmp_path, capsys):
@@ -264,6 +264,50 @@ def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_pat
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))
     parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
     assert lines_of(parts) == lines_of(whole)
+
+
+def stored(folder):
+    tensors = {
+        name: torch.empty(tensor.size)
+        for name, tensor in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+    return tensors
+
+
+def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_one_does_the_same(tmp_path):
+    how = dict(health__action="roll_back", health__grad_norm_spike=1e-3, save_freq=1, keep_checkpoints=9)
+    how |= dict(num_epochs=3, train__learning_rate=1e-2)
+    whole = train(NAME, tmp_path / "whole", **how)
+    epochs = lines_of(whole, "epoch")
+    assert [line.get("health/rolled_back_to") for line in epochs] == [0, None, None]
+    assert [line["health/learning_rate_factor"] for line in epochs] == [1 / 2] * 3
+    first, second = (stored(whole / "checkpoints" / f"epoch_{epoch:06d}") for epoch in (1, 2))
+    adapters = [name for name in first if name.startswith("model/") and "lora_B" in name]
+    assert adapters
+    assert not any(first[name].any() for name in first if name.startswith("optimizer/"))  # as before the first update
+    assert not any(first[name].any() for name in adapters)
+    assert any(second[name].any() for name in adapters)
+    assert [line["step"] for line in epochs] == [2, 4, 6]
+    train(NAME, tmp_path / "parts", **how | dict(num_epochs=1))
+    parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
+    ends = ("eval", "test")  # the first part ended with an evaluation of its own
+    assert [line for line in lines_of(parts) if line["kind"] not in ends] == [
+        line for line in lines_of(whole) if line["kind"] not in ends
+    ]
+    assert lines_of(parts, "eval")[-1] == lines_of(whole, "eval")[-1]
+
+
+def test_a_run_that_may_not_roll_back_any_more_stops(tmp_path):
+    how = dict(health__action="roll_back", health__grad_norm_spike=1e-3, health__max_roll_backs=0, num_epochs=3)
+    folder = train(NAME, tmp_path, **how)
+    assert len(lines_of(folder, "epoch")) == 1
+    assert (folder / "checkpoints" / "epoch_000001").is_dir()
+
+
+def test_rolling_back_needs_evaluations(tmp_path):
+    with pytest.raises(ValueError, match="eval_freq 0"):
+        train(NAME, tmp_path, health__action="roll_back", eval_freq=0)
 
 
 def test_an_evaluation_says_its_standard_error(tmp_path):

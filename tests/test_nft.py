@@ -13,12 +13,13 @@ from flow_grpo import run as runs
 from flow_grpo.rollout import concat
 
 NAME = "shapes_qwenimage_nft"
+PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published
 
 
 @pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
 def started(request, tmp_path):
     """A run before its first epoch."""
-    config = config_of(NAME, tmp_path, lora__rank=request.param)
+    config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
     run = runs.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
     yield run
     run.board.finish()
@@ -75,6 +76,35 @@ def test_each_image_is_trained_at_timesteps_of_its_own_and_never_at_the_last(sta
     assert all(len(set(row)) == len(row) for row in images.timesteps.tolist())
 
 
+def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monkeypatch):
+    seen = []
+    plain = script.noised
+    monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
+    config = config_of(NAME, tmp_path, train__shared_noise=True)
+    run = runs.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
+    images = rollout(run)
+    groups = images.images // run.plan.group_size
+    for group in groups.unique():
+        assert len(images.timesteps[groups == group].unique(dim=0)) == 1
+    script.update(run, images.take(torch.arange(2, 8) * images.shape[0], 6), 0, 0)  # 2 of one group, 4 of the next
+    ((noise, _),) = seen
+    assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
+    run.board.finish()
+
+
+def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
+    how = dict(train__reference_interval=2, train__reference_guidance_scale=3.0, keep_checkpoints=9, eval_freq=0)
+    folder = train(NAME, tmp_path, num_epochs=2, train__beta=1.0, **how)
+    first, _, later, _ = (line["reference_distance"] for line in lines_of(folder, "update"))
+    assert first > 0.01  # the gain of guidance
+    assert later == 0  # two updates later the policy is its own reference
+    states = [stored(folder, epoch) for epoch in (1, 2)]
+    names = [name.removeprefix("reference/") for name in states[0] if name.startswith("reference/")]
+    assert names
+    for state, name in itertools.product(states, names):
+        assert torch.equal(state[f"reference/{name}"], state[f"model/{name}"])
+
+
 def stored(folder, epoch):
     reader = dcp.FileSystemReader(folder / "checkpoints" / f"epoch_{epoch:06d}")
     tensors = {name: torch.empty(t.size) for name, t in reader.read_metadata().state_dict_metadata.items()}
@@ -86,7 +116,7 @@ def stored(folder, epoch):
 @pytest.mark.parametrize("schedule", [0, 1, 2])
 def test_the_old_policy_follows_its_schedule(schedule, rank, tmp_path):
     how = dict(train__old_decay_schedule=schedule, lora__rank=rank, train__learning_rate=1e-3, keep_checkpoints=9)
-    folder = train(NAME, tmp_path, num_epochs=3, eval_freq=0, **how)
+    folder = train(NAME, tmp_path, num_epochs=3, eval_freq=0, **how, **PLAIN)
     states = [stored(folder, epoch) for epoch in (1, 2, 3)]
     names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
     assert names
@@ -108,25 +138,27 @@ def test_the_reference_never_changes(tmp_path, monkeypatch):
         with policies.adapters_off(run.pipeline.transformer):
             return run.velocity(x, t, run.embed([run.train_prompts[0].text]))
 
-    train(NAME, tmp_path, train__learning_rate=1e-2, eval_freq=0)
+    train(NAME, tmp_path, train__learning_rate=1e-2, lora__rank=32, eval_freq=0)
     assert len(seen) > 2
     assert all(torch.equal(velocity, seen[0]) for velocity in seen)
 
 
 def test_no_log_prob_is_in_its_metrics_and_an_average_image_moves_nothing(tmp_path, monkeypatch):
-    updates = lines_of(train(NAME, tmp_path / "plain", eval_freq=0), "update")
+    updates = lines_of(train(NAME, tmp_path / "plain", eval_freq=0, **PLAIN), "update")
     assert not any("ratio" in key or "parity" in key for line in updates for key in line)
     assert updates[0]["old_distance"] == updates[0]["reference_distance"] == 0
     assert min(line["old_distance"] for line in updates[1:2]) > 0
     monkeypatch.setattr(losses, "nft_reward_prob", lambda advantages, _: torch.full_like(advantages, 0.5))
-    still = lines_of(train(NAME, tmp_path / "still", eval_freq=0, train__weight_decay=0.0), "update")
+    still = lines_of(train(NAME, tmp_path / "still", eval_freq=0, train__weight_decay=0.0, **PLAIN), "update")
     assert still[0]["grad_norm"] < 1e-4 * updates[0]["grad_norm"]
 
 
-def test_a_resumed_run_logs_what_an_unbroken_one_logs(tmp_path):
-    whole = train(NAME, tmp_path / "whole", num_epochs=3)
-    train(NAME, tmp_path / "parts", num_epochs=1)
-    parts = train(NAME, tmp_path / "parts", num_epochs=3, resume_from="latest")
+@pytest.mark.parametrize("interval", [0, 3])
+def test_a_resumed_run_logs_what_an_unbroken_one_logs(interval, tmp_path):
+    how = dict(train__reference_interval=interval)
+    whole = train(NAME, tmp_path / "whole", num_epochs=3, **how)
+    train(NAME, tmp_path / "parts", num_epochs=1, **how)
+    parts = train(NAME, tmp_path / "parts", num_epochs=3, resume_from="latest", **how)
     later = [[line for line in lines_of(f) if line["kind"] != "eval" or line["epoch"] > 1] for f in (whole, parts)]
     assert later[0] == later[1]
     last = [stored(folder, 3) for folder in (whole, parts)]
@@ -139,7 +171,7 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(tmp_path):
         dict(sample__flash_ratio=0.5),
         dict(train__nft_beta=0.1, train__reward_aggregation="gdpo", train__filter_groups=True),
         dict(train__inner_epochs=2, train__timestep_fraction=1.0),
-        dict(precision="bf16", fsdp__activation_checkpointing=True, train__beta=0.0),
+        dict(precision="bf16", fsdp__activation_checkpointing=True, train__beta=0.0) | PLAIN,
     ],
     ids=["second order", "small beta", "inner epochs", "bf16"],
 )
@@ -157,6 +189,8 @@ def test_options_run(how, tmp_path):
         (dict(train__objective="guard"), r"train.objective is set to guard, but this script would ignore it"),
         (dict(train__old_decay_schedule=3), r"old_decay_schedule is 3; it may be 0, 1, 2"),
         (dict(train__nft_beta=0.0), r"nft_beta is 0.0"),
+        (dict(train__beta=0.0), r"reference_guidance_scale is 3.0, but config.train.beta 0"),
+        (dict(train__reference_interval=-1), r"reference_interval is -1"),
         (dict(sample__num_images_per_prompt=1, sample__batch_size=2), r"num_images_per_prompt is 1"),
     ],
 )

@@ -96,7 +96,7 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(pr
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_the_reference_is_the_first_policy_and_the_present_one_returns(rank, base):
     transformer = pipeline_with(lora(rank)).transformer
-    reference = policies.keep_reference(transformer)
+    reference = policies.Reference(transformer).applied
     move(transformer)
     present = velocity(transformer)
     assert not torch.equal(present, base)
@@ -109,7 +109,7 @@ def test_the_reference_is_the_first_policy_and_the_present_one_returns(rank, bas
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_an_exception_inside_the_reference_brings_the_present_policy_back(rank, base):
     transformer = pipeline_with(lora(rank)).transformer
-    reference = policies.keep_reference(transformer)
+    reference = policies.Reference(transformer).applied
     move(transformer)
     present = velocity(transformer)
     with pytest.raises(KeyboardInterrupt), reference():
@@ -117,6 +117,20 @@ def test_an_exception_inside_the_reference_brings_the_present_policy_back(rank, 
     assert torch.equal(velocity(transformer), present)
     with reference():
         assert torch.equal(velocity(transformer), base)
+
+
+def test_a_moving_reference_is_the_policy_of_the_last_interval_and_guided_only_at_first(base):
+    transformer = pipeline_with(lora(4)).transformer
+    reference = policies.Reference(transformer, interval=2, guidance_scale=3.0)
+    seen = []
+    for step in range(1, 5):
+        move(transformer)
+        seen.append(velocity(transformer))
+        reference.follow(step)
+        with reference.applied():
+            assert torch.equal(velocity(transformer), [base, seen[1], seen[1], seen[-1]][step - 1])
+        assert torch.equal(velocity(transformer), seen[-1])
+        assert reference.guidance_at(step, 1.5) == (3.0 if step < 2 else 1.5)
 
 
 def test_an_adapters_first_weights_follow_from_seed_and_name():
