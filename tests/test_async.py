@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, lines_of, train
 from test_scoring import served
 
+from flow_grpo import sampling
+from flow_grpo.rewards import shapes
+
 WINDOW, BRANCHES, NFT, DPO = (
     "shapes_qwenimage",
     "shapes_qwenimage_pr",
@@ -94,30 +97,58 @@ def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
             train(WINDOW, tmp_path / "too_many", num_epochs=1, eval_freq=0, reward__args=args)
 
 
+@pytest.fixture
+def spoilt_run(tmp_path, monkeypatch):
+    """(name, masked, spoilt) -> folder of a run of one epoch, whose first two images have no score if `masked`,
+    and are remembered as something else than what was drawn if `spoilt`."""
+    load, draw = shapes.load, sampling.sampled
+
+    def run(name, masked, spoilt):
+        calls = []
+
+        def failing(device):
+            score = load(device)
+
+            def scored(images, prompts, metadata):
+                calls.append(len(prompts))
+                if masked and len(calls) < 4:  # the first pair, and then each of it alone
+                    raise RuntimeError("no score")
+                return score(images, prompts, metadata)
+
+            return scored
+
+        def sampled(*args):
+            for number, (batch, drawn) in enumerate(draw(*args)):
+                if spoilt and number == 0:
+                    drawn.latents[:2] += 0.1
+                    for traced in drawn.trace:
+                        traced.latents[:2] += 0.1
+                        traced.step.prev_sample[:2] += 0.1
+                yield batch, drawn
+
+        monkeypatch.setattr(shapes, "load", failing)
+        monkeypatch.setattr(sampling, "sampled", sampled)
+        how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, reward__batch_size=2, num_epochs=1)
+        how |= dict(reward__backend="inline", eval_freq=0)
+        folder = train(name, tmp_path / f"{masked} {spoilt}", **how)
+        share = 2 / lines_of(folder, "epoch")[0]["images"] if masked else 0
+        assert lines_of(folder, "epoch")[0]["reward/shapes_masked_share"] == share
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("name", [WINDOW, NFT, DPO])
-def test_a_masked_image_does_not_move_the_policy(name, tmp_path, monkeypatch):
-    """The gradient of a run in which some images were masked is that of the other images."""
-    from flow_grpo.rewards import shapes
-
-    seen = []
-    plain = shapes.load
-
-    def load(device):
-        score = plain(device)
-
-        def partly(images, prompts, metadata):
-            seen.append(len(prompts))
-            if len(seen) == 2:
-                raise RuntimeError("for a test")
-            return score(images, prompts, metadata)
-
-        return partly
-
-    monkeypatch.setattr(shapes, "load", load)
-    how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, reward__batch_size=2, reward__backend="inline")
-    lines = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
-    assert all(line["grad_norm"] >= 0 for line in lines)
-    assert any(line["grad_norm"] > 0 for line in lines)
+def test_a_masked_image_does_not_move_the_policy(name, spoilt_run):
+    """Whatever was remembered of it, gradients and weights are the same, bit for bit; of a scored one they are not."""
+    plain, spoilt = (lines_of(spoilt_run(name, False, s), "update") for s in (False, True))
+    assert plain[0]["grad_norm"] != spoilt[0]["grad_norm"]
+    folders = [spoilt_run(name, True, s) for s in (False, True)]
+    plain, spoilt = (lines_of(folder, "update") for folder in folders)
+    assert all(line["grad_norm"] > 0 for line in plain)
+    assert [line["grad_norm"] for line in plain] == [line["grad_norm"] for line in spoilt]
+    ours, theirs = map(weights_of, folders)
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
 def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
