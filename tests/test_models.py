@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from build_random_pipeline import build
+from safetensors.torch import load_file
 from small import ENV, MODELS, ROOT, file_of, lines_of, train
 from train_qwenimage import IGNORED as WINDOW_IGNORES
 
@@ -137,9 +138,15 @@ def test_the_twins_run_as_commands(script, folders, tmp_path):
         f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
+    command += ["--config.train.ema_interval=1"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
     (folder,) = tmp_path.iterdir()
-    assert (folder / "reward.png").is_file(), done.stderr[-2000:]
+    assert folder.name == f"{script.replace('train', 'pickscore')}{online}_smoke".replace(",", "_")
+    assert all(line["grad_norm"] > 0 for line in lines_of(folder, "update"))
+    exported = load_file(folder / "pytorch_lora_weights.safetensors")
+    assert any(weight.any() for name, weight in exported.items() if "lora_B" in name), "a fresh adapter's are 0"
+    assert (folder / "reward.png").is_file()
 
 
 def test_a_tiny_model_that_was_not_built_is_an_error_before_any_weight(tmp_path):
