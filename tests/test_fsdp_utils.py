@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from rounding import rounding
 from safetensors.torch import load_file, save_file
 from two_ranks import (
     CPU,
@@ -186,9 +187,12 @@ def test_the_norm_is_that_of_all_gradients_in_a_row(folder):
     transformer = build(folder / "base", lora=False)
     velocity(transformer, torch.ones(2, 24, 64)).square().sum().backward()
     parameters = [p for p in transformer.parameters() if p.grad is not None]
-    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm().float()
-    torch.testing.assert_close(fsdp_utils.clip_grad_norm(parameters, 0.5), expected)
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in parameters]).norm(), torch.tensor(0.5))
+    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
+    found = fsdp_utils.clip_grad_norm(parameters, 0.5)
+    close = dict(rtol=rounding(max(p.numel() for p in parameters)) / 2, atol=0)  # a root halves its sum's error
+    torch.testing.assert_close(found.double(), expected, **close)
+    clipped = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.5).double(), **close)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
