@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -212,7 +213,6 @@ BROKEN = {
 def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(kind):
     answer, why = BROKEN[kind]
     with http_server(answer) as (url, _):
-        start = time.time()
         with pytest.raises(RewardFailed) as caught:
             score(pool_of(url, timeout_s=1.0, retry_s=1.0))
         assert why in str(caught.value)
@@ -220,7 +220,6 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
         assert "'prompt 0'" in str(caught.value)
         masked = score(pool_of(url, timeout_s=1.0, retry_s=0.0, on_failure="mask"))
         assert masked["served"].isnan().all()
-        assert time.time() - start < 15
 
 
 def test_scores_beyond_a_rewards_range_are_refused():
@@ -249,14 +248,17 @@ def test_what_is_refused_is_not_asked_again():
 def test_nobody_listens():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
-        score(pool_of(url, retry_s=0.3))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, so that nobody else can listen there
+        with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
+            score(pool_of(url, retry_s=0.3))
+
+
+WAS_HERE = Path(tempfile.gettempdir(), f"flow_grpo_was_here_{os.getpid()}")  # this process's own
 
 
 class Bomb:
     def __reduce__(self):
-        return os.system, ("touch /tmp/flow_grpo_was_here",)
+        return os.system, (f"touch {WAS_HERE}",)
 
 
 def nested(depth=30):
@@ -275,7 +277,7 @@ def test_a_pickle_bomb_does_not_go_off(bomb):
         with pytest.raises(wire.BadAnswer, match="no plain pickle"):
             scorer(images(2), ["a"] * 2, [{}] * 2)
         pool.close()
-    assert not Path("/tmp/flow_grpo_was_here").exists()
+    assert not WAS_HERE.exists()
 
 
 def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
