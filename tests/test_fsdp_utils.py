@@ -155,7 +155,7 @@ def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
     torch.testing.assert_close(two["norms"], one["norms"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-6, rtol=0)  # 3e-7 a step: optimizer_of
     assert ranks[1][layout, lora]["norms"] == two["norms"]
     assert ranks[1][layout, lora]["weights"] == {}
 

@@ -77,6 +77,13 @@ def served(*args, name="jpeg_compressibility", port=0, env=()):
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def small_server():
+    """The address of one that takes requests of up to 1 MiB, for all tests that only ask."""
+    with served("--max-body-mib", "1") as (url, _):
+        yield url
+
+
 @pytest.mark.parametrize("backend", ["inline", "thread", "process"])
 def test_every_backend_gives_the_same_scores_in_order(backend):
     expected = rewards.load("jpeg_compressibility", CPU)(images(40), [""] * 40, [{}] * 40)
@@ -101,13 +108,12 @@ def test_a_server_gives_the_local_scores_of_a_thousand_images_with_64_requests_i
     assert answered[1]["reward"] == "jpeg_compressibility"
 
 
-def test_json_is_an_alternative_to_multipart():
+def test_json_is_an_alternative_to_multipart(small_server):
     import base64
 
     expected = rewards.load("jpeg_compressibility", CPU)(images(2), [""] * 2, [{}] * 2)
     files = [base64.b64encode(wire.pack_image(image, "npy")).decode() for image in images(2)]
-    with served() as (url, _):
-        answer = httpx.post(url + "/score", json={"prompts": ["a", "b"], "images": files})
+    answer = httpx.post(small_server + "/score", json={"prompts": ["a", "b"], "images": files})
     assert torch.tensor(answer.json()["scores"]["score"]) == pytest.approx(expected)
 
 
@@ -124,10 +130,9 @@ def test_json_is_an_alternative_to_multipart():
     ],
     ids=["base64", "image", "no images", "empty", "types", "pickle", "too long"],
 )
-def test_a_server_refuses_what_it_cannot_read(request_, status, says):
-    with served("--max-body-mib", "1") as (url, _):
-        answer = httpx.post(url + "/score", **request_)
-        assert httpx.get(url + "/health").status_code == 200
+def test_a_server_refuses_what_it_cannot_read(request_, status, says, small_server):
+    answer = httpx.post(small_server + "/score", **request_)
+    assert httpx.get(small_server + "/health").status_code == 200
     assert answer.status_code == status
     assert says in answer.text
 
@@ -376,13 +381,12 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
         assert len(counted) == 20
 
 
-def test_the_same_request_is_answered_from_memory():
-    with served() as (url, _):
-        server, body = Server(url), {"prompts": ["a"], "images": []}
-        files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy"), wire.TYPES["npy"]))]
-        how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
-        first = server.post("/score", bytes, **how).result()
-        again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()
-        assert first == again
-        with pytest.raises(ServerError, match="422"):
-            server.post("/score", bytes, json=body, headers={"Idempotency-Key": "other"}).result()
+def test_the_same_request_is_answered_from_memory(small_server):
+    server, body = Server(small_server), {"prompts": ["a"], "images": []}
+    files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy"), wire.TYPES["npy"]))]
+    how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
+    first = server.post("/score", bytes, **how).result()
+    again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()
+    assert first == again
+    with pytest.raises(ServerError, match="422"):
+        server.post("/score", bytes, json=body, headers={"Idempotency-Key": "other"}).result()
