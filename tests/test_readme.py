@@ -27,8 +27,8 @@ def test_every_script_config_and_make_target_that_is_named_exists():
     configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py", "dpo.py"))
     runs = re.findall(r"^def (\w+)\(\)", configs, re.MULTILINE)
     assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", README)) == set(runs)
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^make (\w+)|`make (?:PYTHON=\S+ )?(\w+)", README, re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", README, re.MULTILINE)
     assert {first or second for first, second in named} <= set(targets)
 
 
