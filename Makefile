@@ -1,16 +1,32 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`. Both use .venv.
+# `make quick` takes a minute: the tests that compute without training a run or starting a process.
 PYTHON ?= python3
 VENV := .venv/bin/python
 TRAIN := $(VENV) scripts/train_qwenimage_pr.py --config config/grpo.py:shapes_qwenimage_pr
 
-.PHONY: demo test check learn bench
+# One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish.
+TEST := $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
+QUICK := advantages batching config denoise_with_logprob ema forward losses prompts rollout rooms sde_with_logprob windows
+# Comparisons of floats, and what the CPU's libraries may be told about its instruction set.
+FLOATS := $(QUICK) embeddings fast_path float8 fsdp_utils local_rewards models parity pickscore policies preferences \
+	qwenimage_pipeline ranks scripts stepwise tiny_model trouble
+ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
+	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
+
+.PHONY: demo test quick test-isa check learn bench
 
 demo: .venv/ready  ## per-step branch exploration on the shipped tiny model; ARGS="--config.seed=7"
 	$(TRAIN) $(ARGS)
 	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}reward.png and $${folder}samples.png."
 
-test: .venv/ready  ## ARGS="tests/test_losses.py -x"; one thread, as in the ranks that some tests start
-	OMP_NUM_THREADS=1 $(VENV) -m pytest -p no:cacheprovider $(ARGS)
+test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
+	OMP_NUM_THREADS=1 $(TEST) $(ARGS)
+
+quick: .venv/ready  ## closed forms, golden numbers, plans, settings, imports: nothing that trains or starts a process
+	OMP_NUM_THREADS=1 $(TEST) -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
+
+test-isa: .venv/ready  ## the tests that compare floats, under every instruction set that the libraries can be held to
+	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS:%=tests/test_%.py) $(ARGS) || exit 1; done
 
 check: .venv/ready
 	.venv/bin/ruff check .

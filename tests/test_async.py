@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, lines_of, train
 from test_scoring import served
 
+from flow_grpo import sampling
+from flow_grpo.rewards import shapes
+
 WINDOW, BRANCHES, NFT, DPO = (
     "shapes_qwenimage",
     "shapes_qwenimage_pr",
@@ -94,30 +97,65 @@ def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
             train(WINDOW, tmp_path / "too_many", num_epochs=1, eval_freq=0, reward__args=args)
 
 
+def without_two(load):
+    """A reward that fails for the first pair of images, and for each of the two when it is asked about alone."""
+
+    def failing(device):
+        score, calls = load(device), []
+
+        def scored(*images):
+            calls.append(images)
+            if len(calls) < 4:
+                raise RuntimeError("no score")
+            return score(*images)
+
+        return scored
+
+    return failing
+
+
+def spoiling_two(draw):
+    """A rollout whose first two images are remembered as something else than what was drawn and is scored."""
+
+    def sampled(*args):
+        for number, (batch, drawn) in enumerate(draw(*args)):
+            if number == 0:
+                for tensor in (drawn.latents, *(part for t in drawn.trace for part in (t.latents, t.step.prev_sample))):
+                    tensor[:2] += 0.1
+            yield batch, drawn
+
+    return sampled
+
+
+@pytest.fixture
+def run_with(tmp_path, monkeypatch):
+    """(name, masked, spoilt) -> folder of a run of one epoch: no score for the first two images, other numbers."""
+    plain_load, plain_draw = shapes.load, sampling.sampled
+
+    def run(name, masked, spoilt):
+        monkeypatch.setattr(shapes, "load", without_two(plain_load) if masked else plain_load)
+        monkeypatch.setattr(sampling, "sampled", spoiling_two(plain_draw) if spoilt else plain_draw)
+        how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, reward__batch_size=2, num_epochs=1)
+        how |= dict(reward__backend="inline", eval_freq=0)
+        folder = train(name, tmp_path / f"{masked} {spoilt}", **how)
+        (epoch,) = lines_of(folder, "epoch")
+        assert epoch["reward/shapes_masked_share"] == (2 / epoch["images"] if masked else 0)
+        return folder
+
+    return run
+
+
 @pytest.mark.parametrize("name", [WINDOW, NFT, DPO])
-def test_a_masked_image_does_not_move_the_policy(name, tmp_path, monkeypatch):
-    """The gradient of a run in which some images were masked is that of the other images."""
-    from flow_grpo.rewards import shapes
-
-    seen = []
-    plain = shapes.load
-
-    def load(device):
-        score = plain(device)
-
-        def partly(images, prompts, metadata):
-            seen.append(len(prompts))
-            if len(seen) == 2:
-                raise RuntimeError("for a test")
-            return score(images, prompts, metadata)
-
-        return partly
-
-    monkeypatch.setattr(shapes, "load", load)
-    how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, reward__batch_size=2, reward__backend="inline")
-    lines = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
-    assert all(line["grad_norm"] >= 0 for line in lines)
-    assert any(line["grad_norm"] > 0 for line in lines)
+def test_a_masked_image_does_not_move_the_policy(name, run_with):
+    """Whatever was remembered of it, gradients and weights are the same, bit for bit; of a scored one they are not."""
+    plain, spoilt = (lines_of(run_with(name, False, s), "update") for s in (False, True))
+    assert plain[0]["grad_norm"] != spoilt[0]["grad_norm"]
+    folders = [run_with(name, True, s) for s in (False, True)]
+    plain, spoilt = (lines_of(folder, "update") for folder in folders)
+    assert all(line["grad_norm"] > 0 for line in plain)
+    assert [line["grad_norm"] for line in plain] == [line["grad_norm"] for line in spoilt]
+    ours, theirs = map(weights_of, folders)
+    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
 def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):

@@ -158,9 +158,9 @@ def test_settings_of_rewards_are_those_that_one_reward_may_set():
     assert set(BASE.reward) == {*pool.OWN, "args", "max_pending"}
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_is_read_somewhere(key):
-    assert (key if "." in key else f"config.{key}") in READS
+def test_every_key_is_read_somewhere():
+    assert len(KEYS) > 50
+    assert [key for key in KEYS if (key if "." in key else f"config.{key}") not in READS] == []
 
 
 def test_choices_and_limits_are_of_keys_that_exist():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from rounding import rounding
 from safetensors.torch import load_file, save_file
 from two_ranks import (
     CPU,
@@ -154,7 +155,7 @@ def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
     torch.testing.assert_close(two["norms"], one["norms"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-6, rtol=0)  # 3e-7 a step: optimizer_of
     assert ranks[1][layout, lora]["norms"] == two["norms"]
     assert ranks[1][layout, lora]["weights"] == {}
 
@@ -186,9 +187,12 @@ def test_the_norm_is_that_of_all_gradients_in_a_row(folder):
     transformer = build(folder / "base", lora=False)
     velocity(transformer, torch.ones(2, 24, 64)).square().sum().backward()
     parameters = [p for p in transformer.parameters() if p.grad is not None]
-    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm().float()
-    torch.testing.assert_close(fsdp_utils.clip_grad_norm(parameters, 0.5), expected)
-    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in parameters]).norm(), torch.tensor(0.5))
+    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
+    found = fsdp_utils.clip_grad_norm(parameters, 0.5)
+    close = dict(rtol=rounding(max(p.numel() for p in parameters)) / 2, atol=0)  # a root halves its sum's error
+    torch.testing.assert_close(found.double(), expected, **close)
+    clipped = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.5).double(), **close)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

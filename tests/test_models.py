@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from build_random_pipeline import build
+from rounding import UNIT
+from safetensors.torch import load_file
 from small import ENV, MODELS, ROOT, file_of, lines_of, train
 from train_qwenimage import IGNORED as WINDOW_IGNORES
 
@@ -29,9 +31,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(params=["sd3", "flux"])
 def loaded(request, folders):
-    """(model file, its pipeline)."""
+    """(model file, its pipeline). In float64: what remains between two orders of a sum is the rounding of a velocity,
+    up to 2.5 here, to float32."""
     model = MODELS[request.param]
-    pipeline = model.PIPELINE.from_pretrained(folders[request.param])
+    pipeline = model.PIPELINE.from_pretrained(folders[request.param], torch_dtype=torch.float64)
     pipeline.set_progress_bar_config(disable=True)
     return model, pipeline
 
@@ -51,7 +54,8 @@ def test_without_noise_it_is_diffusers_own_pipeline(loaded, guidance_scale):
     how = dict(height=SIZE, width=SIZE, num_inference_steps=STEPS, output_type="pt", guidance_scale=guidance_scale)
     expected = pipeline(PROMPTS, latents=latents, **how).images
     assert found.images.shape == (3, 3, SIZE, SIZE)
-    torch.testing.assert_close(found.images, expected, rtol=0, atol=1e-5)
+    rounded = (7 * 4 + STEPS * 8) * UNIT  # guidance adds 4 + 3 velocities while sigma falls by 1; latents are up to 8
+    torch.testing.assert_close(found.images, expected.float(), rtol=0, atol=rounded)
 
 
 def test_the_schedule_is_the_pipelines_own(loaded):
@@ -72,7 +76,7 @@ def test_guidance_and_prompt_are_heard_and_a_prompt_gets_what_it_gets_alone(load
             alone = model.encode_prompts(pipeline, PROMPTS[row : row + 1], width=20)
             rows = slice(row, row + 1)
             v = model.predict_velocity(pipeline.transformer, x[rows], t[rows], alone, 4.0)
-            torch.testing.assert_close(v, other[rows], rtol=0, atol=1e-5)
+            torch.testing.assert_close(v, other[rows], rtol=0, atol=4 * UNIT)
         swapped = model.predict_velocity(pipeline.transformer, x, t, embeds.take(torch.tensor([1, 2, 0])), 1.0)
     assert (found - other).abs().max() > 1e-4
     assert (found - swapped).abs().max() > 1e-4
@@ -137,9 +141,15 @@ def test_the_twins_run_as_commands(script, folders, tmp_path):
         f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
+    command += ["--config.train.ema_interval=1"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
     (folder,) = tmp_path.iterdir()
-    assert (folder / "reward.png").is_file(), done.stderr[-2000:]
+    assert folder.name == f"{script.replace('train', 'pickscore')}{online}_smoke".replace(",", "_")
+    assert all(line["grad_norm"] > 0 for line in lines_of(folder, "update"))
+    exported = load_file(folder / "pytorch_lora_weights.safetensors")
+    assert any(weight.any() for name, weight in exported.items() if "lora_B" in name), "a fresh adapter's are 0"
+    assert (folder / "reward.png").is_file()
 
 
 def test_a_tiny_model_that_was_not_built_is_an_error_before_any_weight(tmp_path):

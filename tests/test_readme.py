@@ -27,8 +27,8 @@ def test_every_script_config_and_make_target_that_is_named_exists():
     configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py", "dpo.py"))
     runs = re.findall(r"^def (\w+)\(\)", configs, re.MULTILINE)
     assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", README)) == set(runs)
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^make (\w+)|`make (?:PYTHON=\S+ )?(\w+)", README, re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", README, re.MULTILINE)
     assert {first or second for first, second in named} <= set(targets)
 
 
@@ -40,8 +40,13 @@ def test_the_tests_that_it_names_are_there():
         assert re.search(rf"def test_\w*{word}", text), (files, word)
 
 
-def test_no_figure_is_missing():
-    assert re.findall(r"TODO-FIGURE \w+|@@\w+@@", README) == []
+def test_every_link_leads_to_a_file():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())]
+    links = [(page, link) for page, link in links if not link.startswith("http")]
+    assert len(links) > 20
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_examples_run(tmp_path, monkeypatch, capsys):

@@ -155,6 +155,7 @@ def test_credit_goes_to_the_image_or_the_outcome(per_outcome):
     assert torch.equal(rollout.kept, values.view(shape).expand(rollout.log_probs.shape) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", ",guard"])
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr"])
 def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(name, how, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -76,6 +77,13 @@ def served(*args, name="jpeg_compressibility", port=0, env=()):
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def small_server():
+    """The address of one that takes requests of up to 1 MiB, for all tests that only ask."""
+    with served("--max-body-mib", "1") as (url, _):
+        yield url
+
+
 @pytest.mark.parametrize("backend", ["inline", "thread", "process"])
 def test_every_backend_gives_the_same_scores_in_order(backend):
     expected = rewards.load("jpeg_compressibility", CPU)(images(40), [""] * 40, [{}] * 40)
@@ -100,13 +108,12 @@ def test_a_server_gives_the_local_scores_of_a_thousand_images_with_64_requests_i
     assert answered[1]["reward"] == "jpeg_compressibility"
 
 
-def test_json_is_an_alternative_to_multipart():
+def test_json_is_an_alternative_to_multipart(small_server):
     import base64
 
     expected = rewards.load("jpeg_compressibility", CPU)(images(2), [""] * 2, [{}] * 2)
     files = [base64.b64encode(wire.pack_image(image, "npy")).decode() for image in images(2)]
-    with served() as (url, _):
-        answer = httpx.post(url + "/score", json={"prompts": ["a", "b"], "images": files})
+    answer = httpx.post(small_server + "/score", json={"prompts": ["a", "b"], "images": files})
     assert torch.tensor(answer.json()["scores"]["score"]) == pytest.approx(expected)
 
 
@@ -123,10 +130,9 @@ def test_json_is_an_alternative_to_multipart():
     ],
     ids=["base64", "image", "no images", "empty", "types", "pickle", "too long"],
 )
-def test_a_server_refuses_what_it_cannot_read(request_, status, says):
-    with served("--max-body-mib", "1") as (url, _):
-        answer = httpx.post(url + "/score", **request_)
-        assert httpx.get(url + "/health").status_code == 200
+def test_a_server_refuses_what_it_cannot_read(request_, status, says, small_server):
+    answer = httpx.post(small_server + "/score", **request_)
+    assert httpx.get(small_server + "/health").status_code == 200
     assert answer.status_code == status
     assert says in answer.text
 
@@ -212,7 +218,6 @@ BROKEN = {
 def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(kind):
     answer, why = BROKEN[kind]
     with http_server(answer) as (url, _):
-        start = time.time()
         with pytest.raises(RewardFailed) as caught:
             score(pool_of(url, timeout_s=1.0, retry_s=1.0))
         assert why in str(caught.value)
@@ -220,7 +225,6 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
         assert "'prompt 0'" in str(caught.value)
         masked = score(pool_of(url, timeout_s=1.0, retry_s=0.0, on_failure="mask"))
         assert masked["served"].isnan().all()
-        assert time.time() - start < 15
 
 
 def test_scores_beyond_a_rewards_range_are_refused():
@@ -249,14 +253,17 @@ def test_what_is_refused_is_not_asked_again():
 def test_nobody_listens():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
-        score(pool_of(url, retry_s=0.3))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, so that nobody else can listen there
+        with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
+            score(pool_of(url, retry_s=0.3))
+
+
+WAS_HERE = Path(tempfile.gettempdir(), f"flow_grpo_was_here_{os.getpid()}")  # this process's own
 
 
 class Bomb:
     def __reduce__(self):
-        return os.system, ("touch /tmp/flow_grpo_was_here",)
+        return os.system, (f"touch {WAS_HERE}",)
 
 
 def nested(depth=30):
@@ -275,7 +282,7 @@ def test_a_pickle_bomb_does_not_go_off(bomb):
         with pytest.raises(wire.BadAnswer, match="no plain pickle"):
             scorer(images(2), ["a"] * 2, [{}] * 2)
         pool.close()
-    assert not Path("/tmp/flow_grpo_was_here").exists()
+    assert not WAS_HERE.exists()
 
 
 def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
@@ -374,13 +381,12 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
         assert len(counted) == 20
 
 
-def test_the_same_request_is_answered_from_memory():
-    with served() as (url, _):
-        server, body = Server(url), {"prompts": ["a"], "images": []}
-        files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy"), wire.TYPES["npy"]))]
-        how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
-        first = server.post("/score", bytes, **how).result()
-        again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()
-        assert first == again
-        with pytest.raises(ServerError, match="422"):
-            server.post("/score", bytes, json=body, headers={"Idempotency-Key": "other"}).result()
+def test_the_same_request_is_answered_from_memory(small_server):
+    server, body = Server(small_server), {"prompts": ["a"], "images": []}
+    files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy"), wire.TYPES["npy"]))]
+    how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
+    first = server.post("/score", bytes, **how).result()
+    again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()
+    assert first == again
+    with pytest.raises(ServerError, match="422"):
+        server.post("/score", bytes, json=body, headers={"Idempotency-Key": "other"}).result()

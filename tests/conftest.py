@@ -1,0 +1,6 @@
+"""Runs in this process leave wandb out, whose own process takes a quarter of a small run's time. What it records is
+tested in test_dashboards.py, and by the runs that tests start as commands (`ENV` in small.py)."""
+
+import os
+
+os.environ["WANDB_MODE"] = "disabled"
