@@ -121,7 +121,7 @@ def _start(run_folder: Path, tmp: Path) -> None:
 
 
 def _publish(run_folder: Path, tmp: Path, evaluation: Evaluation) -> None:
-    (tmp / FILE).write_text(json.dumps(asdict(evaluation), indent=2))
+    (tmp / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
     checkpoints.publish(tmp)
     shutil.rmtree(run_folder / f".old-{NAME}", ignore_errors=True)
 

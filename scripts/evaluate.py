@@ -162,10 +162,16 @@ def markdown(rows, by, split, seeds):
 
     constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
     text = f"{len(split.prompts)} prompts ({split.name}), noises {', '.join(map(str, seeds))} of each; {constant}.\n"
-    text += "Mean ± standard error over prompts.\n\n" + table(lambda row: row["all"])
+    text += "Mean ± standard error over prompts.\n\n" + table(without_repeated_sum)
     if rows[0]["by_category"]:
         text += f"\n\n{by} by category:\n\n" + table(lambda row: row["by_category"])
     return text + "\n"
+
+
+def without_repeated_sum(row):
+    """A row's estimates; of a single reward, which is the weighted sum, once."""
+    single = any(row["all"]["avg"] == other for name, other in row["all"].items() if name != "avg")
+    return {name: other for name, other in row["all"].items() if not single or name.split(" ")[0] != "avg"}
 
 
 def shown(estimate):

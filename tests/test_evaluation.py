@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import evaluate
 import pytest
@@ -63,6 +64,33 @@ def test_a_kill_leaves_the_old_best_or_the_new_one_whole(tmp_path):
         assert best.read(tmp_path).epoch == seen[-1]
     assert seen == sorted(seen)
     assert seen[-1] > 0
+
+
+def write_and_die(folder, epoch, renames):
+    """Die before the rename after so many."""
+    rename = Path.rename
+
+    def counted(path, target):
+        nonlocal renames
+        if renames == 0:
+            os._exit(1)
+        renames -= 1
+        return rename(path, target)
+
+    Path.rename = counted
+    best.write(folder, record(epoch), fill_with(epoch))
+    os._exit(0)
+
+
+def test_a_kill_between_any_two_renames_leaves_a_whole_best_that_the_next_one_replaces(tmp_path):
+    best.write(tmp_path, record(0), fill_with(0))
+    for epoch, renames in ((1, 0), (2, 1), (3, 0), (4, 1), (5, 1), (6, 9)):
+        writer = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tmp_path, epoch, renames))
+        writer.start()
+        writer.join()
+        assert writer.exitcode == (renames < 3)
+        assert content(best.find(tmp_path)) == (6 if epoch == 6 else 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +154,13 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(tmp_path):
     folder = train(BRANCHES, tmp_path, **how)
     before, kept = lines_of(folder), best.read(folder)
     assert 0 < kept.epoch < 3
+    earlier = [
+        row for row in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(row)["epoch"] < kept.epoch
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in earlier))
+    shutil.rmtree(folder / "checkpoints")
     train(BRANCHES, tmp_path, resume_from=str(folder / "best" / "checkpoint"), **how)
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert sorted(path.name for path in (folder / "best").iterdir()) == ["checkpoint", "evaluation.json", LORA_FILE]
     assert lines_of(folder) == before
     assert best.read(folder) == kept
 
