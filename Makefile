@@ -9,7 +9,7 @@ TEST := $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
 QUICK := advantages batching config denoise_with_logprob ema forward losses prompts rollout rooms sde_with_logprob windows
 # Comparisons of floats, and what the CPU's libraries may be told about its instruction set.
 FLOATS := $(QUICK) embeddings fast_path float8 fsdp_utils local_rewards models parity pickscore policies preferences \
-	qwenimage_pipeline ranks scripts stepwise tiny_model trouble
+	qwenimage_pipeline ranks scripts stepwise tiny_model health
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
 

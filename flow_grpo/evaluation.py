@@ -13,7 +13,7 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, rng
+from flow_grpo import estimates, fsdp_utils, rng
 from flow_grpo.prompts import Split
 from flow_grpo.scoring.pool import Pool
 
@@ -71,13 +71,6 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[
 def means(scores: Scores) -> dict[str, float]:
     """The mean of each score over prompts and noises, those that failed left out."""
     return {name: values.nanmean().item() for name, values in scores.values.items()}
-
-
-def std_error(values: Tensor) -> float:
-    """Of the mean of scores [S, P]; S noises of one prompt are no independent draws of prompts."""
-    of_prompts = values.double().nanmean(0)
-    of_prompts = of_prompts[~of_prompts.isnan()]
-    return of_prompts.std().item() / max(len(of_prompts), 1) ** 0.5
 
 
 def spread(items, count: int) -> list:
@@ -148,7 +141,7 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
     figures, where = means(scores), dict(epoch=epoch, step=run.step)
     logged = {f"eval/{name}": value for name, value in figures.items()}
     if settings.best_by in scores.values:
-        logged["eval/std_error"] = std_error(scores.values[settings.best_by])
+        logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
     run.board.log("eval", logged, **where)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
     run.board.log_images("eval", torch.stack(list(scores.images.values())), texts, rewards, **where)

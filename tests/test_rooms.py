@@ -59,7 +59,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "dashboards": {"pictures"},
     "checkpoints": {"fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "fsdp_utils"},
-    "evaluation": {"fsdp_utils", "prompts", "rng", "scoring.pool"},
+    "evaluation": {"estimates", "fsdp_utils", "prompts", "rng", "scoring.pool"},
     "saving": {"best", "checkpoints", "fsdp_utils", "offload", "policies"},
     "estimates": set(),
     "candidates": {"best", "fsdp_utils", "policies"},
