@@ -16,7 +16,7 @@ def shapes_qwenimage():
 
 
 def shapes_qwenimage_pr():
-    """Per-step branch exploration on the shipped tiny model: `make demo`, minutes on two CPU cores."""
+    """Per-step branch exploration on the shipped tiny model, minutes on two CPU cores."""
     config = base()
     config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.sample.noise_level, config.sample.num_branches = 1.0, 6
@@ -24,7 +24,7 @@ def shapes_qwenimage_pr():
     config.sample.batch_size = 36
     config.sample.flash_ratio, config.sample.merge_adapter = 0.4, True
     config.sample.engine = "stepwise"
-    config.train.learning_rate = 1e-3
+    config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 12
     config.train.step_weight = "sqrt3"
     config.train.timestep_fraction = 0.67
     config.train.ema_decay, config.train.ema_interval = 0.93, 1

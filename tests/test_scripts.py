@@ -90,9 +90,21 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
     assert min(kl[1:]) > 0
 
 
+RECORDED_WITH = {  # where a config has other settings since
+    BRANCHES: dict(train__learning_rate=1e-3),
+    NFT: dict(
+        lora__rank=32,
+        train__learning_rate=1e-3,
+        train__beta=1e-4,
+        train__reference_guidance_scale=0.0,
+        train__shared_noise=False,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT, DPO])
 def test_golden_first_losses(name, tmp_path):
-    folder = train(name, tmp_path, num_epochs=1, eval_freq=0)
+    folder = train(name, tmp_path, num_epochs=1, eval_freq=0, **RECORDED_WITH.get(name, {}))
     golden = json.loads(Path(__file__).with_name("golden").joinpath("first_losses.json").read_text())[name]
     assert lines_of(folder, "epoch")[0]["reward/avg"] == pytest.approx(golden.pop("reward")[0], rel=0, abs=1e-6)
     for key, values in golden.items():
