@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards, shapes
+from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -83,8 +83,6 @@ def check(args, found, config, split):
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
     rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
-    for prompt in split.prompts if "shapes" in names else ():
-        shapes.check_metadata({"prompt": prompt.text} | prompt.metadata)
     models = []
     for candidate in found:
         name = loading.pipeline_name(candidate.config.model)

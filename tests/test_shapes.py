@@ -304,6 +304,8 @@ def test_malformed_metadata_names_the_prompt(broken, problem):
 def test_prompts_without_metadata_are_refused():
     with pytest.raises(ValueError, match="needs GenEval metadata"):
         score(BLANK[None], ["a photo of a circle"], None)
+    with pytest.raises(ValueError, match="'a circle': `include` is missing"):
+        reward.check_prompts(["a circle"], [{}])
 
 
 def test_prompt_tables_refuse_what_no_picture_holds():

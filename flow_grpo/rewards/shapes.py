@@ -255,6 +255,12 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
     return sum(credits) / len(credits), float(min(credits) == 1)
 
 
+def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
+    """Raises ValueError for the first prompt without GenEval metadata that names shapes."""
+    for prompt, asked in zip(prompts, metadata, strict=True):
+        check_metadata({"prompt": prompt} | asked)
+
+
 def load(device):
     """Returns the scorer: images [B, 3, R, R] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
 
