@@ -1,7 +1,7 @@
 """The alarms of flow_grpo/health.py on recorded runs whose end is known.
 
-    python scripts/recorded_runs.py build FOLDER   # FOLDER/NAME.jsonl, metrics.jsonl of each run -> the test's data
-    python scripts/recorded_runs.py table          # what the alarms say, as benchmarks/health_recorded_runs_*.md has it
+    python scripts/recorded_runs.py build FOLDER FILE  # FOLDER/NAME.jsonl, the metrics.jsonl of each run
+    python scripts/recorded_runs.py table [FILE]  # what the alarms say, as benchmarks/health_*.md has it
     python scripts/recorded_runs.py leave_one_out  # limits chosen without each run in turn
 
 Kept are the figures that the alarms read, and the accuracies by which a run is judged.
@@ -21,7 +21,8 @@ from ml_collections import ConfigDict
 from flow_grpo import health
 
 ROOT = Path(__file__).parents[1]
-DATA = ROOT / "tests/data/recorded_runs.json.gz"
+DATA = ROOT / "tests/data/recorded_runs.json.gz"  # by which one limit was chosen
+LATER = ROOT / "tests/data/later_runs.json.gz"  # recorded when the limits stood
 LOST = 0.05  # of strict accuracy on 272 prompts, whose standard error is 0.03: no longer what the run had at its best
 RUINED = 0.10  # lost for certain: more than two standard errors of a difference
 RENAMED = {"trouble/x0_norm": "health/latent_rms"} | {f"trouble/{n}": f"health/{n}" for n in health.LATENT_SIGNS[1:]}
@@ -56,16 +57,16 @@ class Story(NamedTuple):
     at_alarm: dict[str, float]  # the signs at the first alarm
 
 
-def build(folder: str) -> None:
-    """Write DATA."""
+def build(folder: str, file: str = str(DATA)) -> None:
+    """Write the figures of the runs in a folder to a file."""
     runs = []
     for path in sorted(Path(folder).glob("*.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         decay = 0.95 if "nft" in path.stem else 0.93 if records[-1].get("slot_use") else 0.9
         clip_range = 1e-3 if "clip1e-3" in path.stem else 1e-4
         runs.append(dict(name=path.stem, clip_range=clip_range, ema_decay=decay, kinds=_columns(records)))
-    DATA.parent.mkdir(exist_ok=True)
-    DATA.write_bytes(gzip.compress(json.dumps(runs, separators=(",", ":")).encode(), 9, mtime=0))
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_bytes(gzip.compress(json.dumps(runs, separators=(",", ":")).encode(), 9, mtime=0))
 
 
 def _columns(records: list[dict]) -> dict[str, dict[str, list]]:
@@ -78,11 +79,11 @@ def _columns(records: list[dict]) -> dict[str, dict[str, list]]:
     return kinds
 
 
-def load() -> list[Run]:
-    """The recorded runs."""
+def load(file: Path | str = DATA) -> list[Run]:
+    """Recorded runs."""
     return [
         Run(run["name"], run["clip_range"], run["ema_decay"], _records(run["kinds"]))
-        for run in json.loads(gzip.decompress(DATA.read_bytes()))
+        for run in json.loads(gzip.decompress(Path(file).read_bytes()))
     ]
 
 
@@ -178,9 +179,9 @@ def default_limits():
     return runpy.run_path(str(ROOT / "config/base.py"))["get_config"]().health
 
 
-def table() -> None:
+def table(file: str = str(DATA)) -> None:
     """Print the stories, when each sign exceeded its limit, and the margins."""
-    limits, runs = default_limits(), load()
+    limits, runs = default_limits(), load(file)
     stories = [tell(run, limits) for run in runs]
     for run, story in zip(runs, stories):
         print(_row(run, story))
