@@ -2,6 +2,7 @@
 # `make quick` takes a minute: the tests that compute without training a run or starting a process.
 PYTHON ?= python3
 VENV := .venv/bin/python
+DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwenimage_nft
 TRAIN := $(VENV) scripts/train_qwenimage_pr.py --config config/grpo.py:shapes_qwenimage_pr
 
 # One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish.
@@ -15,8 +16,8 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 
 .PHONY: demo test quick test-isa check learn bench
 
-demo: .venv/ready  ## per-step branch exploration on the shipped tiny model; ARGS="--config.seed=7"
-	$(TRAIN) $(ARGS)
+demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
+	$(DEMO) $(ARGS)
 	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}reward.png and $${folder}samples.png."
 
 test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process

@@ -5,6 +5,7 @@ number of ranks can resume from it. It holds no RNG state: randomness goes by na
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from flow_grpo import fsdp_utils, stored_weights
 from flow_grpo.ema import Ema
+
+logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
 
 
 class Progress(NamedTuple):
