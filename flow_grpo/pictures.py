@@ -37,7 +37,10 @@ def plot_reward(run_dir) -> Path | None:
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(0.4 + 4 * columns, 3.3 * rows), dpi=160, layout="constrained")
+        width, height = 0.4 + 4 * columns, 3.3 * rows
+        figure = Figure(figsize=(width, height), dpi=160)
+        margins = dict(left=0.65 / width, right=1 - 0.5 / width, bottom=0.55 / height, top=1 - 0.75 / height)
+        figure.subplots_adjust(**margins, wspace=0.3, hspace=0.55)  # a layout engine would draw all of it twice
         first = None
         for position, name in enumerate(names, start=1):
             axes = figure.add_subplot(rows, columns, position, sharex=first)
