@@ -33,9 +33,8 @@ check: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-learn: .venv/ready  ## the demo with three seeds, one after another
-	for seed in 1 2 3; do $(TRAIN) --config.seed=$$seed --config.run_name=learn_seed$$seed $(ARGS) || exit 1; done
-	@for seed in 1 2 3; do $(VENV) -c "$$SUMMARY" "$$(ls -td runs/learn_seed$$seed*/ | head -n 1)"; done
+learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours. ARGS="--only nft branches --seconds 300"
+	$(VENV) benchmarks/learn.py train --parallel 2 --seconds 600 $(ARGS)
 
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
 	$(VENV) scripts/bench.py $(ARGS)
@@ -49,12 +48,3 @@ bench: .venv/ready  ## seconds per phase and memory, one JSON line
 
 TOO_OLD := "flow_grpo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 demo"
 NO_VENV := "$(PYTHON) cannot make virtual environments: install its venv package (on Debian and Ubuntu python3-venv)"
-
-define SUMMARY
-import json, sys
-rows = [json.loads(line) for line in open(sys.argv[1] + "metrics.jsonl")]
-first, *_, last, best = [row for row in rows if row["kind"] == "test"]
-before, after, best = first["test/shapes_accuracy"], last["test/shapes_accuracy"], best["test_best/shapes_accuracy"]
-print(f"{sys.argv[1]}: strict accuracy on the test prompts {before:.3f} before, {after:.3f} after, {best:.3f} best")
-endef
-export SUMMARY

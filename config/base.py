@@ -57,6 +57,7 @@ def get_config():
     config.resume_from = ""  # "" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint's folder
     config.seed = 42
     config.num_epochs = 100  # rollout + update rounds
+    config.max_hours = 0.0  # end after the epoch in which the run, or what is resumed of it, is this old; 0 = no limit
     config.save_freq = 10  # epochs between checkpoints; the last epoch is always saved; 0 = only the last
     config.keep_checkpoints = 2  # newest ones kept
     config.eval_freq = 10  # epochs between evaluations; before the first and after the last always; 0 = never

@@ -49,6 +49,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     ),
     "eval/std_error": Metric("", "standard error of the evaluation that says which policy is best", "steady"),
     "test/<name>": Metric("", "the same over the test prompts, which choose nothing", "follows eval/"),
+    "test/<name>/<tag>": Metric("", "a score of right or wrong over the test prompts of one category", "follows test/"),
     "test_best/<name>": Metric("", "test/ of the weights in best/, after the last epoch", "at least test/'s last"),
     "best_epoch": Metric("", "epochs that these weights were trained", "near the last one, or the run went backwards"),
     "loss": Metric("", "what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
@@ -114,6 +115,9 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "epoch": Metric("", "epochs finished before this one", "counts up from 0"),
     "step": Metric("", "optimizer steps taken", "counts up"),
     "images": Metric("", "training images sampled so far, all GPUs", "counts up"),
+    "forwards": Metric(
+        "", "transformer rows of the epoch, all GPUs; guidance counts two, a backward or an evaluation none", "steady"
+    ),
 }
 
 
@@ -297,7 +301,8 @@ class Dashboard:
     def _summary(self, kind, epoch, values):
         evals = sorted(name for name in self.latest if name.startswith("eval/"))
         held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
-        names = {"eval": evals, "test": sorted(values), "validation": held_out}.get(
+        tests = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
+        names = {"eval": evals, "test": tests, "validation": held_out}.get(
             kind, ["reward/avg", *evals, held_out[0], "loss", "grad_norm"]
         )
         figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]

@@ -73,6 +73,17 @@ def means(scores: Scores) -> dict[str, float]:
     return {name: values.nanmean().item() for name, values in scores.values.items()}
 
 
+def means_by_category(scores: Scores, split: Split) -> dict[str, float]:
+    """The mean of each score that says right or wrong over the prompts of each category, as NAME/TAG."""
+    tags = [prompt.metadata.get("tag", "") for prompt in split.prompts]
+    binary = {name: values for name, values in scores.values.items() if any(tags) and estimates.is_binary(values)}
+    return {
+        f"{name}/{tag}": part.mean
+        for name, values in binary.items()
+        for tag, part in estimates.by_category(values, tags).items()
+    }
+
+
 def spread(items, count: int) -> list:
     """`count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
     count = min(count, len(items))
@@ -149,10 +160,11 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
 
 
 def score_test(run: "Run") -> dict[str, float]:
-    """Score what the transformer carries on the prompts that choose nothing; the means by name."""
+    """Score what the transformer carries on the prompts that choose nothing; the means by name, and by category."""
     with run.board.timed("eval"):
         split = part_of(run.test_prompts, run.config)
-        return means(score(sampler_of(run), split, range(run.config.eval.noises_per_prompt)))
+        scores = score(sampler_of(run), split, range(run.config.eval.noises_per_prompt))
+    return means(scores) | means_by_category(scores, split)
 
 
 def part_of(split: Split, config: ConfigDict) -> Split:

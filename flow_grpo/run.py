@@ -1,5 +1,6 @@
 """A run: everything that lives as long as it, and what all training scripts do between their own lines."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ from flow_grpo.saving import best_candidate, export, save, state
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
-    "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "save_freq", "keep_checkpoints",
-    "eval_freq", "eval", "fsdp", "embeddings_cache", "health", "vae_batch_size", "vae_precision",
+    "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "max_hours", "save_freq",
+    "keep_checkpoints", "eval_freq", "eval", "fsdp", "embeddings_cache", "health", "vae_batch_size", "vae_precision",
     "compile", "sample.engine", "sample.completion_batch_size", "sample.text_multiple",
     *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
 )  # fmt: skip
@@ -78,9 +79,11 @@ class Run:
     levels: Tensor  # [1000] f32, timesteps of the whole forward process
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
     slots: Slots | None  # of the rollout; None where a batch's rows walk together
+    started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed
     step: int = 0  # optimizer steps taken
     on_policy: bool = True  # no optimizer step since the rollout
+    num_forwards: int = 0  # transformer rows of this rank since the epoch began
     losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # since the last optimizer step
     signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches, see health.measure
     epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
@@ -109,6 +112,7 @@ class Run:
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
+        self.num_forwards += len(x) * (2 if scale > 1 and embeds.negative is not None else 1)
         return policies.predict(self.model, self.pipeline.transformer, self.config.precision, scale, x, t, embeds)
 
     def embed(self, texts: list[str]):
@@ -355,11 +359,11 @@ def epochs(run: Run, *measures: Callable) -> Iterator[int]:
     for epoch in range(run.epoch, config.num_epochs):
         if config.eval_freq:
             measuring.measure(run, epoch, measures)
-        run.on_policy = True
+        run.on_policy, run.num_forwards = True, 0
         yield epoch
         run.epoch = epoch + 1
         _log_epoch(run, epoch)
-        last = run.stopped or run.epoch == config.num_epochs
+        last = run.stopped or run.epoch == config.num_epochs or _out_of_time(run)
         if last or (config.save_freq and run.epoch % config.save_freq == 0):
             save(run)
         if last:
@@ -368,11 +372,18 @@ def epochs(run: Run, *measures: Callable) -> Iterator[int]:
         measuring.measure(run, run.epoch, measures, last=True)
 
 
+def _out_of_time(run: Run) -> bool:
+    """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
+    limit_s = 3600 * run.config.max_hours
+    return bool(limit_s) and fsdp_utils.broadcast_object(time.monotonic() - run.started_s >= limit_s)
+
+
 def _log_epoch(run: Run, epoch: int) -> None:
     if run.slots:
         run.epoch_figures["slot_use"] = run.slots.use
         run.slots = sampling.slots(run.config.sample)
     run.epoch_figures |= run.gaps.pop(_over_ranks)
+    run.epoch_figures["forwards"] = sum(fsdp_utils.gather_objects([run.num_forwards]))
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
     watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)

@@ -35,7 +35,8 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
 )
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
 AT_LEAST = {  # smallest value of a number
-    "num_epochs": 1, "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
+    "num_epochs": 1, "max_hours": 0,
+    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
     "sample.num_steps": 2, "sample.text_multiple": 0,
     "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import evaluate
@@ -178,6 +179,19 @@ def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(
         }
 
 
+def test_a_test_line_has_the_accuracy_of_each_category(runs):
+    """Which are equally large, but for the first: 8 prompts of the test, evenly spread."""
+    line = lines_of(runs[0], "test")[0]
+    spread = evaluation.spread(prompts.load_prompts(str(ROOT / "dataset/shapes"), "test"), 8)
+    counts = Counter(prompt.metadata["tag"] for prompt in spread)
+    of_tags = {name.split("/")[2]: value for name, value in line.items() if name.startswith("test/shapes_accuracy/")}
+    assert of_tags.keys() == counts.keys()
+    total = sum(counts[tag] * value for tag, value in of_tags.items())
+    assert total / 8 == pytest.approx(line["test/shapes_accuracy"])
+    assert len(set(of_tags.values())) > 1
+    assert not [name for name in line if name.startswith(("test/shapes/", "test/avg/"))], "of right or wrong alone"
+
+
 def test_a_figure_that_no_reward_has_cannot_choose(tmp_path):
     with pytest.raises(ValueError, match=r"best_by is 'beauty'; it may be 'avg', .*shapes"):
         train(WINDOW, tmp_path, eval__best_by="beauty")
@@ -236,7 +250,13 @@ def evaluated(folder, *arguments):
 def figures_of_test(folder, prefix):
     """A run's own figures on the test prompts, the last of a kind."""
     lines = [line for line in lines_of(folder, "test") if f"{prefix}/avg" in line]
-    return {name.removeprefix(f"{prefix}/"): value for name, value in lines[-1].items() if name.startswith(prefix)}
+    return means_of(lines[-1], prefix)
+
+
+def means_of(line, prefix="test"):
+    """The figures of a test line over all categories."""
+    names = [name.split("/") for name in line if name.startswith(f"{prefix}/")]
+    return {parts[1]: line["/".join(parts)] for parts in names if len(parts) == 2}
 
 
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
@@ -255,7 +275,7 @@ def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path):
     lora, full = runs[32], runs[0]
     found, rows = evaluated(tmp_path, lora, TINY, lora / "best", full, TINY, lora, "--weights", "last")
     assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
-    base = {name[5:]: value for name, value in lines_of(lora, "test")[0].items() if name.startswith("test/")}
+    base = means_of(lines_of(lora, "test")[0])
     last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")
     assert rows == [last, base, best_row, figures_of_test(full, "test"), base, last]
 

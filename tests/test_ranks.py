@@ -42,8 +42,10 @@ def assert_same(folder, other, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"])
 def test_two_ranks_equal_one(name, tmp_path):
-    one = train(name, tmp_path / "one", **HOW)
-    assert_same(one, on_two_ranks(name, tmp_path / "two"))
+    one, two = train(name, tmp_path / "one", **HOW), on_two_ranks(name, tmp_path / "two")
+    assert_same(one, two)
+    forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
+    assert forwards[0] == forwards[1] > [0, 0]
 
 
 @pytest.mark.parametrize("variants", [",flash", ",fast,stepwise"])

@@ -2,17 +2,21 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from small import ENV, ROOT, lines_of, train
+from two_ranks import launch
 
 from flow_grpo import fsdp_utils
+from flow_grpo import run as runs
 
 NAME = "shapes_qwenimage_pr"
 NUM_KILLS, NUM_EPOCHS = 10, 12
@@ -72,6 +76,45 @@ def test_ten_kills_change_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]
 
 
+class Clock:
+    """Stands in for flow_grpo.run's time: half an hour passes from one look to the next."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        self.now += 1800.0
+        return self.now
+
+
+def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(tmp_path, monkeypatch):
+    whole = train(NAME, tmp_path / "whole", num_epochs=2, save_freq=0)
+    monkeypatch.setattr(runs, "time", Clock())
+    timed = train(NAME, tmp_path / "timed", num_epochs=5, save_freq=0, max_hours=1.0)
+    assert lines_of(timed) == lines_of(whole)
+    assert best_of(timed) == best_of(whole)
+    for file in ("checkpoints/epoch_000002", "pytorch_lora_weights.safetensors", "best", "reward.png"):
+        assert (timed / file).exists()
+
+
+def test_a_resumed_run_counts_its_hours_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time", Clock())
+    how = dict(num_epochs=5, eval_freq=0, max_hours=1.0, resume_from="latest")
+    lengths = [len(lines_of(train(NAME, tmp_path, **how), "epoch")) for _ in range(3)]
+    assert lengths == [2, 4, 5]
+
+
+def test_without_a_limit_no_hours_end_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time", Clock())
+    assert len(lines_of(train(NAME, tmp_path, num_epochs=4, eval_freq=0), "epoch")) == 4
+
+
+def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
+    """The other rank's clock stands still: by itself it would go on, and wait for ever."""
+    launch(__file__, tmp_path)
+    assert len(lines_of(tmp_path / f"{NAME}_smoke", "epoch")) == 2
+
+
 def test_a_new_run_leaves_an_older_one_alone(tmp_path):
     first = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
     before = (first / "metrics.jsonl").read_bytes()
@@ -118,3 +161,17 @@ def test_fp16_resumes_with_the_loss_scale_it_had(tmp_path, monkeypatch):
         dcp.load({"loss_scale": scale}, storage_reader=reader)
     assert scales[0] == scales[1]
     assert 2.0**15 < scales[0] < 2.0**15.1
+
+
+def end_by_the_clock(folder):
+    """What test_all_ranks_end_by_the_main_ranks_clock runs on each of two ranks."""
+    runs.time = Clock()
+    if os.environ["RANK"] == "1":
+        runs.time.monotonic = lambda: 0.0
+    how = dict(sample__num_images_per_prompt=4, num_epochs=5, eval_freq=0, max_hours=1.0)
+    train(NAME, folder, **how)
+    Path(folder, "done").touch()
+
+
+if __name__ == "__main__":
+    end_by_the_clock(sys.argv[1])

@@ -90,6 +90,25 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
     assert min(kl[1:]) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "how", "per_epoch"),
+    [
+        (WINDOW, dict(sample__guidance_scale=1.0), 8 * 4 + 16),
+        (WINDOW, dict(sample__guidance_scale=4.0), 2 * (8 * 4 + 16)),
+        (WINDOW, dict(train__beta=0.1, train__reference_guidance_scale=3.0), 8 * 4 + 16 + 2 * 16),
+        (WINDOW, dict(train__inner_epochs=2), 8 * 4 + 2 * 16),
+        (NFT, dict(train__beta=0.5, train__reference_guidance_scale=3.0), 8 * 2 + 8 * (1 + 2 + 1)),
+        (DPO, dict(), 8 * 2 + 2 * 2 * 2),
+    ],
+    ids=["plain", "guidance", "guided reference", "inner epochs", "NFT", "DPO"],
+)
+def test_forwards_are_the_rows_of_rollout_and_update(name, how, per_epoch, tmp_path):
+    """8 images of 2 prompts, 4 steps (2 with flash), 2 of them trained (1 by NFT). Evaluations do not count."""
+    how |= dict(sample__num_prompts_per_epoch=2)
+    epochs = lines_of(train(name, tmp_path, **how), "epoch")
+    assert [line["forwards"] for line in epochs] == [per_epoch] * 2
+
+
 RECORDED_WITH = {  # where a config has other settings since
     BRANCHES: dict(train__learning_rate=1e-3),
     NFT: dict(

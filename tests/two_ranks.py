@@ -43,7 +43,7 @@ def launch(program: str, folder: Path, timeout_s: int = 300) -> None:
         str(folder),
     ]
     root = Path(__file__).parent.parent
-    env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert (folder / "done").exists(), ran.stderr[-4000:]
 

@@ -1,0 +1,226 @@
+"""A study of all algorithms on the tiny model: the same seconds for each, three seeds, baselines, a table and a figure.
+
+    python benchmarks/learn.py train --out runs/learn --seconds 600 --parallel 2
+    python benchmarks/learn.py draw --out runs/learn --record benchmarks/learn_cpu_20261122
+    python benchmarks/learn.py draw --record benchmarks/learn_cpu_20261122
+
+`train` starts what is not finished, resumes what was interrupted, and draws OUT/record in the end. A run is finished
+when its metrics.jsonl ends with the test of its best weights. `draw --out` reads the metrics.jsonl of every run and
+writes RECORD.json.gz; RECORD_table.md and RECORD.png are drawn from that alone. docs/evaluation.md says more.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import learn_record
+
+from flow_grpo import checkpoints
+from flow_grpo.pictures import read_metrics
+
+ROOT = Path(__file__).parents[1]
+SEEDS = (1, 2, 3)
+NUM_POINTS = 20  # evaluations of a run, about
+NUM_EPOCHS = 10_000  # more than any run has time for
+PAIRS, BASE = "pairs", "base"  # folders of the preparation of pairs and of the baselines
+
+
+class Trained(NamedTuple):
+    """A row of the table: a script with settings, trained once for each seed."""
+
+    name: str
+    title: str
+    script: str  # from the repository's root
+    config: str
+    settings: dict[str, float | int | bool | str]  # by dotted name
+    epoch_s: float  # roughly, without evaluation: how often to evaluate follows from it
+    gpu_batch_size: int  # sample.batch_size of --gpu
+
+
+GRPO, PR, NFT, DPO = (f"scripts/train_qwenimage{kind}.py" for kind in ("", "_pr", "_nft", "_dpo"))
+AVERAGE = {"train.ema_decay": 0.95, "train.ema_interval": 1}
+GROUPS = {"sample.num_prompts_per_epoch": 36, "sample.num_images_per_prompt": 8, "sample.batch_size": 36}
+STEPS = {"train.learning_rate": 3e-4, "train.updates_per_epoch": 4}
+WINDOW = GROUPS | STEPS | AVERAGE
+ALL_STEPS = WINDOW | {"sample.sde_window_size": 0}
+LORA_NFT = {"lora.rank": 32, "train.learning_rate": 1e-3, "train.beta": 1.0, "train.updates_per_epoch": 1}
+GUIDED = {"train.beta": 0.1, "train.reference_guidance_scale": 3.0}
+RENDERS = AVERAGE | {"lora.rank": 0, "train.learning_rate": 3e-4, "train.updates_per_epoch": 4, "sample.batch_size": 64}
+SHAPES = "config/grpo.py:shapes_qwenimage"
+RUNS = (
+    Trained("grpo", "Flow-GRPO, noise in all steps", GRPO, SHAPES, ALL_STEPS, 10, 288),
+    Trained("window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, WINDOW | {"sample.sde_window_size": 2}, 5, 72),
+    Trained("mixgrpo", "MixGRPO, window of 4 steps", GRPO, f"{SHAPES},mixgrpo", WINDOW, 7, 288),
+    Trained("fast", "Flow-GRPO-Fast, window of 2 steps", GRPO, f"{SHAPES},fast", WINDOW, 5, 72),
+    Trained("guard", "GRPO-Guard, noise in all steps", GRPO, f"{SHAPES},guard", ALL_STEPS, 10, 288),
+    Trained("guided", "Flow-GRPO held to the guided base", GRPO, SHAPES, ALL_STEPS | GUIDED, 15, 288),
+    Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 72),
+    Trained("nft", "DiffusionNFT, all weights", NFT, "config/nft.py:shapes_qwenimage_nft", {}, 6, 288),
+    Trained("nft_lora", "DiffusionNFT, LoRA", NFT, "config/nft.py:shapes_qwenimage_nft", LORA_NFT, 6, 288),
+    Trained("dpo_online", "DPO, online", DPO, "config/dpo.py:shapes_qwenimage_dpo,online", {}, 8, 128),
+    Trained("dpo", "DPO, offline", DPO, "config/dpo.py:shapes_qwenimage_dpo", {}, 4, 128),
+    Trained("renders", "supervised, on renders", "benchmarks/finetune_on_renders.py", SHAPES, RENDERS, 3, 256),
+)
+GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
+
+
+def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool | str]:
+    """Every setting of one run of the study."""
+    every = max(1, round(args.seconds / NUM_POINTS / run.epoch_s))
+    settings = dict(run.settings) | evaluation_of(args)
+    settings |= {"eval_freq": every, "eval.test_freq": every, "save_freq": every, "keep_checkpoints": 1}
+    settings |= {"eval.best_by": learn_record.FIGURE, "num_epochs": NUM_EPOCHS, "seed": seed, "resume_from": "latest"}
+    settings |= {"output_dir": str(args.out), "run_name": f"{run.name}_seed{seed}"}
+    if run.name == "dpo":
+        settings["preferences.path"] = str(args.out / "preferences")
+    if args.gpu:
+        settings["sample.batch_size"] = run.gpu_batch_size
+        settings["embeddings_cache"] = "" if run.name == "renders" else str(args.out / "embeddings")
+    return settings
+
+
+def evaluation_of(args) -> dict[str, int]:
+    """What runs and baselines share."""
+    return {"eval.noises_per_prompt": args.noises} | (GPU if args.gpu else {})
+
+
+def flags_of(settings: dict, extra: list[str]) -> list[str]:
+    """On the command line; what the user says comes last and wins."""
+    return [f"--config.{key}={value}" for key, value in settings.items()] + [f"--config.{text}" for text in extra]
+
+
+def spent_s(folder: Path) -> float:
+    """Seconds that are in a run's newest checkpoint."""
+    newest = checkpoints.find(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    epochs = int(newest.name.split("_")[-1]) if newest else 0
+    return sum(line.get("time/epoch_s", 0.0) for line in read_metrics(folder) if line["epoch"] < epochs)
+
+
+def command_of(run: Trained, seed: int, args) -> list[str]:
+    """The command that begins a run, or goes on with it for the seconds that are left."""
+    left_s = max(args.seconds - spent_s(args.out / f"{run.name}_seed{seed}"), 1e-3)
+    settings = settings_of(run, seed, args) | {"max_hours": left_s / 3600}
+    return [sys.executable, run.script, f"--config={run.config}", *flags_of(settings, args.set)]
+
+
+def base_command(args) -> list[str]:
+    """The command that measures the baselines."""
+    settings = [f"{key}={value}" for key, value in evaluation_of(args).items() if key != "eval.noises_per_prompt"]
+    words = ["benchmarks/baselines.py", "--out", args.out / BASE, "--noises", args.noises, "--pass-at", args.pass_at]
+    return [sys.executable, *map(str, words), "--set", *settings, *args.set]
+
+
+def execute(command: list[str], log: Path, num_threads: int) -> int:
+    """Run a command, its words appended to a file; its exit status."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks")])
+    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": paths}
+    with log.open("a") as file:
+        return subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def job(name: str, command: list[str], args) -> bool:
+    """Run what is not finished, and say how it ended; whether it is finished now."""
+    folder, log = args.out / name, args.out / f"{name}.log"
+    if learn_record.is_finished(read_metrics(folder)):
+        print(f"{name}: finished before", flush=True)
+        return True
+    start, threads = time.monotonic(), max(1, (os.cpu_count() or 1) // args.parallel)
+    status = execute(command, log, threads)
+    finished = learn_record.is_finished(read_metrics(folder))
+    how = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
+    print(f"{name}: {how}, {time.monotonic() - start:.0f} s", flush=True)
+    return finished
+
+
+def prepare_pairs(args) -> bool:
+    """Make the pairs of offline DPO, once; write how many images and seconds they took as a line of metrics.jsonl."""
+    path, folder = args.out / "preferences", args.out / PAIRS
+    settings = {"preferences.path": str(path), "seed": 1} | (GPU if args.gpu else {})
+    settings |= {"sample.batch_size": 256} if args.gpu else {}
+    command = [sys.executable, "scripts/prepare_preferences.py", "--config=config/dpo.py:shapes_qwenimage_dpo"]
+    if read_metrics(folder):
+        return True
+    start = time.monotonic()
+    status = execute(command + flags_of(settings, args.set), args.out / f"{PAIRS}.log", os.cpu_count() or 1)
+    if status == 0:
+        learn_record.write_pairs_line(folder, path / "report.json", time.monotonic() - start)
+    print(f"{PAIRS}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
+    return status == 0
+
+
+def train(args) -> int:
+    """Run everything that is not finished; the number of runs that are not finished then."""
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    chosen = [run for run in RUNS if not args.only or run.name in args.only]
+    ready = prepare_pairs(args) if any(run.name == "dpo" for run in chosen) else True
+    jobs = [] if args.only and BASE not in args.only else [(BASE, lambda: base_command(args))]
+    jobs += [
+        (f"{run.name}_seed{seed}", lambda run=run, seed=seed: command_of(run, seed, args))
+        for seed in args.seeds  # first a seed of every run
+        for run in chosen
+        if ready or run.name != "dpo"
+    ]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        return sum(not finished for finished in pool.map(lambda job_: job(job_[0], job_[1](), args), jobs))
+
+
+def draw(args) -> None:
+    """Make the compact copy, if there is a study to copy, and the table and the figure from it."""
+    if args.out:
+        learn_record.write(args.record, learn_record.compact(args.out, [(run.name, run.title) for run in RUNS], SEEDS))
+    print(learn_record.draw(args.record))
+
+
+def check(args) -> None:
+    """Raises ValueError for what is wrong on the command line."""
+    known = [BASE, *(run.name for run in RUNS)]
+    if wrong := set(args.only or []) - set(known):
+        raise ValueError(f"--only {' '.join(sorted(wrong))}: there are {', '.join(known)}")
+    if not 0 < args.seconds < math.inf or min(args.parallel, args.noises, args.pass_at) < 1:
+        raise ValueError("--seconds, --parallel, --noises and --pass-at are positive")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("train", help="make the runs").add_argument
+    add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
+    add("--seconds", type=float, default=600.0, help="of each run, its evaluations included")
+    add("--parallel", type=int, default=1, help="processes side by side")
+    add("--only", nargs="+", metavar="NAME", help=f"{BASE}, {', '.join(run.name for run in RUNS)}")
+    add("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS)
+    add("--gpu", action="store_true", help="larger batches, and embeddings that the runs share")
+    add("--noises", type=int, help="images of each prompt in an evaluation; default: 4 with --gpu, else 1")
+    add("--pass-at", type=int, default=64, help="noises of the base's pass@k")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of every run, such as eval.num_prompts=24")
+    add = commands.add_parser("draw", help="make the table and the figure").add_argument
+    add("--out", type=Path, help="folder of the study; without it, RECORD.json.gz is drawn again")
+    add("--record", type=Path, default=Path("runs/learn/record"), help="path of what is written, without its suffix")
+    return parser
+
+
+def main(args) -> int:
+    if args.command == "draw":
+        draw(args)
+        return 0
+    args.noises = args.noises if args.noises is not None else (4 if args.gpu else 1)
+    check(args)
+    unfinished = train(args)
+    args.record = args.out / "record"
+    draw(args)
+    return unfinished
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(parser().parse_args()) > 0)
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"learn.py: {error}") from error

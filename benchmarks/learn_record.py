@@ -1,0 +1,276 @@
+"""What a study keeps of its runs: a compact copy of their metrics.jsonl, and the table and the figure drawn from it."""
+
+import gzip
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from flow_grpo.pictures import BLUE, GREY, INK, STYLE, read_metrics
+
+FIGURE = "shapes_accuracy"  # strict accuracy
+TEST, EVAL, BEST = f"test/{FIGURE}", f"eval/{FIGURE}", f"test_best/{FIGURE}"
+PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")  # training, without evaluation and saving
+FIELDS = ("kind", "epoch", "images", "forwards", *PHASES, EVAL, BEST, "best_epoch", "guidance_scale", "pass_at")
+AXES = {"seconds": "training seconds", "images": "images", "forwards": "transformer rows"}
+HEAD = ("run", "seeds", "last", "best by validation", "highest", "images", "forwards", "training s")
+
+
+class Point(NamedTuple):
+    """A test during a run: where it was, and the accuracy."""
+
+    epoch: int
+    accuracy: float
+    images: float
+    forwards: float
+    seconds: float  # of training
+
+
+class Seed(NamedTuple):
+    """What the lines of one run say. Figures are None where there is no line for them."""
+
+    finished: bool
+    num_epochs: int
+    points: list[Point]
+    best: float | None  # test accuracy of the weights that the validation prompts chose
+    images: float
+    forwards: float
+    seconds: float
+    by_category: dict[str, float]  # of the last test
+
+
+def is_finished(lines: list[dict]) -> bool:
+    """Whether they end with the test of a run's best weights, or with the last of the baselines."""
+    return bool(lines) and lines[-1]["kind"] == "test" and bool({"best_epoch", "pass_at"} & lines[-1].keys())
+
+
+def write_pairs_line(folder: Path, report: Path, seconds: float) -> None:
+    """The preparation of pairs as a line of metrics.jsonl: one epoch without a test."""
+    told = json.loads(report.read_text())
+    num_groups = sum(told["pairs"].values()) + len(told["dropped"])
+    images = num_groups * told["made_by"]["sample"]["num_images_per_prompt"]
+    line = {"kind": "epoch", "epoch": 0, "step": 0, "images": images, "time/rollout_s": seconds}
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def compact(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> dict:
+    """Of every run of a study, and of its baselines, the lines and fields that are drawn.
+
+    Args:
+        runs: (name, title).
+    """
+    found = [
+        {"name": name, "title": title, "seeds": {str(seed): _columns(out / f"{name}_seed{seed}") for seed in seeds}}
+        for name, title in runs
+    ]
+    return {"runs": found, "base": _columns(out / "base"), "pairs": _columns(out / "pairs")}
+
+
+def _columns(folder: Path) -> list[dict]:
+    """Lines but those of updates; seconds in milliseconds' precision."""
+    lines = [line for line in read_metrics(folder) if line["kind"] in ("epoch", "eval", "test")]
+    kept = [{key: value for key, value in line.items() if key in FIELDS or key.startswith(TEST)} for line in lines]
+    return [{k: round(v, 3) if k in PHASES else v for k, v in line.items()} for line in kept]
+
+
+def write(record: Path, study: dict) -> None:
+    """Write the compact copy; the same bytes for the same study."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    data = gzip.compress(json.dumps(study, separators=(",", ":")).encode(), mtime=0)
+    _beside(record, ".json.gz").write_bytes(data)
+
+
+def read(record: Path) -> dict:
+    """The compact copy."""
+    return json.loads(gzip.decompress(_beside(record, ".json.gz").read_bytes()))
+
+
+def _beside(record: Path, suffix: str) -> Path:
+    return record.with_name(record.name + suffix)
+
+
+def draw(record: Path) -> str:
+    """Write RECORD_table.md and RECORD.png from RECORD.json.gz alone; the table."""
+    study = read(record)
+    text = f"{table(study)}\n\n{category_table(study)}\n"
+    _beside(record, "_table.md").write_text(text)
+    plot(study, _beside(record, ".png"))
+    return text
+
+
+def seed_of(lines: list[dict]) -> Seed:
+    """What the lines of one run come to."""
+    epochs = {line["epoch"]: line for line in lines if line["kind"] == "epoch"}
+    tests = {line["epoch"]: line for line in lines if line["kind"] == "test" and TEST in line}
+    points = [_point(int(epoch), line[TEST], epochs) for epoch, line in sorted(tests.items())]
+    whole = _point(len(epochs), 0.0, epochs)
+    return Seed(
+        finished=is_finished(lines),
+        num_epochs=len(epochs),
+        points=points,
+        best=_best(lines, tests),
+        images=whole.images,
+        forwards=whole.forwards,
+        seconds=whole.seconds,
+        by_category=_categories(tests[max(tests)]) if tests else {},
+    )
+
+
+def _point(epoch: int, accuracy: float, epochs: dict[int, dict]) -> Point:
+    """After the epochs before `epoch`."""
+    before = [line for number, line in epochs.items() if number < epoch]
+    seconds = sum(line.get(phase, 0.0) for line in before for phase in PHASES)
+    images = max((line.get("images", 0.0) for line in before), default=0.0)
+    return Point(epoch, accuracy, images, sum(line.get("forwards", 0.0) for line in before), seconds)
+
+
+def _best(lines: list[dict], tests: dict[int, dict]) -> float | None:
+    """As the run measured it at its end, or else the test in the epoch of the best validation so far."""
+    if measured := [line[BEST] for line in lines if BEST in line]:
+        return measured[-1]
+    chosen = max(
+        (line for line in lines if EVAL in line and line["epoch"] in tests), key=lambda x: x[EVAL], default=None
+    )
+    return tests[chosen["epoch"]][TEST] if chosen else None
+
+
+def _categories(line: dict) -> dict[str, float]:
+    return {key.removeprefix(f"{TEST}/"): value for key, value in line.items() if key.startswith(f"{TEST}/")}
+
+
+def table(study: dict) -> str:
+    """A row for each run, finished or not, and for each baseline."""
+    rows = [[title, *[shown or "-" for shown in cells]] for title, cells in _base_rows(study["base"])]
+    rows += [_run_row(run) for run in study["runs"]]
+    if study["pairs"]:
+        pairs = seed_of(study["pairs"])
+        rows.append(["pairs for offline DPO, made once", *"----", f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"])
+    return (
+        "Strict accuracy on the test prompts, without guidance unless a row says otherwise, averaged weights: mean "
+        "over seeds (lowest to highest).\n\n" + _markdown([list(HEAD), *rows])
+    )
+
+
+def _run_row(run: dict) -> list[str]:
+    seeds = [seed_of(lines) for lines in run["seeds"].values()]
+    tested = [seed for seed in seeds if seed.points]
+    columns = [
+        [seed.points[-1].accuracy for seed in tested],
+        [seed.best for seed in tested if seed.best is not None],
+        [max(point.accuracy for point in seed.points) for seed in tested],
+    ]
+    totals = [[seed.images for seed in tested], [seed.forwards for seed in tested], [seed.seconds for seed in tested]]
+    return [run["title"], _state(run), *map(_spread, columns), *(f"{fmean(t):,.0f}" if t else "-" for t in totals)]
+
+
+def _state(run: dict) -> str:
+    """How many seeds are finished, and what became of the others."""
+    seeds = {name: seed_of(lines) for name, lines in run["seeds"].items()}
+    others = [
+        f"seed {name} ended early, after {seed.num_epochs} epochs" if run["seeds"][name] else f"seed {name} missing"
+        for name, seed in seeds.items()
+        if not seed.finished
+    ]
+    count = f"{sum(seed.finished for seed in seeds.values())} of {len(seeds)}"
+    return "; ".join([count, *others])
+
+
+def _spread(values: list[float]) -> str:
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else "-"
+
+
+def _baselines(lines: list[dict]) -> dict[str, dict | None]:
+    """The test line of each baseline by its title; None for what is missing."""
+    tests = [line for line in lines if TEST in line]
+    plain, guided, passed = (
+        next((line for line in tests if holds(line)), None)
+        for holds in (
+            lambda line: line["guidance_scale"] == 1 and "pass_at" not in line,
+            lambda line: line["guidance_scale"] > 1,
+            lambda line: "pass_at" in line,
+        )
+    )
+    return {
+        "base": plain,
+        f"base, guidance {guided['guidance_scale']:g}, the best on validation prompts"
+        if guided
+        else "guided base": guided,
+        f"base, pass@{passed['pass_at']:g}" if passed else "base, pass@k": passed,
+    }
+
+
+def _base_rows(lines: list[dict]) -> list[tuple[str, list[str]]]:
+    rows = _baselines(lines).items()
+    return [
+        (title, ["-" if line else "missing", f"{line[TEST]:.3f}" if line else "", *[""] * 5]) for title, line in rows
+    ]
+
+
+def category_table(study: dict) -> str:
+    """The last test of each run by category, mean over seeds."""
+    columns = [(title, [_categories(line)] if line else []) for title, line in _baselines(study["base"]).items()]
+    for run in study["runs"]:
+        seeds = [seed_of(lines).by_category for lines in run["seeds"].values()]
+        columns.append((run["title"], [tags for tags in seeds if tags]))
+    tags = list(dict.fromkeys(tag for _, seeds in columns for seed in seeds for tag in seed))
+    rows = [[title, *(_mean_of(seeds, tag) for tag in tags)] for title, seeds in columns]
+    return "The last test by category, mean over seeds.\n\n" + _markdown([["run", *tags], *rows])
+
+
+def _mean_of(seeds: list[dict[str, float]], tag: str) -> str:
+    values = [seed[tag] for seed in seeds if tag in seed]
+    return f"{fmean(values):.3f}" if values else "-"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    head, *others = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
+
+
+def band(seeds: list[Seed], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Where the seeds were tested, up to the end of the shortest, and the mean, lowest and highest accuracy there, each
+    seed interpolated between its tests."""
+    curves = [np.array([(getattr(p, axis), p.accuracy) for p in seed.points]).T for seed in seeds if seed.points]
+    if not curves:
+        return (np.zeros(0),) * 4
+    places = np.unique(np.concatenate([x for x, _ in curves]))
+    places = places[places <= min(x[-1] for x, _ in curves)]
+    heights = np.stack([np.interp(places, x, y) for x, y in curves])
+    return places, heights.mean(0), heights.min(0), heights.max(0)
+
+
+def plot(study: dict, path: Path) -> None:
+    """A row of panels for each run: its mean and band over each axis, the other runs behind it in grey."""
+    runs = [(run["title"], [seed_of(lines) for lines in run["seeds"].values()]) for run in study["runs"]]
+    bands = {(title, axis): band(seeds, axis) for title, seeds in runs for axis in AXES}
+    levels = [line and line[TEST] for line in list(_baselines(study["base"]).values())[:2]]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10, 1.9 * len(runs) + 0.5), dpi=110, layout="constrained")
+        panels = figure.subplots(len(runs), len(AXES), sharex="col", sharey=True, squeeze=False)
+        for row, (title, _) in zip(panels, runs):
+            row[0].set_title(title, loc="left", fontweight="bold", color=INK)
+            for panel, axis in zip(row, AXES):
+                _panel(panel, bands, title, axis, levels)
+        for panel, label in zip(panels[-1], AXES.values()):
+            panel.set_xlabel(label)
+        panels[0][0].legend(frameon=False, fontsize=7, loc="best")
+        figure.savefig(path)
+
+
+def _panel(panel, bands: dict, title: str, axis: str, levels: list[float | None]) -> None:
+    for (other, name), (x, mean, _, _) in bands.items():
+        if name == axis and other != title:
+            panel.plot(x, mean, color="#d8d8d8", linewidth=0.8)
+    x, mean, low, high = bands[title, axis]
+    panel.fill_between(x, low, high, color=BLUE, alpha=0.25, linewidth=0)
+    panel.plot(x, mean, color=BLUE, linewidth=1.8, marker="o", markersize=2.5, label="mean; band: all seeds")
+    for level, style, label in zip(levels, (":", "--"), ("base", "base with guidance")):
+        if level is not None:
+            panel.axhline(level, color=INK, linewidth=0.9, linestyle=style, label=label)
+    panel.tick_params(colors=GREY, labelsize=7)
+    panel.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))

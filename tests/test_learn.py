@@ -1,0 +1,214 @@
+"""A study of all algorithms: what it runs, what it does not run again, and what it draws."""
+
+import json
+import runpy
+import shutil
+
+import baselines
+import finetune_on_renders
+import learn
+import learn_record
+import pytest
+import torch
+import train_qwenimage
+import train_qwenimage_dpo
+import train_qwenimage_nft
+import train_qwenimage_pr
+from finetune_on_renders import IGNORED, plan_renders
+from PIL import Image
+from small import ROOT, config_of, lines_of
+
+from flow_grpo import batching, policies, settings
+
+CHECKS = {  # script -> what it ignores, its check of config.sample and its plan
+    learn.GRPO: (train_qwenimage.IGNORED, settings.check_window, batching.plan_batches),
+    learn.PR: (train_qwenimage_pr.IGNORED, settings.check_branches, batching.plan_batches),
+    learn.NFT: (train_qwenimage_nft.IGNORED, settings.check_forward, batching.plan_batches),
+    learn.DPO: (train_qwenimage_dpo.IGNORED, settings.check_pairs, batching.plan_pairs),
+    "benchmarks/finetune_on_renders.py": (IGNORED, lambda sample: None, plan_renders),
+}
+CATEGORIES = ("counting", "colors")
+
+
+def arguments(*words):
+    args = learn.parser().parse_args(["train", *map(str, words)])
+    args.noises = args.noises or 4
+    return args
+
+
+def write(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def epoch(number, images, forwards, rollout_s, update_s):
+    times = {"time/rollout_s": rollout_s, "time/update_s": update_s, "time/eval_s": 100.0, "time/save_s": 50.0}
+    return {"kind": "epoch", "epoch": number, "step": 0, "images": images, "forwards": forwards, **times}
+
+
+def test_of(number, accuracy, validation, **fields):
+    of_tags = {f"test/shapes_accuracy/{tag}": accuracy + d for tag, d in zip(CATEGORIES, (-0.1, 0.1))}
+    evaluation = {"kind": "eval", "epoch": number, "step": 0, "eval/shapes_accuracy": validation}
+    return [evaluation, {"kind": "test", "epoch": number, "step": 0, "test/shapes_accuracy": accuracy, **of_tags}]
+
+
+test_of.__test__ = False
+LAST = {"kind": "test", "epoch": 4, "step": 0, "test_best/shapes_accuracy": 0.55, "best_epoch": 2.0}
+
+
+def made_up(folder):
+    """Of "grpo" one seed that went up and down, one that was cut short, and none of seed 3; nothing of the others."""
+    epochs = [epoch(n, 10 * n + 10, 40, 2.0, 1.0) for n in range(4)]
+    up_and_down = [*test_of(0, 0.4, 0.3), *epochs[:2], *test_of(2, 0.6, 0.5), *epochs[2:], *test_of(4, 0.5, 0.4), LAST]
+    write(folder / "grpo_seed1", up_and_down)
+    write(folder / "grpo_seed2", [*test_of(0, 0.4, 0.3), *epochs[:2], *test_of(2, 0.7, 0.2), epochs[2]])
+    plain, guided, passed = (test_of(0, accuracy, 0)[1] for accuracy in (0.41, 0.64, 0.97))
+    plain["guidance_scale"], guided["guidance_scale"] = 1.0, 3.0
+    write(folder / "base", [plain, guided, passed | {"guidance_scale": 1.0, "pass_at": 64}])
+    write(folder / "pairs", [epoch(0, 800, 0, 12.0, 0.0)])
+
+
+def cells(text, title):
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {title} |")]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu"]], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("run", learn.RUNS, ids=lambda run: run.name)
+def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tmp_path):
+    file, name = run.config.split(":")
+    config = runpy.run_path(str(ROOT / file))["get_config"](name)
+    config.update_from_flattened_dict(learn.settings_of(run, 2, arguments("--out", tmp_path, *gpu)))
+    ignored, check_sample, plan = CHECKS[run.script]
+    settings.check(config, ignored)
+    check_sample(config.sample)
+    policies.check_lora(config.lora)
+    assert plan(config, 1).updates_per_epoch == config.train.updates_per_epoch
+    assert (config.seed, config.eval.test_freq) == (2, config.eval_freq)
+    assert (ROOT / run.script).exists()
+
+
+def test_no_two_runs_share_a_name_and_folder():
+    assert len({run.name for run in learn.RUNS} | {learn.BASE, learn.PAIRS}) == len(learn.RUNS) + 2
+    assert len({run.title for run in learn.RUNS}) == len(learn.RUNS)
+
+
+def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
+    """Last 0.5 and 0.7; best 0.55, measured, and 0.4, the test where validation was best; highest 0.6 and 0.7. An epoch
+    trains for 3 s, whatever evaluation and saving take, on 10 images and 40 rows; there are 4 epochs, and 3."""
+    made_up(tmp_path)
+    study = learn_record.compact(tmp_path, [("grpo", "one"), ("nft", "two")], (1, 2, 3))
+    text = learn_record.table(study)
+    state = "1 of 3; seed 2 ended early, after 3 epochs; seed 3 missing"
+    spreads = ["0.600 (0.500 to 0.700)", "0.475 (0.400 to 0.550)", "0.650 (0.600 to 0.700)"]
+    assert cells(text, "one") == [state, *spreads, "35", "140", "10"]
+    assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"------"]
+    assert cells(text, "base")[1] == "0.410"
+    assert cells(text, "base, guidance 3, the best on validation prompts")[1] == "0.640"
+    assert cells(text, "base, pass@64")[1] == "0.970"
+    assert cells(text, "pairs for offline DPO, made once")[4:] == ["800", "-", "12"]
+    by_category = learn_record.category_table(study)
+    assert cells(by_category, "one") == ["0.500", "0.700"]
+    assert cells(by_category, "base, pass@64") == ["0.870", "1.070"]
+    assert cells(by_category, "two") == ["-", "-"]
+
+
+def test_baselines_that_were_not_measured_are_rows_that_say_so(tmp_path):
+    text = learn_record.table(learn_record.compact(tmp_path, [("grpo", "one")], (1,)))
+    assert [cells(text, title)[0] for title in ("base", "guided base", "base, pass@k")] == ["missing"] * 3
+
+
+def test_the_band_ends_with_the_shortest_seed_and_lies_between_the_seeds():
+    """Tests at 0, 6 and 12 s, and at 0 and 6 s."""
+    points = [learn_record.Point(n, a, 0, 0, s) for n, a, s in ((0, 0.4, 0.0), (2, 0.6, 6.0), (4, 0.5, 12.0))]
+    seed = learn_record.Seed(True, 4, points, None, 0, 0, 0, {})
+    other = seed._replace(points=[points[0], points[1]._replace(accuracy=0.8, seconds=8.0)])
+    x, mean, low, high = learn_record.band([seed, other, seed._replace(points=[])], "seconds")
+    assert x.tolist() == [0, 6, 8]
+    assert low == pytest.approx([0.4, 0.6, 0.6 - 0.1 / 3])
+    assert high == pytest.approx([0.4, 0.7, 0.8])
+    assert mean == pytest.approx((low + high) / 2)
+
+
+def test_everything_is_drawn_again_from_the_compact_copy_alone(tmp_path):
+    made_up(tmp_path / "study")
+    record = tmp_path / "benchmarks" / "learn_cpu"
+    learn.main(learn.parser().parse_args(["draw", "--out", str(tmp_path / "study"), "--record", str(record)]))
+    files = [record.with_name(record.name + suffix) for suffix in ("_table.md", ".png", ".json.gz")]
+    before = [path.read_bytes() for path in files]
+    shutil.rmtree(tmp_path / "study")
+    for path in files[:2]:
+        path.unlink()
+    learn.main(learn.parser().parse_args(["draw", "--record", str(record)]))
+    assert [path.read_bytes() for path in files] == before
+    assert all(f"| {run.title} |" in files[0].read_text() for run in learn.RUNS)
+    assert Image.open(files[1]).height > 100 * len(learn.RUNS)
+
+
+def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, capfd):
+    """An interpreter that only says what it was asked stands in for training."""
+    made_up(tmp_path)
+    monkeypatch.setattr(learn.sys, "executable", "/bin/echo")
+    before = (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes()
+    words = ["--out", tmp_path, "--only", "base", "grpo", "--seconds", 30]
+    assert learn.train(arguments(*words)) == 2, "seeds 2 and 3"
+    assert (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["grpo_seed2.log", "grpo_seed3.log"]
+    asked = (tmp_path / "grpo_seed2.log").read_text()
+    assert "--config.resume_from=latest" in asked
+    assert f"--config.output_dir={tmp_path} --config.run_name=grpo_seed2" in asked
+    assert "grpo_seed1: finished before" in capfd.readouterr().out
+
+
+def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
+    write(tmp_path / "grpo_seed1", [{"kind": "epoch", "epoch": n, "time/epoch_s": 7.0} for n in range(3)])
+    run, args = learn.RUNS[0], arguments("--out", tmp_path, "--seconds", 36)
+
+    def hours():
+        (flag,) = [word for word in learn.command_of(run, 1, args) if word.startswith("--config.max_hours=")]
+        return float(flag.split("=")[1])
+
+    assert hours() == pytest.approx(0.01)
+    checkpoint = tmp_path / "grpo_seed1" / "checkpoints" / "epoch_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text("{}")
+    assert hours() == pytest.approx(22 / 3600)
+
+
+def test_baselines_are_lines_of_an_accuracy_and_of_a_chance_to_be_right_once():
+    """Two noises of three prompts: right 2, 1 and 0 times."""
+    values, tags = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), ["colors", "counting", "counting"]
+    name = "test/shapes_accuracy"
+    tested = baselines.line("test", values, tags, guidance_scale=3.0)
+    assert [tested[key] for key in (name, f"{name}/colors", f"{name}/counting")] == [0.5, 1.0, 0.25]
+    passed = baselines.pass_line(values, tags, 2)
+    assert [passed[key] for key in (f"{name}/colors", f"{name}/counting")] == [1.0, 0.5]
+    assert passed[name] == pytest.approx(2 / 3)
+    assert not learn_record.is_finished([tested])
+    assert learn_record.is_finished([tested, passed])
+
+
+def test_fine_tuning_on_renders_is_a_run_like_any_other(tmp_path):
+    """3 updates of 8 renders an epoch."""
+    how = dict(lora__rank=0, sample__batch_size=8, train__updates_per_epoch=3, eval__test_freq=1, sample__num_steps=4)
+    config = config_of("shapes_qwenimage", tmp_path, **how)
+    finetune_on_renders.main(config)
+    folder = tmp_path / "shapes_qwenimage_smoke"
+    epochs, updates = lines_of(folder, "epoch"), lines_of(folder, "update")
+    assert [(line["images"], line["forwards"]) for line in epochs] == [(24, 24), (48, 24)]
+    assert all(0 < line["loss"] < 2 and line["grad_norm"] > 0 for line in updates)
+    assert len({line["loss"] for line in updates}) == len(updates) == 6
+    assert learn_record.is_finished(lines_of(folder))
+    assert len({line["test/shapes"] for line in lines_of(folder, "test")[:-1]}) > 1
+
+
+def test_fine_tuning_on_renders_refuses_a_second_gpu():
+    with pytest.raises(ValueError, match="one GPU, not on 2"):
+        plan_renders(config_of("shapes_qwenimage"), 2)
+
+
+@pytest.mark.parametrize("words", [["--only", "grop"], ["--seconds", "0"], ["--parallel", "0"], ["--noises", "0"]])
+def test_what_cannot_be_meant_is_refused(words):
+    args = learn.parser().parse_args(["train", *words])
+    with pytest.raises(ValueError, match=r"grop|positive"):
+        learn.main(args)
