@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv/bin/python
 DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwenimage_nft
-TRAIN := $(VENV) scripts/train_qwenimage_pr.py --config config/grpo.py:shapes_qwenimage_pr
 
 # One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish.
 TEST := $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
