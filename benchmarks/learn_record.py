@@ -259,6 +259,7 @@ def plot(study: dict, path: Path) -> None:
         for panel, label in zip(panels[-1], AXES.values()):
             panel.set_xlabel(label)
         panels[0][0].legend(frameon=False, fontsize=7, loc="best")
+        figure.supylabel("strict accuracy on test prompts", fontsize=9)
         figure.savefig(path)
 
 
@@ -272,5 +273,7 @@ def _panel(panel, bands: dict, title: str, axis: str, levels: list[float | None]
     for level, style, label in zip(levels, (":", "--"), ("base", "base with guidance")):
         if level is not None:
             panel.axhline(level, color=INK, linewidth=0.9, linestyle=style, label=label)
+    if not len(x):
+        panel.text(0.5, 0.2, "no test", transform=panel.transAxes, ha="center", color=GREY)
     panel.tick_params(colors=GREY, labelsize=7)
     panel.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))

@@ -113,6 +113,13 @@ def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
     assert cells(by_category, "two") == ["-", "-"]
 
 
+def test_a_test_lies_behind_the_epochs_before_it(tmp_path):
+    made_up(tmp_path)
+    study = learn_record.compact(tmp_path, [("grpo", "one")], (1,))
+    points = learn_record.seed_of(study["runs"][0]["seeds"]["1"]).points
+    assert points == [(0, 0.4, 0, 0, 0), (2, 0.6, 20, 80, 6), (4, 0.5, 40, 160, 12)]
+
+
 def test_baselines_that_were_not_measured_are_rows_that_say_so(tmp_path):
     text = learn_record.table(learn_record.compact(tmp_path, [("grpo", "one")], (1,)))
     assert [cells(text, title)[0] for title in ("base", "guided base", "base, pass@k")] == ["missing"] * 3
