@@ -62,7 +62,7 @@ def velocities(run, rows, x_t):
 
 
 def update(run, rows, *where):
-    """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, each with its own noise."""
+    """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, noised afresh."""
     train, sigma = run.config.train, rows.timesteps / 1000
     seed = run.config.seed
     streams = [rng.generator(seed, "forward noise", *where, noise_of(run, i), k) for i, k in rows.where.tolist()]

@@ -70,6 +70,13 @@ def prepare(name, folder, **overrides):
     return folder
 
 
+def exported(folder):
+    """The file of weights in the folder of a run, or in its best/: a LoRA's, or the whole transformer's."""
+    names = "pytorch_lora_weights.safetensors", "transformer/diffusion_pytorch_model.safetensors"
+    (path,) = [folder / name for name in names if (folder / name).is_file()]
+    return path
+
+
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]

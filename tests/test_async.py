@@ -10,7 +10,7 @@ import pytest
 import torch
 from hostile import http_server
 from safetensors.torch import load_file
-from small import ENV, ROOT, lines_of, train
+from small import ENV, ROOT, exported, lines_of, train
 from test_scoring import served
 
 from flow_grpo import sampling
@@ -25,7 +25,7 @@ WINDOW, BRANCHES, NFT, DPO = (
 
 
 def weights_of(folder):
-    return load_file(folder / "pytorch_lora_weights.safetensors")
+    return load_file(exported(folder))
 
 
 def assert_same_run(folder, other):

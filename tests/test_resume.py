@@ -126,7 +126,7 @@ def test_a_new_run_leaves_an_older_one_alone(tmp_path):
 def test_resuming_with_another_config_names_the_settings(tmp_path):
     folder = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
     checkpoint = folder / "checkpoints" / "epoch_000001"
-    with pytest.raises(ValueError, match=r"train\.learning_rate: 0\.001 -> 0\.5"):
+    with pytest.raises(ValueError, match=r"train\.learning_rate: 0\.0002 -> 0\.5"):
         train(NAME, tmp_path, resume_from=str(checkpoint), train__learning_rate=0.5)
     resumed = train(NAME, tmp_path, resume_from=str(checkpoint), num_epochs=2, eval_freq=0)
     assert resumed == folder

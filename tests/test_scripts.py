@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from small import ENV, ROOT, config_of, file_of, lines_of, train
+from small import ENV, ROOT, config_of, exported, file_of, lines_of, train
 
 from flow_grpo import prompts, rng
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -36,9 +36,12 @@ def test_the_users_command_leaves_everything_in_the_runs_folder(name, launcher, 
         [*command, f"--config.output_dir={tmp_path}"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300
     )
     folder = tmp_path / f"{name.replace(',', '_')}_smoke"
-    for file in ("metrics.jsonl", "config.json", "reward.png", "samples.png", "pytorch_lora_weights.safetensors"):
+    for file in ("metrics.jsonl", "config.json", "reward.png", "samples.png"):
         assert (folder / file).stat().st_size > 0, done.stderr[-2000:]
-    assert (folder / "checkpoints" / "epoch_000002" / "pytorch_lora_weights.safetensors").is_file()
+    for place in (folder, folder / "best"):
+        assert exported(place).stat().st_size > 0
+    stored_lora = folder / "checkpoints" / "epoch_000002" / "pytorch_lora_weights.safetensors"
+    assert stored_lora.is_file() == (name != NFT)  # trains the full weights
     assert json.loads((folder / "config.json").read_text())["name"] == folder.name
     assert list(folder.glob("wandb/offline-run-*"))
     assert [row["epoch"] for row in lines_of(folder, "eval")] == [0, 1, 2]

@@ -123,13 +123,12 @@ def test_smaller_pictures_are_still_read():
     assert score(interpolate(draw(asked)[1], (48, 48), mode="area"), None, asked)["accuracy"].mean() >= 0.9
 
 
-def test_a_picture_is_looked_at_once(pictures, monkeypatch):
-    """One detection serves the dense and the strict score, and no picture's detection sees another picture."""
+def test_all_pictures_are_looked_at_once_for_both_scores(pictures, monkeypatch):
     asked, images = pictures
     seen, plain = [], reward.detect
-    monkeypatch.setattr(reward, "detect", lambda image: (seen.append(tuple(image.shape)), plain(image))[1])
-    score(images[:50], None, asked[:50])
-    assert seen == [tuple(images.shape[1:])] * 50
+    monkeypatch.setattr(reward, "detect", lambda images: (seen.append(tuple(images.shape)), plain(images))[1])
+    assert set(score(images[:50], None, asked[:50])) == {"score", "accuracy"}
+    assert seen == [(50, *images.shape[1:])]
 
 
 # What a policy may find: each picture is made by hand, at 4 samples a pixel and side.
