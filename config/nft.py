@@ -13,7 +13,7 @@ base, select = GRPO["base"], GRPO["select"]
 def shapes_qwenimage_nft():
     """DiffusionNFT of all weights of the shipped tiny model, held to its guided base: `make demo`."""
     config = forward(base())
-    config.num_epochs, config.eval_freq, config.save_freq = 36, 9, 9
+    config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.lora.rank = 0
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
     config.sample.batch_size = 36
