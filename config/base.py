@@ -155,7 +155,10 @@ def sample():
 def train():
     """The update."""
     train = ml_collections.ConfigDict()
-    train.learning_rate = 3e-4
+    train.learning_rate = 3e-4  # the highest of the run
+    train.learning_rate_schedule = "constant"  # "constant" | "linear" | "cosine": falls to 0 at the end of num_epochs
+    train.warmup_updates = 0  # before them the rate rises from 0 in equal parts
+    train.target_update_size = 0.0  # ratio_std of an epoch's last update in clip ranges; above, the rate falls; 0 = off
     train.adam_beta1 = 0.9
     train.adam_beta2 = 0.999
     train.adam_eps = 1e-8

@@ -101,7 +101,9 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "health/limits_exceeded": Metric("", "limits of config.health that the epoch exceeded", "0"),
     "health/action_taken": Metric("", "whether health.action was taken after the epoch", "0"),
     "health/rolled_back_to": Metric("", "epochs of the policy that health.action roll_back went back to", "absent"),
-    "health/learning_rate_factor": Metric("", "what health.action has left of train.learning_rate", "1"),
+    "health/learning_rate_factor": Metric(
+        "", "what health.action and target_update_size have left of train.learning_rate", "1"
+    ),
     "time/rollout_s": Metric("s", "sampling the epoch's images", "steady"),
     "time/reward_s": Metric("s", "waiting for rewards that the rollout did not hide", "near 0"),
     "time/reward_hidden_s": Metric("s", "scoring that the rollout hid", "the rewards' time"),

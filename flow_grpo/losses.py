@@ -100,6 +100,23 @@ def _normalised_distance(found: Tensor, x_0: Tensor) -> Tensor:
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
 
 
+def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:
+    """Share of the configured learning rate that update `step` (from 0) of `num_updates` takes, above 0.
+
+    Args:
+        schedule: "constant" = 1; "linear" and "cosine" fall from 1 before the first update to 0 after the last.
+        warmup_updates: before so many, the share also grows by equal parts.
+
+    Raises:
+        ValueError: unknown schedule.
+    """
+    progress = min(step / num_updates, 1.0)
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    if schedule not in shares:
+        raise ValueError(f"train.learning_rate_schedule is {schedule!r}; there are: {', '.join(shares)}")
+    return shares[schedule] * min((step + 1) / (warmup_updates + 1), 1.0)
+
+
 def old_policy_decay(step: int, schedule: int) -> float:
     """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4).
 

@@ -124,6 +124,8 @@ def optimizer_step(run) -> None:
     if offloads:
         offload.reload_optimizer_state(run.optimizer)
     if _may_step(run, grad_norm):
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(run)
         run.optimizer.step()
     if offloads:
         offload.offload_optimizer_state(run.optimizer)
@@ -136,6 +138,14 @@ def optimizer_step(run) -> None:
     run.losses.clear()
     figures = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
     run.board.log("update", run.meter.pop(_over_ranks) | figures, epoch=run.epoch, step=run.step)
+
+
+def learning_rate(run) -> float:
+    """Of the next update: the configured one, what its schedule leaves, and what health and target_update_size do."""
+    config, train = run.config, run.config.train
+    num_updates = config.num_epochs * train.inner_epochs * train.updates_per_epoch
+    share = losses.learning_rate_share(run.step, num_updates, train.learning_rate_schedule, train.warmup_updates)
+    return train.learning_rate * share * run.learning_rate_factor
 
 
 def _may_step(run, grad_norm: Tensor) -> bool:

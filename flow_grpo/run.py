@@ -89,6 +89,7 @@ class Run:
     epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
+    learning_rate_factor: float = 1.0  # what health.action and train.target_update_size have left of the learning rate
     num_roll_backs: int = 0  # so far, by config.health.action "roll_back"
     stopped: bool = False  # by config.health.action
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds

@@ -23,9 +23,11 @@ CHOICES = {
     "preferences.dtype": ("float32", "bfloat16"),
     "health.action": ("log", "lower_learning_rate", "stop", "roll_back"),
     "train.step_weight": ("none", "sqrt3", "mean_one"),
+    "train.learning_rate_schedule": ("constant", "linear", "cosine"),
 }
 RATIO = tuple(  # of train_*.py and train_*_pr.py alone
-    f"train.{key}" for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight")
+    f"train.{key}"
+    for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight", "target_update_size")
 )
 NFT = ("train.nft_beta", "train.old_decay_schedule", "train.shared_noise")  # of train_*_nft.py alone
 DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
@@ -48,7 +50,8 @@ AT_LEAST = {  # smallest value of a number
     "reward.retry_s": 0, "train.reference_interval": 0, "preferences.min_margin": 0,
     "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
     "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
-    "train.weight_decay": 0, "train.reference_guidance_scale": 0,
+    "train.weight_decay": 0, "train.warmup_updates": 0, "train.target_update_size": 0,
+    "train.reference_guidance_scale": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
     "health.max_roll_backs": 0, "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0,
     "health.loss_rise": 0,

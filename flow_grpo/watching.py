@@ -1,14 +1,17 @@
 """What a run does about its health: it watches every epoch, and acts on alarms as config.health.action says."""
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
-from flow_grpo import fsdp_utils, health, saving
+from flow_grpo import fsdp_utils, health, optimization, saving
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
+
+STEERING_LIMIT = 1.5  # by which train.target_update_size changes the learning rate after an epoch, at most
 
 
 def watch(run: "Run", epoch: int) -> None:
@@ -23,10 +26,12 @@ def watch(run: "Run", epoch: int) -> None:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
         run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
     run.alarms = verdict.alarms
-    factor = run.optimizer.param_groups[0]["lr"] / max(run.config.train.learning_rate, 1e-30)
+    if run.config.train.target_update_size:
+        run.learning_rate_factor *= fsdp_utils.broadcast_object(_steering(run) if fsdp_utils.is_main() else None)
+        run.learning_rate_factor = min(run.learning_rate_factor, 1.0)
     run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
-    run.epoch_figures["health/learning_rate_factor"] = factor
+    run.epoch_figures["health/learning_rate_factor"] = run.learning_rate_factor
 
 
 def resume(run: "Run") -> None:
@@ -36,8 +41,7 @@ def resume(run: "Run") -> None:
     epochs = [line for line in lines if line["kind"] == "epoch"]
     factor = epochs[-1]["health/learning_rate_factor"] if epochs else 1.0
     num_roll_backs = sum("health/rolled_back_to" in line for line in epochs)
-    factor, run.num_roll_backs = fsdp_utils.broadcast_object((factor, num_roll_backs))
-    _scale_learning_rate(run, factor)
+    run.learning_rate_factor, run.num_roll_backs = fsdp_utils.broadcast_object((factor, num_roll_backs))
 
 
 def _judge(run: "Run", epoch: int) -> health.Verdict:
@@ -49,13 +53,24 @@ def _judge(run: "Run", epoch: int) -> health.Verdict:
     return verdict
 
 
+def _steering(run: "Run") -> float:
+    """The factor that brings the size of the next epoch's updates nearer to train.target_update_size.
+
+    The spread of the ratios grows with the learning rate, in proportion while updates are small; the square root and
+    the bounds keep one epoch's luck from deciding.
+    """
+    size = run.history[-1].update_size
+    factor = math.sqrt(run.config.train.target_update_size / size) if size else 1.0
+    return min(max(factor, 1 / STEERING_LIMIT), STEERING_LIMIT)
+
+
 def _only_say(run: "Run") -> str:
     return "nothing, training goes on"
 
 
 def _lower_learning_rate(run: "Run") -> str:
-    _scale_learning_rate(run, 0.5)
-    return f"it halves the learning rate, to {run.optimizer.param_groups[0]['lr']:.3g}"
+    run.learning_rate_factor /= 2
+    return f"it halves the learning rate, to {optimization.learning_rate(run):.3g}"
 
 
 def _stop(run: "Run") -> str:
@@ -82,8 +97,3 @@ ACTIONS: dict[str, Callable[["Run"], str]] = {  # by config.health.action; each 
     "stop": _stop,
     "roll_back": _roll_back,
 }
-
-
-def _scale_learning_rate(run: "Run", factor: float) -> None:
-    for group in run.optimizer.param_groups:
-        group["lr"] *= factor

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 
 import pytest
 import recorded_runs
@@ -288,6 +289,28 @@ def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_pat
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))
     parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
     assert lines_of(parts) == lines_of(whole)
+
+
+def test_updates_above_the_target_size_lower_the_rate_and_smaller_ones_raise_it_again_up_to_the_configured_one(
+    tmp_path,
+):
+    sizes = dict(num_epochs=6, eval_freq=0, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9)
+    for target, expected in ((1e-6, [1.5**-n for n in range(1, 7)]), (1e6, [1.0] * 6)):
+        lines = lines_of(train(NAME, tmp_path / f"{target}", train__target_update_size=target, **sizes), "epoch")
+        assert [line["health/learning_rate_factor"] for line in lines] == pytest.approx(expected)
+    target = dict(train__target_update_size=0.5, train__learning_rate_schedule="linear", train__warmup_updates=3)
+    whole = train(NAME, tmp_path / "whole", **sizes | target)
+    size = [line["ratio_std"] / 1e-4 for line in lines_of(whole, "update")][1::2]
+    factors = [1.0, *(line["health/learning_rate_factor"] for line in lines_of(whole, "epoch"))]
+    for before, after, value in zip(factors[:-1], factors[1:], size, strict=True):
+        change = min(max(math.sqrt(0.5 / value), 1 / 1.5), 1.5)
+        assert after == pytest.approx(min(before * change, 1.0))
+    rates = [line["learning_rate"] for line in lines_of(whole, "update")]
+    shares = [min((n + 1) / 4, 1) * (1 - n / 12) for n in range(12)]
+    assert rates == pytest.approx([1e-3 * share * factors[n // 2] for n, share in enumerate(shares)])
+    copied = shutil.copytree(whole, tmp_path / "parts" / whole.name)
+    train(NAME, tmp_path / "parts", resume_from=str(copied / "checkpoints" / "epoch_000003"), **sizes | target)
+    assert lines_of(copied) == lines_of(whole)
 
 
 def stored(folder):

@@ -14,6 +14,7 @@ from flow_grpo.losses import (
     dpo_loss,
     gaussian_kl,
     guard_surrogate,
+    learning_rate_share,
     nft_loss,
     nft_reward_prob,
     old_policy_decay,
@@ -140,6 +141,19 @@ def test_golden_decay_of_the_old_policy(schedule):
     assert old_policy_decay(500, 0) == 0
     with pytest.raises(ValueError, match="is 3; there are 0, 1, 2"):
         old_policy_decay(0, 3)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_nothing():
+    shares = [learning_rate_share(step, 8, "linear", warmup_updates=2) for step in range(9)]
+    assert shares == pytest.approx([1 / 3, 7 / 8 * 2 / 3, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
+    assert [learning_rate_share(step, 8, "cosine", 0) for step in (0, 2, 4, 8)] == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0]
+    )
+    assert {learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
+    for schedule in CHOICES["train.learning_rate_schedule"]:
+        assert learning_rate_share(0, 8, schedule, 0) == 1
+    with pytest.raises(ValueError, match="'step'; there are: constant, linear, cosine"):
+        learning_rate_share(0, 8, "step", 0)
 
 
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])
