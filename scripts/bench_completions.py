@@ -19,8 +19,7 @@ from absl import app
 from ml_collections import config_flags
 from torch import Tensor
 
-from flow_grpo import run as runs
-from flow_grpo import settings
+from flow_grpo import settings, startup
 
 EXACT = dict(flash_ratio=0.0, merge_adapter=False, merged_precision="")
 MERGED = EXACT | dict(merge_adapter=True)
@@ -59,7 +58,7 @@ def main(config) -> None:
     config.eval_freq = config.save_freq = 0
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = runs.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
+        run = startup.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
         own = config.precision
         rewards_of(run, own, EXACT)  # warms up
         exact, exact_s = rewards_of(run, own, EXACT)
