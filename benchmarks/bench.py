@@ -32,8 +32,7 @@ from types import SimpleNamespace
 import torch
 import yaml
 
-from flow_grpo import preferences, prompts
-from flow_grpo import run as runs
+from flow_grpo import loop, preferences, prompts
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -195,7 +194,7 @@ def main(args):
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
     config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
-    runs.save = runs.export = lambda *_: None  # full weights with their moments are hundreds of GB
+    loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_figures(script, config, model) | theirs

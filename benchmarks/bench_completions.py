@@ -19,8 +19,7 @@ from absl import app
 from ml_collections import config_flags
 from torch import Tensor
 
-from flow_grpo import run as runs
-from flow_grpo import settings
+from flow_grpo import settings, startup
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
@@ -63,7 +62,7 @@ def main(config) -> None:
     config.eval_freq = config.save_freq = 0
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = runs.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
+        run = startup.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
         own = config.precision
         rewards_of(run, own, EXACT)  # warms up
         exact, exact_s = rewards_of(run, own, EXACT)

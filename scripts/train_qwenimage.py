@@ -11,8 +11,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import run as runs
-from flow_grpo import sampling, windows
+from flow_grpo import loop, sampling, startup, windows
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
@@ -42,8 +41,8 @@ def update(run, rows):
 
 
 def main(config, model=qwenimage):
-    run = runs.start(config, model, check_window, IGNORED)
-    for epoch in runs.epochs(run):
+    run = startup.start(config, model, check_window, IGNORED)
+    for epoch in loop.epochs(run):
         sampled, scores = zip(*rollout(run, epoch))
         rewards, group_of = sampling.gather_rewards(run, epoch, scores)
         sampled = concat(sampled)
@@ -56,7 +55,7 @@ def main(config, model=qwenimage):
                     for rows in rows_of_update:
                         update(run, rows)
                     optimizer_step(run)
-    runs.finish(run)
+    loop.finish(run)
 
 
 if __name__ == "__main__":

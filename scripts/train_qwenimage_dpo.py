@@ -12,8 +12,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
-from flow_grpo import run as runs
+from flow_grpo import fsdp_utils, loop, losses, preferences, rng, sampling, startup
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
@@ -112,8 +111,8 @@ def validate(run, epoch):
 
 
 def main(config, model=qwenimage):
-    run = runs.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
-    for epoch in runs.epochs(run, validate):
+    run = startup.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+    for epoch in loop.epochs(run, validate):
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
         share = fsdp_utils.gather(pairs.kept).mean()
         pairs.kept /= share.clamp(min=1e-6)
@@ -125,7 +124,7 @@ def main(config, model=qwenimage):
                     for rows in part:
                         update(run, rows, epoch, inner)
                     optimizer_step(run)
-    runs.finish(run)
+    loop.finish(run)
 
 
 if __name__ == "__main__":

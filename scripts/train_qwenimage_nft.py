@@ -11,8 +11,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import losses, rng, sampling
-from flow_grpo import run as runs
+from flow_grpo import loop, losses, rng, sampling, startup
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
 from flow_grpo.optimization import accumulate, optimizer_step
@@ -80,8 +79,8 @@ def update(run, rows, *where):
 
 
 def main(config, model=qwenimage):
-    run = runs.start(config, model, check_forward, IGNORED, old=True)
-    for epoch in runs.epochs(run):
+    run = startup.start(config, model, check_forward, IGNORED, old=True)
+    for epoch in loop.epochs(run):
         finished, scores = zip(*rollout(run, epoch))
         rewards, group_of = sampling.gather_rewards(run, epoch, scores)
         finished = concat(finished)
@@ -93,7 +92,7 @@ def main(config, model=qwenimage):
                         update(run, rows, epoch, inner)
                     optimizer_step(run)
         run.old.move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
-    runs.finish(run)
+    loop.finish(run)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import run as runs
-from flow_grpo import sampling
+from flow_grpo import loop, sampling, startup
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
@@ -47,8 +46,8 @@ def groups_of(run, images):
 
 
 def main(config, model=qwenimage):
-    run = runs.start(config, model, check_branches, IGNORED)
-    for epoch in runs.epochs(run):
+    run = startup.start(config, model, check_branches, IGNORED)
+    for epoch in loop.epochs(run):
         trunks, scores = zip(*rollout(run, epoch))
         rewards, step_of_trunk = sampling.gather_rewards(run, epoch, scores)
         trunks = concat(trunks)
@@ -61,7 +60,7 @@ def main(config, model=qwenimage):
                     for rows in update_rows:
                         update(run, rows)
                     optimizer_step(run)
-    runs.finish(run)
+    loop.finish(run)
 
 
 if __name__ == "__main__":

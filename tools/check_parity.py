@@ -24,8 +24,7 @@ from ml_collections import config_flags
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, windows
-from flow_grpo import run as runs
+from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, startup, windows
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.optimization import policy_step
 from flow_grpo.rollout import Rollout, concat
@@ -268,7 +267,7 @@ def check(config, model, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
     config.sample.num_branches, config.train.updates_per_epoch = 2 if branches else 1, 1
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = runs.start(config, model, settings.check_branches if branches else settings.check_window, ())
+        run = startup.start(config, model, settings.check_branches if branches else settings.check_window, ())
         config.train.objective = "guard"  # so that a rollout keeps its means
         seen, compared, before = listen(run), {}, None
         for number, when in enumerate(("", ", after a change of the weights")):
