@@ -12,7 +12,6 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import loop, sampling, startup, windows
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_window
@@ -25,7 +24,7 @@ def rollout(run, epoch):
 
     def walk(batch):
         window = windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
-        return dict(noisy=window, **sampling.group_noise(run, batch, epoch))
+        return sampling.windowed(run, batch, epoch, window)
 
     for batch, images in sampling.sampled(run, epoch, walk):
         groups = torch.tensor(batch.groups)
@@ -40,8 +39,8 @@ def update(run, rows):
     accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
 
 
-def main(config, model=qwenimage):
-    run = startup.start(config, model, check_window, IGNORED)
+def main(config):
+    run = startup.start(config, check_window, IGNORED)
     for epoch in loop.epochs(run):
         sampled, scores = zip(*rollout(run, epoch))
         rewards, group_of = sampling.gather_rewards(run, epoch, scores)

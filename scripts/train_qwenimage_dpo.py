@@ -14,7 +14,6 @@ from ml_collections import config_flags
 
 from flow_grpo import fsdp_utils, loop, losses, preferences, rng, sampling, startup
 from flow_grpo.batching import plan_pairs
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.optimization import accumulate, optimizer_step
@@ -43,7 +42,7 @@ def read(run, epoch):
 def rollout(run, epoch):
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
     drawn, scores = {}, []
-    for batch, sampled in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
+    for batch, sampled in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
         scores.append(sampling.score_images(run, sampled, batch, torch.tensor(batch.groups)))
         drawn |= dict(zip(batch.images, zip(sampled.latents, batch.prompts)))
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
@@ -110,8 +109,8 @@ def validate(run, epoch):
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
-def main(config, model=qwenimage):
-    run = startup.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+def main(config):
+    run = startup.start(config, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
     for epoch in loop.epochs(run, validate):
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
         share = fsdp_utils.gather(pairs.kept).mean()

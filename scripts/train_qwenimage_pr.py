@@ -12,7 +12,6 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import loop, sampling, startup
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.settings import DPO, NFT, check_branches
@@ -24,7 +23,7 @@ IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW)
 def rollout(run, epoch):
     """Sample trunks and their branches; yields, as they are finished, the steps to train and the branches' scores."""
     noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
-    branching = dict(noisy=noisy, num_branches=run.plan.num_branches)
+    branching = sampling.Walk(noisy, run.plan.num_branches)
     for batch, branched in sampling.sampled(run, epoch, lambda _: branching):
         groups = groups_of(run, batch.images)
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
@@ -45,8 +44,8 @@ def groups_of(run, images):
     return groups[:, :, None].expand(-1, -1, run.plan.num_branches)
 
 
-def main(config, model=qwenimage):
-    run = startup.start(config, model, check_branches, IGNORED)
+def main(config):
+    run = startup.start(config, check_branches, IGNORED)
     for epoch in loop.epochs(run):
         trunks, scores = zip(*rollout(run, epoch))
         rewards, step_of_trunk = sampling.gather_rewards(run, epoch, scores)

@@ -107,6 +107,10 @@ class FlowModel(ABC):
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Of one row of a Condition with `width` tokens, by field."""
 
+    def row_shapes(self, size: Size, width: int) -> dict[str, tuple[int, ...]]:
+        """Of one image and its prompt, as encode_images and encode make them. Needs no weight."""
+        return dict(latents=self.latent_shape(size)) | self.text_shapes(width)
+
     def noise(self, size: Size, generators: list[torch.Generator]) -> Tensor:
         """Standard normal latents [B, ...] float32, row b from generators[b]."""
         return rng.normal(self.latent_shape(size), generators, self.device)
