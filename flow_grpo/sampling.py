@@ -80,12 +80,12 @@ def _together(run) -> tuple[Callable, Callable]:
     return velocity, wait
 
 
-def _fast(run) -> Callable:
-    """() -> context of the forwards whose velocity enters no log-prob."""
+def _modes(run) -> tuple[Callable, Callable]:
+    """() -> context of the forwards whose velocity enters a log-prob, and of the others."""
     settings = run.config.sample
     if not settings.merge_adapter or not run.config.lora.rank:
-        return nullcontext
-    return policies.merged(run.model.transformer, settings.merged_precision)
+        return run.exact, nullcontext
+    return run.exact, policies.merged(run.model.transformer, settings.merged_precision)
 
 
 def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
@@ -94,7 +94,7 @@ def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
 
 def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """A batch's rows walk together, step by step."""
-    fast = _fast(run)
+    exact, fast = _modes(run)
     for batch in batches(run, epoch):
         drawn = walk_of(batch)
         yield (
@@ -112,7 +112,7 @@ def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Itera
                 groups=drawn.groups,
                 completion_batch_size=run.config.sample.completion_batch_size if drawn.num_branches else None,
                 vae_batch_size=run.config.vae_batch_size,
-                exact=run.exact,
+                exact=exact,
                 fast=fast,
             ),
         )
@@ -121,7 +121,7 @@ def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Itera
 def _in_slots(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Every row is a request; those of a batch follow those of the one before without a gap."""
     requests = (request for batch in batches(run, epoch) for request in _requests(run, epoch, batch, walk_of(batch)))
-    finished = walk(velocity, requests, run.slots, run.exact, _fast(run))
+    finished = walk(velocity, requests, run.slots, *_modes(run))
     for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
         yield prompts.pick(request.name for request in some), images
 
