@@ -55,7 +55,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "policies": {"float8", "fsdp_utils", "offload", "rng"},
     "embeddings": {PATCH + "sample_with_logprob"},
     "preferences": {"prompts", PATCH + "sample_with_logprob"},
-    "rollout": {"losses", "rng"},
+    "rollout": {"batching", "losses", "rng"},
     "dashboards": {"pictures"},
     "checkpoints": {"fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "fsdp_utils"},
