@@ -36,7 +36,7 @@ learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours
 	$(VENV) benchmarks/learn.py train --parallel 2 --seconds 600 $(ARGS)
 
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
-	$(VENV) scripts/bench.py $(ARGS)
+	$(VENV) benchmarks/bench.py $(ARGS)
 
 .venv/ready: requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'

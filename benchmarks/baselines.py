@@ -1,6 +1,6 @@
 """What the base model does without training, as lines of a metrics.jsonl, through the functions of evaluate.py.
 
-    PYTHONPATH=.:scripts python benchmarks/baselines.py --out runs/learn/base --noises 4 --pass-at 64
+    python benchmarks/baselines.py --out runs/learn/base --noises 4 --pass-at 64
 
 On the test prompts: without guidance; with the guidance scale that is best on the validation prompts; and pass@k
 without guidance. Files appear whole: a kill leaves none.
@@ -8,13 +8,17 @@ without guidance. Files appear whole: a kill leaves none.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-import evaluate
 import torch
 
 from flow_grpo import candidates, estimates, fsdp_utils
 from flow_grpo.scoring.pool import Pool
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+import evaluate
 
 MODEL, FIGURE = "flow_grpo/assets/tiny_qwenimage", "shapes_accuracy"
 SCALES = (1.5, 2.0, 3.0, 4.0, 5.0, 6.0)

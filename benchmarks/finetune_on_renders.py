@@ -1,6 +1,6 @@
 """Supervised fine-tuning of the tiny Qwen-Image on renders of its training prompts: what a study of RL compares with.
 
-    PYTHONPATH=.:scripts python benchmarks/finetune_on_renders.py --config config/grpo.py:shapes_qwenimage \
+    python benchmarks/finetune_on_renders.py --config config/grpo.py:shapes_qwenimage \
         --config.lora.rank=0 --config.sample.batch_size=64
 
 Flow matching (arXiv:2210.02747) with the loss and the renderer that trained the base (build_tiny_qwenimage.py), on new
@@ -9,11 +9,12 @@ guidance is not trained. An update has sample.batch_size renders, an epoch train
 """
 
 import itertools
+import sys
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from absl import app
-from build_tiny_qwenimage import clean_latents, flow_matching_loss, rendered
 from ml_collections import config_flags
 
 from flow_grpo import fsdp_utils, rng
@@ -25,6 +26,10 @@ from flow_grpo.optimization import optimizer_step
 from flow_grpo.saving import save
 from flow_grpo.settings import DPO, NFT, RATIO
 from flow_grpo.startup import start
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from build_tiny_qwenimage import clean_latents, flow_matching_loss, rendered
 
 IGNORED = (
     *(*NFT, *DPO, *RATIO, "embeddings_cache"),

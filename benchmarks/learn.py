@@ -118,8 +118,7 @@ def base_command(args) -> list[str]:
 
 def execute(command: list[str], log: Path, num_threads: int) -> int:
     """Run a command, its words appended to a file; its exit status."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks")])
-    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": paths}
+    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": str(ROOT)}
     with log.open("a") as file:
         return subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 

@@ -177,7 +177,7 @@ def run_script(*command, **environment):
 
 
 def test_an_epoch_of_two_ranks_is_measured_once():
-    command = ["scripts/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
+    command = ["benchmarks/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     (found,) = run_script(*torchrun, *command)
     assert (found["gpus"], found["images"]) == (2, 32)
@@ -206,7 +206,7 @@ def test_the_second_start_that_is_measured_finds_what_the_first_one_cached(monke
 
 def test_blocks_are_measured():
     """Not compiled here, which takes a minute."""
-    found = run_script(sys.executable, "scripts/bench_blocks.py", "--tiny", TORCHDYNAMO_DISABLE="1")
+    found = run_script(sys.executable, "benchmarks/bench_blocks.py", "--tiny", TORCHDYNAMO_DISABLE="1")
     assert [line["what"] for line in found] == [*["forward"] * 2, "step", *["decode"] * 4]
     assert all(line["ms"] > 0 for line in found)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "dataset" / "ocr"
 TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
 SAMPLE = TEST[::13]
-SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make_ocr_dataset.py"))
+SCRIPT = runpy.run_path(str(ROOT / "tools" / "make_ocr_dataset.py"))
 
 
 def picture(lines, side=256, ink="black", paper="white"):

@@ -7,7 +7,7 @@ from small import ROOT, train
 from flow_grpo.dashboards import metrics_table
 
 README = (ROOT / "README.md").read_text()
-FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "docs")
+FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "tools", "docs")
 
 
 def test_the_table_of_metrics_is_the_programs():

@@ -375,7 +375,7 @@ def test_validation_is_held_out_and_shares_no_prompt_with_train_or_test():
 
 
 def test_dataset_is_what_the_script_writes(tmp_path):
-    runpy.run_path(str(ROOT / "scripts/make_shapes_dataset.py"))["main"](tmp_path)
+    runpy.run_path(str(ROOT / "tools/make_shapes_dataset.py"))["main"](tmp_path)
     for name in ("train_metadata.jsonl", "validation_metadata.jsonl", "test_metadata.jsonl"):
         assert (tmp_path / name).read_bytes() == (ROOT / "dataset/shapes" / name).read_bytes()
 

@@ -9,7 +9,7 @@ from tiny import tiny_qwenimage
 
 import flow_grpo
 from flow_grpo import shapes
-from scripts import build_tiny_qwenimage as build
+from tools import build_tiny_qwenimage as build
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shipped():
     if not (SHIPPED / "model_index.json").exists():
-        pytest.skip(f"no {SHIPPED}: scripts/build_tiny_qwenimage.py makes it, on a GPU")
+        pytest.skip(f"no {SHIPPED}: tools/build_tiny_qwenimage.py makes it, on a GPU")
     return load(SHIPPED)
 
 

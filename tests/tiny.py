@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flow_grpo import shapes
-from scripts.build_tiny_qwenimage import build_pipeline, save
+from tools.build_tiny_qwenimage import build_pipeline, save
 
 
 def tiny_qwenimage(folder: Path, seed: int = 0) -> Path:

@@ -1,8 +1,8 @@
 """The alarms of flow_grpo/health.py on recorded runs whose end is known.
 
-    python scripts/recorded_runs.py build FOLDER FILE  # FOLDER/NAME.jsonl, the metrics.jsonl of each run
-    python scripts/recorded_runs.py table [FILE]  # what the alarms say, as benchmarks/health_*.md has it
-    python scripts/recorded_runs.py leave_one_out  # limits chosen without each run in turn
+    python tools/recorded_runs.py build FOLDER FILE  # FOLDER/NAME.jsonl, the metrics.jsonl of each run
+    python tools/recorded_runs.py table [FILE]  # what the alarms say, as benchmarks/health_*.md has it
+    python tools/recorded_runs.py leave_one_out  # limits chosen without each run in turn
 
 Kept are the figures that the alarms read, and the accuracies by which a run is judged.
 """

@@ -1,9 +1,9 @@
 """Seconds per phase, arithmetic rates and peak memory of one epoch of a training script, as one JSON line.
 
-    python scripts/bench.py --script train_qwenimage_pr --size tiny
-    python scripts/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
-    python scripts/bench.py --script train_qwenimage_pr --size full --published --set compile=True
-    torchrun --nproc_per_node=4 scripts/bench.py --size full --set sample.num_prompts_per_epoch=4
+    python benchmarks/bench.py --script train_qwenimage_pr --size tiny
+    python benchmarks/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
+    python benchmarks/bench.py --script train_qwenimage_pr --size full --published --set compile=True
+    torchrun --nproc_per_node=4 benchmarks/bench.py --size full --set sample.num_prompts_per_epoch=4
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
 counted, and nothing is saved. All images are of the data set's longest prompt, so that no rank compiles another width
@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import build_random_pipeline as random_pipeline
 import torch
 import yaml
 
@@ -39,6 +38,10 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.flops import matrix_rate, row_flops
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
+
+import build_random_pipeline as random_pipeline
 
 MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -174,7 +177,7 @@ def epoch_figures(script: str, config, model) -> dict:
 
 def published() -> dict[str, float]:
     """What bench_published.py measures, in a process of its own, which gives all memory back."""
-    done = subprocess.run([sys.executable, "scripts/bench_published.py"], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "benchmarks/bench_published.py"], check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,6 +1,6 @@
 """Cheap completions of branches against exact ones: seconds, and how alike the rewards rank; a JSON line for each.
 
-    python scripts/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
+    python benchmarks/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
 or merged weights (sample.merge_adapter), also of 8 bits (sample.merged_precision), to the image. For comparison, all of
@@ -12,14 +12,18 @@ that of all rewards together.
 import json
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
-import train_qwenimage_pr
 from absl import app
 from ml_collections import config_flags
 from torch import Tensor
 
 from flow_grpo import settings, startup
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+import train_qwenimage_pr
 
 EXACT = dict(flash_ratio=0.0, merge_adapter=False, merged_precision="")
 MERGED = EXACT | dict(merge_adapter=True)

@@ -1,6 +1,6 @@
 """Write the prompts of the `ocr` reward: scenes that show a quoted text, one JSON object with prompt and target a line.
 
-python scripts/make_ocr_dataset.py --out dataset/ocr
+python tools/make_ocr_dataset.py --out dataset/ocr
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Seconds that the published per-step loop (TempFlow-GRPO's for Qwen-Image) needs for a prompt, as one JSON line.
 
-    python scripts/bench_published.py          one GPU of 80 GiB or more, random weights, no download
+    python benchmarks/bench_published.py          one GPU of 80 GiB or more, random weights, no download
 
 Per prompt it makes 10 eager forwards of 2 rows (a trunk and its guidance), 45 of 12 rows (6 branches and theirs), 10
 float32 decodes of 6 images, and 9 forwards and backwards of 2 rows with activation checkpointing: 512 px, 48 text
-tokens, float32 adapters of rank 64 under autocast. Their times are added up. `scripts/bench.py --published`
+tokens, float32 adapters of rank 64 under autocast. Their times are added up. `benchmarks/bench.py --published`
 does it before it measures ours.
 """
 

@@ -1,7 +1,7 @@
 """How much of a slow reward's time a rollout hides, against scoring inline; one JSON line.
 
-    python scripts/bench_rewards.py --backend http
-    python scripts/bench_rewards.py --backend process --device cuda:1
+    python benchmarks/bench_rewards.py --backend http
+    python benchmarks/bench_rewards.py --backend process --device cuda:1
 
 It trains the shipped tiny model three times for two epochs of 128 images in 32 batches: with the reward `shapes` alone,
 to see how long a rollout takes; then with a reward that is as slow as that rollout, inline; then with the same reward

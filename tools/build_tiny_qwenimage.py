@@ -1,6 +1,6 @@
 """Make the tiny Qwen-Image: the real classes at toy size, trained on rendered shapes until half its pictures are right.
 
-    python scripts/build_tiny_qwenimage.py --out flow_grpo/assets/tiny_qwenimage --device cuda --sheet sheet.png
+    python tools/build_tiny_qwenimage.py --out flow_grpo/assets/tiny_qwenimage --device cuda --sheet sheet.png
 
 The text encoder stays as it was drawn; VAE and transformer (flow matching, arXiv:2210.02747) are trained for a given
 time each, on prompts of the training split. The base is imperfect on purpose: saved is the first evaluation at the

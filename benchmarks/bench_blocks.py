@@ -1,6 +1,6 @@
 """What Qwen-Image's blocks cost, compiled, and a decode; JSON lines. Of 60 blocks 6 are there, times and memory x 10.
 
-    python scripts/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
+    python benchmarks/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
 
 `forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits; milliseconds,
 and the kinds of kernels they went to. `step`: forward and backward of adapters at some rows, by what is kept for the
@@ -14,9 +14,9 @@ import sys
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
-from build_random_pipeline import large_random
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
@@ -25,6 +25,10 @@ from flow_grpo import compiled, flops, fsdp_utils, policies
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from build_random_pipeline import large_random
 
 BLOCKS, TEXT_TOKENS = 60, 48
 KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|fmha|attention_kernel"), ("other", ""))

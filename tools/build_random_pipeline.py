@@ -1,10 +1,10 @@
 """A pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
 
-    python scripts/build_random_pipeline.py sd3 runs/tiny_sd3
-    python scripts/build_random_pipeline.py flux runs/tiny_flux
-    python scripts/build_random_pipeline.py qwenimage runs/random_qwenimage --size published          57 GB, on a GPU
+    python tools/build_random_pipeline.py sd3 runs/tiny_sd3
+    python tools/build_random_pipeline.py flux runs/tiny_flux
+    python tools/build_random_pipeline.py qwenimage runs/random_qwenimage --size published          57 GB, on a GPU
 
-What it draws means nothing. `,smoke` runs and tests use the tiny size, scripts/bench.py the published one, in memory.
+What it draws means nothing. `,smoke` runs and tests use the tiny size; benchmarks/bench.py uses the published one.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Whether rollout and update agree on the log-probs of the same steps; if not, where they part first, and why.
 
-    python scripts/check_parity.py --config config/grpo.py:shapes_qwenimage_pr
-    python scripts/check_parity.py --config config/grpo.py:pickscore_sd3 --random_weights     one GPU, no download
+    python tools/check_parity.py --config config/grpo.py:shapes_qwenimage_pr
+    python tools/check_parity.py --config config/grpo.py:pickscore_sd3 --random_weights     one GPU, no download
 
 The first table compares real rollouts, by both engines, before and after a change of the weights, with the update's own
 forward over what they left behind. Where they differ it names the first thing that does, and the cause that explains it
@@ -15,12 +15,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import bench
 import torch
-import train_qwenimage
-import train_qwenimage_pr
 from absl import app, flags
 from ml_collections import config_flags
 from torch import Tensor
@@ -30,6 +28,12 @@ from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, s
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.optimization import policy_step
 from flow_grpo.rollout import Rollout, concat
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "scripts"))
+
+import bench
+import train_qwenimage
+import train_qwenimage_pr
 
 NUM_MINIBATCHES = 3  # of which a cause is measured
 BACKENDS = {

@@ -1,7 +1,7 @@
 """Seconds from a training script's start to its first optimizer step, with empty caches and once more, as a JSON line.
 
-    python scripts/bench_start.py scripts/train_qwenimage.py --config config/grpo.py:shapes_qwenimage,smoke
-    python scripts/bench_start.py scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage \\
+    python benchmarks/bench_start.py scripts/train_qwenimage.py --config config/grpo.py:shapes_qwenimage,smoke
+    python benchmarks/bench_start.py scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage \\
         --config.model=runs/random_qwenimage --config.sample.num_prompts_per_epoch=1
 
 The caches are those of compiled graphs and of embeddings. The rollout that comes before the step is part of it, so take

@@ -1,7 +1,7 @@
 """A mix of requests of 20, 30 and 50 steps, walked in slots and batch by batch; one JSON line per resolution.
 
-    python scripts/bench_slots.py --size tiny
-    python scripts/bench_slots.py --size full --model sd3          one GPU, random weights, no download
+    python benchmarks/bench_slots.py --size tiny
+    python benchmarks/bench_slots.py --size full --model sd3          one GPU, random weights, no download
 
 Requests come in random order. In batches, the next 8 are taken together and those of equal steps share their forwards;
 in slots, 8 rows share each forward, whatever step they are at. Forwards of batches have as many rows as there are, or

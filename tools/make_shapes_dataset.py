@@ -1,6 +1,6 @@
 """Write the prompts of the `shapes` task: GenEval metadata, one JSON object a line.
 
-python scripts/make_shapes_dataset.py --out dataset/shapes
+python tools/make_shapes_dataset.py --out dataset/shapes
 """
 
 import argparse
