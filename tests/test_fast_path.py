@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from flow_grpo import compiled, fsdp_utils, policies, rng, shapes
-from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import flow_model, loading
 from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import prepare_encode
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
