@@ -12,7 +12,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, loop, losses, preferences, rng, sampling, startup
+from flow_grpo import distributed, loop, losses, preferences, rng, sampling, startup
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
@@ -49,7 +49,7 @@ def rollout(run, epoch):
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
     numbers = sorted(drawn)
     latents, texts = zip(*(drawn[number] for number in numbers))
-    images = torch.stack(latents), run.embed(texts), numbers, fsdp_utils.mine(rewards["avg"])
+    images = torch.stack(latents), run.embed(texts), numbers, distributed.local_rows(rewards["avg"])
     return preferences.best_and_worst(*images, run.plan.group_size, run.config.preferences.min_margin)
 
 
@@ -105,7 +105,7 @@ def validate(run, epoch):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
                 values = figures(run, *errors(run, pairs, streams))
                 found += [{name: value.cpu() for name, value in values.items()}] if counts else []
-    found = fsdp_utils.gather_objects(found)
+    found = distributed.gather_objects(found)
     means = {f"validation/{name}": torch.cat([part[name] for part in found]).mean().item() for name in found[0]}
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
@@ -114,7 +114,7 @@ def main(config, model=qwenimage):
     run = startup.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
     for epoch in loop.epochs(run, validate):
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
-        share = fsdp_utils.gather(pairs.kept).mean()
+        share = distributed.gather(pairs.kept).mean()
         pairs.kept /= share.clamp(min=1e-6)
         with run.board.timed("update"):
             for inner in range(config.train.inner_epochs):
