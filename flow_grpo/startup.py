@@ -14,6 +14,7 @@ from flow_grpo import (
     best,
     checkpoints,
     compiled,
+    distributed,
     float8,
     fsdp_utils,
     policies,
@@ -69,11 +70,11 @@ def start(
     settings.check(config, ignored)
     check(config.sample)
     data = _check_files(config, model)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
+    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
     run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
     if checkpoint:
         _resume(run, checkpoint)
@@ -103,7 +104,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         pipeline=pipeline,
         pool=pool,
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
-        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
+        board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         embed_short=_shortener(config.sample.text_multiple, embed_one),
@@ -206,7 +207,7 @@ def _open_cache(
     ]
     splits = (choosing_prompts, test_prompts) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
-    return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
+    return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
 def _is_guided(config) -> bool:
@@ -224,9 +225,9 @@ def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) 
     if cache is None:
         return lru_cache(maxsize=1024)(encode)
     if missing:
-        cache.fill(fsdp_utils.deal(missing), encode)
+        cache.fill(distributed.shard_list(missing), encode)
         loading.drop_text_encoders(pipeline)
-    fsdp_utils.barrier()
+    distributed.barrier()
     return lru_cache(maxsize=1024)(cache.read)
 
 
