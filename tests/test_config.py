@@ -13,7 +13,7 @@ import train_qwenimage_nft
 import train_qwenimage_pr
 
 from flow_grpo import batching, health, policies, rewards, settings
-from flow_grpo.scoring import pool
+from flow_grpo.scoring.settings import RewardSettings
 
 ROOT = Path(__file__).parents[1]
 GRPO = runpy.run_path(str(ROOT / "config" / "grpo.py"))
@@ -155,7 +155,7 @@ READS = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge ta
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():
-    assert set(BASE.reward) == {*pool.OWN, "args", "max_pending"}
+    assert set(BASE.reward) == {*RewardSettings._fields, "args", "max_pending"}
 
 
 def test_every_key_is_read_somewhere():
