@@ -16,7 +16,6 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "advantages": set(),
     "settings": set(),
     "parity": set(),
-    "flops": set(),
     "shapes": set(),
     "pictures": set(),
     "float8": set(),
