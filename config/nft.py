@@ -61,13 +61,20 @@ def forward(config):
     return config
 
 
+def long(config):
+    """For more than 100 epochs: flow matching on the run's own images, its weight rising, and a faster rate."""
+    config.train.flow_matching_weight, config.train.flow_matching_warmup = 0.1, 100
+    config.train.learning_rate, config.train.beta = 5e-4, 0.25
+    return config
+
+
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
     return GRPO["smoke"](config)
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (smoke, GRPO["flash"], GRPO["stepwise"], GRPO["large_gpu"])
+VARIANTS = (smoke, long, GRPO["flash"], GRPO["stepwise"], GRPO["large_gpu"])
 
 
 def get_config(name="shapes_qwenimage_nft"):
