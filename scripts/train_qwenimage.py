@@ -8,16 +8,11 @@ the algorithm, `main` its loop. Without arguments it trains the shipped tiny mod
 """
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import loop, sampling, startup, windows
+from flow_grpo import checks, command_line, loop, sampling, startup, windows
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
-from flow_grpo.settings import DPO, NFT, check_window
-
-IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
 
 def rollout(run, epoch):
@@ -41,7 +36,7 @@ def update(run, rows):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_window, IGNORED)
+    run = startup.start(config, model, checks.GRPO)
     for epoch in loop.epochs(run):
         sampled, scores = zip(*rollout(run, epoch))
         rewards, group_of = sampling.gather_rewards(run, epoch, scores)
@@ -59,5 +54,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage")

@@ -9,24 +9,13 @@ trains the shipped tiny model online.
 """
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, loop, losses, preferences, rng, sampling, startup
+from flow_grpo import checks, command_line, fsdp_utils, loop, losses, preferences, rng, sampling, startup
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.optimization import accumulate, optimizer_step
-from flow_grpo.settings import NFT, RATIO, check_pairs
-
-IGNORED = (
-    *(*NFT, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
-    *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups", "beta", "timestep_fraction")),
-    "train.reference_guidance_scale",
-)
 
 
 def read(run, epoch):
@@ -111,7 +100,7 @@ def validate(run, epoch):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+    run = startup.start(config, model, checks.DPO, make_plan=plan_pairs, reference=True)
     for epoch in loop.epochs(run, validate):
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
         share = fsdp_utils.gather(pairs.kept).mean()
@@ -128,5 +117,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo,online", "What to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo,online")

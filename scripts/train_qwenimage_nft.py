@@ -8,21 +8,12 @@ may sample. Without arguments it trains the shipped tiny model.
 """
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import loop, losses, rng, sampling, startup
+from flow_grpo import checks, command_line, loop, losses, rng, sampling, startup
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
 from flow_grpo.optimization import accumulate, optimizer_step
 from flow_grpo.rollout import Finished, concat, credit, minibatches
-from flow_grpo.settings import DPO, RATIO, check_forward
-
-IGNORED = (
-    *(*DPO, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
-    *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-)
 
 
 def rollout(run, epoch):
@@ -79,7 +70,7 @@ def update(run, rows, *where):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_forward, IGNORED, old=True)
+    run = startup.start(config, model, checks.NFT, old=True)
     for epoch in loop.epochs(run):
         finished, scores = zip(*rollout(run, epoch))
         rewards, group_of = sampling.gather_rewards(run, epoch, scores)
@@ -96,5 +87,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:shapes_qwenimage_nft", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/nft.py:shapes_qwenimage_nft")

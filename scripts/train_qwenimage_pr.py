@@ -8,17 +8,11 @@ and steps are weighted by how noisy they are. Without arguments it trains the sh
 """
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import loop, sampling, startup
+from flow_grpo import checks, command_line, loop, sampling, startup
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
-from flow_grpo.settings import DPO, NFT, check_branches
-
-WINDOW = ("size", "range", "schedule", "interval", "stride")
-IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW), *NFT, *DPO)
 
 
 def rollout(run, epoch):
@@ -46,7 +40,7 @@ def groups_of(run, images):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_branches, IGNORED)
+    run = startup.start(config, model, checks.PR)
     for epoch in loop.epochs(run):
         trunks, scores = zip(*rollout(run, epoch))
         rewards, step_of_trunk = sampling.gather_rewards(run, epoch, scores)
@@ -64,5 +58,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage_pr")
