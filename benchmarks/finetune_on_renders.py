@@ -15,10 +15,14 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo import checks, command_line, fsdp_utils, loop, rng, settings, startup
+from flow_grpo import checks, command_line, rng, settings
 from flow_grpo.batching import BatchPlan
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimizer_step
+from flow_grpo.saving import save
+from flow_grpo.startup import start
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -60,21 +64,27 @@ def update(run, x_0, embeds, generator):
     loss = flow_matching_loss(run.pipeline, x_0, embeds.embeds, embeds.mask, generator)
     run.num_forwards += len(x_0)
     run.meter.add(loss=loss)
-    fsdp_utils.backward(loss * run.loss_scale.item(), run.pipeline.transformer)
+    (loss * run.loss_scale.item()).backward()
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, RENDERS, make_plan=plan_renders)
+    run = start(config, model, RENDERS, make_plan=plan_renders)
     metadata = [{"prompt": prompt.text} | prompt.metadata for prompt in run.train_prompts]
     embed_one = lru_cache(maxsize=None)(run.embed_one)  # the run's own keeps 1024, a third of them
-    for epoch in loop.epochs(run):
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)
         with run.board.timed("update"):
             for x_0, index, generator in renders(run, metadata, epoch):
                 rows = [embed_one(run.train_prompts[number].text) for number in index]
                 update(run, x_0, rows[0].concat(rows), generator)
                 optimizer_step(run)
         run.epoch_figures["images"] = (epoch + 1) * run.plan.num_groups
-    loop.finish(run)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 import wandb
 from PIL import Image
+from torch import Tensor
 from tqdm import tqdm
 
 from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
@@ -164,19 +166,18 @@ class Meter:
             value = self._float64(value).max()
             self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
 
-    def pop(self, reduce=None) -> dict[str, float]:
+    def pop(self, reduce: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> dict[str, float]:
         """Everything since the last pop, in one copy to the host; every rank must have added the same names.
 
         Args:
-            reduce: (sums [M], counts [M], maxima [K]) -> the same over all ranks, float64; None for a single rank.
+            reduce: (sums [2, M], maxima [K]) -> the same over all ranks, float64: distributed.over_ranks.
         """
         names, tops = sorted(self.sums), sorted(self.maxima)
         if not names + tops:
             return {}
         columns = [self.sums[n] for n in names], [self.counts[n] for n in names], [self.maxima[n] for n in tops]
         sums, counts, maxima = (torch.stack([self._float64(x) for x in c]) if c else self._float64(c) for c in columns)
-        if reduce:
-            sums, counts, maxima = reduce(sums, counts, maxima)
+        (sums, counts), maxima = reduce(torch.stack([sums, counts]), maxima)
         values = dict(zip(names + tops, torch.cat([sums / counts, maxima]).tolist()))
         for name in self.spreads:
             variance = values[f"{name}_std"] - values[f"{name}_mean"] ** 2

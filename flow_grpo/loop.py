@@ -1,66 +1,50 @@
-"""What all training scripts do around their own lines of an epoch, and at the end."""
+"""What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
-from collections.abc import Callable, Iterator
-
-from torch import Tensor
-
-from flow_grpo import fsdp_utils, measuring, sampling, watching
+from flow_grpo import distributed, measuring, sampling, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
 
 
-def epochs(run: Run, *measures: Callable) -> Iterator[int]:
-    """The epochs that are left; evaluates, logs and saves around them.
+def is_due(interval: int, epoch: int) -> bool:
+    """Whether something that happens every `interval` epochs happens after `epoch` epochs; never where it is 0."""
+    return bool(interval) and epoch % interval == 0
 
-    measures: (run, epoch), more to be evaluated than images.
+
+def log_epoch(run: Run, epoch: int) -> None:
+    """Count the epoch as completed, write its line of metrics.jsonl, and decide whether the run goes on.
+
+    `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
-    config = run.config
-    for epoch in range(run.epoch, config.num_epochs):
-        if config.eval_freq:
-            measuring.measure(run, epoch, measures)
-        run.on_policy, run.num_forwards = True, 0
-        yield epoch
-        run.epoch = epoch + 1
-        _log_epoch(run, epoch)
-        last = run.stopped or run.epoch == config.num_epochs or _out_of_time(run)
-        if last or (config.save_freq and run.epoch % config.save_freq == 0):
-            save(run)
-        if last:
-            break
-    if config.eval_freq:
-        measuring.measure(run, run.epoch, measures, last=True)
+    run.epoch = epoch + 1
+    if run.slots:
+        run.epoch_figures["slot_use"] = run.slots.use
+        run.slots = sampling.slots(run.config.sample)
+    run.epoch_figures |= run.gaps.pop(distributed.over_ranks)
+    run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
+    run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
+    watching.watch(run, epoch)
+    run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
+    run.epoch_figures, run.num_forwards, run.on_policy = {}, 0, True
+    run.stopped = run.stopped or _out_of_time(run)
 
 
 def _out_of_time(run: Run) -> bool:
     """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
     limit = run.config.max_hours
-    return bool(limit) and fsdp_utils.broadcast_object(run.hours >= limit)
-
-
-def _log_epoch(run: Run, epoch: int) -> None:
-    if run.slots:
-        run.epoch_figures["slot_use"] = run.slots.use
-        run.slots = sampling.slots(run.config.sample)
-    run.epoch_figures |= run.gaps.pop(_over_ranks)
-    run.epoch_figures["forwards"] = sum(fsdp_utils.gather_objects([run.num_forwards]))
-    run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
-    watching.watch(run, epoch)
-    run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
-    run.epoch_figures = {}
-
-
-def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """StepGaps.pop's reduction."""
-    return fsdp_utils.gather(sums[None]).sum(0), fsdp_utils.gather(maxima[None]).amax(0)
+    return bool(limit) and distributed.broadcast_object(run.hours >= limit)
 
 
 def finish(run: Run) -> None:
-    """Export the last averaged weights, measure the best ones, draw the plots, and leave the process group."""
+    """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
+    the test prompts, draw the plots, and leave the process group."""
+    if run.epoch > run.saved_epoch:
+        save(run)
+    measuring.evaluate(run, run.epoch, last=True)
     export(run, run.folder)
     if evaluates(run.config):
         measuring.conclude(run)
     if run.pool:
         run.pool.close()
     run.board.finish()
-    fsdp_utils.close()
+    distributed.close()

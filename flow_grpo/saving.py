@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flow_grpo import best, checkpoints, fsdp_utils, offload, policies
+from flow_grpo import best, checkpoints, distributed, fsdp_utils, offload, policies
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -29,10 +29,11 @@ def save(run: "Run") -> None:
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
             export(run, folder)
-        fsdp_utils.on_main(best.link, run.folder, folder)
+        distributed.on_main(best.link, run.folder, folder)
 
     with run.board.timed("save"):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
+    run.saved_epoch = run.epoch
 
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:

@@ -15,6 +15,7 @@ from flow_grpo import (
     checkpoints,
     checks,
     compiled,
+    distributed,
     float8,
     fsdp_utils,
     policies,
@@ -61,11 +62,11 @@ def start(
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     checks.check(config, script)
     data = _check_files(config, model)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
+    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
     run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
     if checkpoint:
         _resume(run, checkpoint)
@@ -95,7 +96,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         pipeline=pipeline,
         pool=pool,
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
-        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
+        board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         embed_short=_shortener(config.sample.text_multiple, embed_one),
@@ -198,7 +199,7 @@ def _open_cache(
     ]
     splits = (choosing_prompts, test_prompts) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
-    return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
+    return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
 def _is_guided(config) -> bool:
@@ -216,9 +217,9 @@ def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) 
     if cache is None:
         return lru_cache(maxsize=1024)(encode)
     if missing:
-        cache.fill(fsdp_utils.deal(missing), encode)
+        cache.fill(distributed.shard_list(missing), encode)
         loading.drop_text_encoders(pipeline)
-    fsdp_utils.barrier()
+    distributed.barrier()
     return lru_cache(maxsize=1024)(cache.read)
 
 
@@ -257,6 +258,7 @@ def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     config, may_differ = run.config.to_dict(), settings.may_differ()
     run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
+    run.saved_epoch = run.epoch
     if evaluates(run.config):
         candidate = best_candidate(run, run.epoch, {})
         run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)

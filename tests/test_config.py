@@ -187,18 +187,21 @@ def test_a_run_that_forgets_to_return_its_config_is_named():
         configs.select("mine", (mine,), (), "mine.py")
 
 
+def assignments(tree):
+    """(name, value) of each `name = value` and of each pair of `a, b = x, y`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = zip(target.elts, value.elts) if {type(target), type(value)} == {ast.Tuple} else [(target, value)]
+            yield from ((left.id, right) for left, right in pairs if isinstance(left, ast.Name))
+
+
 def reads():
     """ "section.key", or ".key" of a config itself, of every attribute that flow_grpo or a script takes from one."""
     taken = set()
     for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("[tp]r*_*.py")]:
         tree = ast.parse(path.read_text())
-        aliases = {
-            node.targets[0].id: node.value.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Attribute)
-        }
+        aliases = {name: value.attr for name, value in assignments(tree) if isinstance(value, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = getattr(node.value, "attr", getattr(node.value, "id", ""))

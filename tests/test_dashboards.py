@@ -13,6 +13,7 @@ from PIL import Image
 
 from flow_grpo import dashboards
 from flow_grpo.dashboards import METRICS, Dashboard, Meter
+from flow_grpo.distributed import over_ranks
 
 CONFIG = {"project": "shapes", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
 
@@ -47,20 +48,20 @@ def test_meter_means_are_over_rows_however_batches_were_cut():
         meter.add(loss=batch.requires_grad_())
         meter.add_max(peak=batch)
     meter.add(learning_rate=0.5)
-    popped = meter.pop()
+    popped = meter.pop(over_ranks)
     assert popped == pytest.approx({"loss": values.mean().item(), "peak": values.max().item(), "learning_rate": 0.5})
-    assert meter.pop() == {}
+    assert meter.pop(over_ranks) == {}
 
 
 def test_meter_resolves_the_spread_of_a_ratio_near_one():
     ratio, meter = 1 + 1e-5 * normal(1000).double(), Meter()
     for batch in ratio.split(300):
         meter.add_spread(ratio=batch)
-    popped = meter.pop()
+    popped = meter.pop(over_ranks)
     assert popped["ratio_std"] == pytest.approx(ratio.std(correction=0).item(), rel=1e-4)
     assert popped["ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-12)
     meter.add_spread(ratio=torch.tensor([1.0, torch.nan]))
-    assert meter.pop()["ratio_std"] != 0
+    assert meter.pop(over_ranks)["ratio_std"] != 0
 
 
 def test_meter_over_two_ranks_equals_one():
@@ -73,8 +74,8 @@ def test_meter_over_two_ranks_equals_one():
     sent = []
     ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
 
-    def reduce(sums, counts, maxima):
-        return sums + sent[0], counts + sent[1], torch.maximum(maxima, sent[2])
+    def reduce(sums, maxima):
+        return sums + sent[0], torch.maximum(maxima, sent[1])
 
     assert ranks[0].pop(reduce) == pytest.approx(
         {

