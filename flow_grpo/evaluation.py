@@ -155,7 +155,7 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
         logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
     run.board.log("eval", logged, **where)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
-    run.board.log_images("eval", torch.stack(list(scores.images.values())), texts, rewards, **where)
+    run.board.log_images(torch.stack(list(scores.images.values())), texts, rewards, **where)
     return figures
 
 

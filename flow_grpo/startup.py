@@ -26,11 +26,12 @@ from flow_grpo import (
     settings,
     watching,
 )
-from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
 from flow_grpo.evaluation import evaluates, part_of
+from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
 from flow_grpo.saving import best_candidate, state

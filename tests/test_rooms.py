@@ -60,7 +60,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "embeddings": {PATCH + "sample_with_logprob"},
     "preferences": {"prompts", PATCH + "sample_with_logprob"},
     "rollout": {"batching", "losses", "rng"},
-    "dashboards": {"pictures"},
+    "metrics": set(),
+    "dashboards": {"metrics", "pictures"},
     "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "distributed"},
     "evaluation": {"estimates", "distributed", "prompts", "rng", "scoring.pool"},
@@ -84,7 +85,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *(PATCH + "sample_with_logprob", PATCH + "stepwise_with_logprob"),
     },
     "run": {
-        *("batching", "best", "compiled", "dashboards", "ema", "fsdp_utils", "health", "parity", "policies"),
+        *("batching", "best", "compiled", "dashboards", "ema", "fsdp_utils", "health", "metrics", "parity", "policies"),
         *("preferences", "prompts", "rollout", "scoring.pool", PATCH + "stepwise_with_logprob"),
     },
     "startup": {
@@ -92,6 +93,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *(
             "distributed",
             "fsdp_utils",
+            "metrics",
             "parity",
             "policies",
             "preferences",
