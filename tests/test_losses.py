@@ -21,7 +21,7 @@ from flow_grpo.losses import (
     own_flow_matching_loss,
     step_weights,
 )
-from flow_grpo.settings import CHOICES
+from flow_grpo.settings import BY_KEY
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
 
@@ -64,7 +64,7 @@ def test_golden_step_weights(key):
 
 
 def test_every_mode_of_the_settings_exists_and_no_other():
-    for mode in CHOICES["train.step_weight"]:
+    for mode in BY_KEY["train.step_weight"].choices:
         assert step_weights(torch.ones(3), mode).shape == (3,)
     with pytest.raises(ValueError, match=r"sqrt2.*none, sqrt3, mean_one"):
         step_weights(torch.ones(3), "sqrt2")
@@ -151,7 +151,7 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
         [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0]
     )
     assert {learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
-    for schedule in CHOICES["train.learning_rate_schedule"]:
+    for schedule in BY_KEY["train.learning_rate_schedule"].choices:
         assert learning_rate_share(0, 8, schedule, 0) == 1
     with pytest.raises(ValueError, match="'step'; there are: constant, linear, cosine"):
         learning_rate_share(0, 8, "step", 0)

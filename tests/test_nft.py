@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 import train_qwenimage_nft as script
 from small import MODELS, config_of, lines_of, train
 
-from flow_grpo import losses, policies, startup
+from flow_grpo import checks, losses, policies, startup
 from flow_grpo.rollout import concat
 
 NAME = "shapes_qwenimage_nft"
@@ -19,7 +19,7 @@ PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # 
 def started(request, tmp_path):
     """A run before its first epoch."""
     config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
-    run = startup.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
+    run = startup.start(config, MODELS["qwenimage"], checks.NFT, old=True)
     yield run
     run.board.finish()
 
@@ -80,7 +80,7 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     plain = script.noised
     monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
     config = config_of(NAME, tmp_path, train__shared_noise=True)
-    run = startup.start(config, MODELS["qwenimage"], script.check_forward, script.IGNORED, old=True)
+    run = startup.start(config, MODELS["qwenimage"], checks.NFT, old=True)
     images = rollout(run)
     groups = images.images // run.plan.group_size
     for group in groups.unique():
