@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 from pathlib import Path
 
 import prepare_preferences
@@ -12,6 +11,7 @@ import train_qwenimage_nft
 import train_qwenimage_pr
 from build_random_pipeline import build
 
+from flow_grpo import configs
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
@@ -31,7 +31,7 @@ def file_of(name):
 
 def config_of(name, output_dir=None, **overrides):
     """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__")."""
-    config = runpy.run_path(str(ROOT / file_of(name)))["get_config"](f"{name},smoke")
+    config = configs.load(f"{ROOT / file_of(name)}:{name},smoke")
     if output_dir is not None:
         config.output_dir = str(output_dir)
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in overrides.items()})
