@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import bench_start
+import draw_shapes
 import pytest
 import torch
 import train_qwenimage_pr
@@ -39,8 +40,10 @@ def test_a_vae_in_bf16_draws_the_same_picture(name, tmp_path):
     fast = loaded(name, tmp_path, vae_dtype=torch.bfloat16)
     latents = model.initial_latents(plain, [rng.generator(0, "noise", n) for n in range(5)], SIZE, "cpu")
     if name == "qwenimage":
-        table = shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
-        pictures = shapes.render(shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0)))
+        table = draw_shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
+        pictures = draw_shapes.render(
+            draw_shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0))
+        )
         latents = model.encode_images(plain, pictures)
     expected, found = (model.decode_latents(pipeline, latents, SIZE, 2) for pipeline in (plain, fast))
     gap = (found - expected).abs() * 255

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import build_tiny_qwenimage as build
+import draw_shapes
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -9,7 +11,6 @@ from tiny import tiny_qwenimage
 
 import flow_grpo
 from flow_grpo import shapes
-from tools import build_tiny_qwenimage as build
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
@@ -39,8 +40,8 @@ def shipped():
 
 def renders(prompts, seed):
     generator = torch.Generator().manual_seed(seed)
-    layouts = shapes.sample_layouts(shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
-    return shapes.render(layouts)
+    layouts = draw_shapes.sample_layouts(draw_shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
+    return draw_shapes.render(layouts)
 
 
 @pytest.fixture(params=["tiny", "shipped"])

@@ -43,7 +43,8 @@ def launch(program: str, folder: Path, timeout_s: int = 300) -> None:
         str(folder),
     ]
     root = Path(__file__).parent.parent
-    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(map(str, (root, root / "scripts", root / "tools")))
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert (folder / "done").exists(), ran.stderr[-4000:]
 
