@@ -2,15 +2,14 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+import warm
 from build_random_pipeline import build
 from rounding import UNIT
 from safetensors.torch import load_file
-from small import ENV, MODELS, ROOT, file_of, lines_of, train
+from small import MODELS, file_of, lines_of, train
 from train_qwenimage import IGNORED as WINDOW_IGNORES
 
 from flow_grpo import rng
@@ -136,13 +135,12 @@ TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_
 def test_the_twins_run_as_commands(script, folders, tmp_path):
     model, online = script.split("_")[1], ",online" if script.endswith("dpo") else ""
     command = [
-        sys.executable,
         f"scripts/{script}.py",
         f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
     command += ["--config.train.ema_interval=1"]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    done = warm.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"{script.replace('train', 'pickscore')}{online}_smoke".replace(",", "_")
