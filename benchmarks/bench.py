@@ -32,7 +32,7 @@ from types import SimpleNamespace
 import torch
 import yaml
 
-from flow_grpo import loop, preferences, prompts
+from flow_grpo import loop, optimization, preferences, prompts
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -117,7 +117,7 @@ class Work:
     def __init__(self, script, model, full_weights: bool):
         self.plain, self.phase, self.flops, self.sizes = model.predict_velocity, "rollout", Counter(), {}
         self.trained, self.update = 3 if full_weights else 2, script.update
-        self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, script.optimizer_step
+        self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, optimization.optimizer_step
 
     def predict_velocity(self, transformer, x, t, embeds, guidance_scale):
         """The model's, counted. Before the first one, the memory that making random weights took is forgotten."""
@@ -136,10 +136,10 @@ class Work:
             self.sizes[text_tokens] = row_flops(transformer, tokens, text_tokens)
         return self.sizes[text_tokens]
 
-    def counted_update(self, *args):
-        """The script's, which what it computes is counted as."""
+    def counted_update(self, *args, **noise_names):
+        """Call the script's update, and count its FLOP as the update's."""
         self.phase = "update"
-        self.update(*args)
+        self.update(*args, **noise_names)
         self.phase = "rollout"
 
     def timed_step(self, run):
@@ -153,7 +153,7 @@ def epoch_figures(script: str, config, model) -> dict:
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, model, config.lora.rank == 0)
-    module.update, module.optimizer_step = work.counted_update, work.timed_step
+    module.update, optimization.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.embeddings_cache = shared_folder() if config.embeddings_cache else ""

@@ -17,11 +17,15 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, loop, rng, startup
+from flow_grpo import fsdp_utils, rng
 from flow_grpo.batching import BatchPlan
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimizer_step
+from flow_grpo.saving import save
 from flow_grpo.settings import DPO, NFT, RATIO
+from flow_grpo.startup import start
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -66,17 +70,23 @@ def update(run, x_0, embeds, generator):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_sample, IGNORED, make_plan=plan_renders)
+    run = start(config, model, check_sample, IGNORED, make_plan=plan_renders)
     metadata = [{"prompt": prompt.text} | prompt.metadata for prompt in run.train_prompts]
     embed_one = lru_cache(maxsize=None)(run.embed_one)  # the run's own keeps 1024, a third of them
-    for epoch in loop.epochs(run):
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)
         with run.board.timed("update"):
             for x_0, index, generator in renders(run, metadata, epoch):
                 rows = [embed_one(run.train_prompts[number].text) for number in index]
                 update(run, x_0, rows[0].concat(rows), generator)
                 optimizer_step(run)
         run.epoch_figures["images"] = (epoch + 1) * run.plan.num_groups
-    loop.finish(run)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
 
 
 if __name__ == "__main__":

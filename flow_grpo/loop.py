@@ -1,6 +1,4 @@
-"""What all training scripts do around their own lines of an epoch, and at the end."""
-
-from collections.abc import Callable, Iterator
+"""What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
 from torch import Tensor
 
@@ -10,35 +8,17 @@ from flow_grpo.run import Run
 from flow_grpo.saving import export, save
 
 
-def epochs(run: Run, *measures: Callable) -> Iterator[int]:
-    """The epochs that are left; evaluates, logs and saves around them.
+def is_due(interval: int, epoch: int) -> bool:
+    """Whether something that happens every `interval` epochs happens after `epoch` epochs; never where it is 0."""
+    return bool(interval) and epoch % interval == 0
 
-    measures: (run, epoch), more to be evaluated than images.
+
+def log_epoch(run: Run, epoch: int) -> None:
+    """Count the epoch as completed, write its line of metrics.jsonl, and decide whether the run goes on.
+
+    `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
-    config = run.config
-    for epoch in range(run.epoch, config.num_epochs):
-        if config.eval_freq:
-            measuring.measure(run, epoch, measures)
-        run.on_policy, run.num_forwards = True, 0
-        yield epoch
-        run.epoch = epoch + 1
-        _log_epoch(run, epoch)
-        last = run.stopped or run.epoch == config.num_epochs or _out_of_time(run)
-        if last or (config.save_freq and run.epoch % config.save_freq == 0):
-            save(run)
-        if last:
-            break
-    if config.eval_freq:
-        measuring.measure(run, run.epoch, measures, last=True)
-
-
-def _out_of_time(run: Run) -> bool:
-    """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
-    limit = run.config.max_hours
-    return bool(limit) and fsdp_utils.broadcast_object(run.hours >= limit)
-
-
-def _log_epoch(run: Run, epoch: int) -> None:
+    run.epoch = epoch + 1
     if run.slots:
         run.epoch_figures["slot_use"] = run.slots.use
         run.slots = sampling.slots(run.config.sample)
@@ -47,7 +27,14 @@ def _log_epoch(run: Run, epoch: int) -> None:
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
     watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
-    run.epoch_figures = {}
+    run.epoch_figures, run.num_forwards, run.on_policy = {}, 0, True
+    run.stopped = run.stopped or _out_of_time(run)
+
+
+def _out_of_time(run: Run) -> bool:
+    """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
+    limit = run.config.max_hours
+    return bool(limit) and fsdp_utils.broadcast_object(run.hours >= limit)
 
 
 def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,7 +43,11 @@ def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finish(run: Run) -> None:
-    """Export the last averaged weights, measure the best ones, draw the plots, and leave the process group."""
+    """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
+    the test prompts, draw the plots, and leave the process group."""
+    if run.epoch > run.saved_epoch:
+        save(run)
+    measuring.evaluate(run, run.epoch, last=True)
     export(run, run.folder)
     if evaluates(run.config):
         measuring.conclude(run)

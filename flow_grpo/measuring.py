@@ -1,7 +1,6 @@
 """When a run evaluates its policy, and what follows: the best is kept, and test prompts say how good it is."""
 
 import math
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from flow_grpo import best, evaluation, saving
@@ -10,20 +9,19 @@ if TYPE_CHECKING:
     from flow_grpo.run import Run
 
 
-def measure(run: "Run", epoch: int, others: Iterable[Callable] = (), last: bool = False) -> None:
-    """Evaluate what is due before an epoch, or after the last one.
+def evaluate(run: "Run", epoch: int, last: bool = False) -> None:
+    """Evaluate what is due before an epoch, or after the last one, and keep the best policy.
 
-    Args:
-        others: (run, epoch), more to be evaluated than images.
+    config.eval_freq says when the images of the choosing prompts are due, config.eval.test_freq when those of the test
+    prompts are; both are due before the first epoch and after the last. Nothing happens where config.eval_freq is 0.
     """
-    settings = run.config.eval
-    figures, images, due = None, evaluation.evaluates(run.config), last or epoch % run.config.eval_freq == 0
-    if images and due:
+    if not evaluation.evaluates(run.config):
+        return
+    settings, figures = run.config.eval, None
+    if last or epoch % run.config.eval_freq == 0:
         figures = evaluation.evaluate(run, epoch)
         saving.keep_best(run, epoch, figures)
-    for other in others if due else ():
-        other(run, epoch)
-    if images and (last or epoch == 0 or (settings.test_freq and epoch % settings.test_freq == 0)):
+    if last or epoch == 0 or (settings.test_freq and epoch % settings.test_freq == 0):
         _test(run, epoch, figures)
 
 

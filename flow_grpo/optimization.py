@@ -2,6 +2,8 @@
 moves any weight.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
@@ -108,6 +110,19 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
         if run.on_policy:
             number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
             run.gaps.add(number.repeat_interleave(run.plan.num_branches), *compared)
+
+
+def optimise(run, updates: Iterable[list], update: Callable) -> None:
+    """Train on minibatches: `updates` holds a list of them for every optimizer step.
+
+    Args:
+        update: (run, rows) adds the gradient of a minibatch.
+    """
+    with run.board.timed("update"):
+        for rows_of_update in updates:
+            for rows in rows_of_update:
+                update(run, rows)
+            optimizer_step(run)
 
 
 def optimizer_step(run) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import losses, rng
+from flow_grpo.batching import BatchPlan
 
 
 @dataclass
@@ -160,18 +161,17 @@ def credit(rollout: Rollout | Finished, advantages: Tensor, kept: Tensor) -> Non
     rollout.kept *= kept.view(shape).to(rollout.kept)
 
 
-def minibatches(rollout: Rollout | Finished, plan, seed: int, *where: int) -> Iterator[list]:
+def minibatches(rollout: Rollout | Finished, plan: BatchPlan, seed: int, epoch: int, inner: int) -> Iterator[list]:
     """Per optimizer step of one inner epoch, its minibatches of `plan.batch_size` rows.
 
     Each batch of the rollout gives an equal, randomly drawn share of its rows to every optimizer step: the draw depends
-    on the batch's global number and `where` (epoch, inner epoch), so a step trains the same rows on any number of GPUs.
+    on the batch's global number, the epoch and the inner epoch, so a step trains the same rows on any number of GPUs.
     """
     num_rows = plan.batch_size * rollout.shape[0]  # a moving window may be cut off at its end
     shares = []  # per batch: [updates, rows], numbers of (image, step) rows
     for i, first_image in enumerate(rollout.images[:: plan.batch_size].tolist()):
-        order = torch.randperm(
-            num_rows, generator=rng.generator(seed, "shuffle", *where, first_image // plan.batch_size)
-        )
+        generator = rng.generator(seed, "shuffle", epoch, inner, first_image // plan.batch_size)
+        order = torch.randperm(num_rows, generator=generator)
         shares.append((i * num_rows + order).view(plan.updates_per_epoch, -1))
     for rows in torch.cat(shares, dim=1):
         yield [rollout.take(part, len(rows)) for part in rows.split(plan.batch_size)]

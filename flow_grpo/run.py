@@ -63,7 +63,8 @@ class Run:
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
     learning_rate_factor: float = 1.0  # what health.action and train.target_update_size have left of the learning rate
     num_roll_backs: int = 0  # so far, by config.health.action "roll_back"
-    stopped: bool = False  # by config.health.action
+    stopped: bool = False  # by config.health.action, or because config.max_hours have passed
+    saved_epoch: int = 0  # epochs completed when the last checkpoint was written
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test
 
@@ -90,7 +91,8 @@ class Run:
     def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
         """The policy. Rollout and update both go through here, so they cannot disagree."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
-        self.num_forwards += len(x) * (2 if scale > 1 and embeds.negative is not None else 1)
+        if not self.ema.is_applied:  # then this is an evaluation
+            self.num_forwards += len(x) * (2 if scale > 1 and embeds.negative is not None else 1)
         return policies.predict(self.model, self.pipeline.transformer, self.config.precision, scale, x, t, embeds)
 
     def embed(self, texts: list[str]):

@@ -33,6 +33,7 @@ def save(run: "Run") -> None:
 
     with run.board.timed("save"):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
+    run.saved_epoch = run.epoch
 
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:

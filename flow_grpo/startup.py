@@ -264,6 +264,7 @@ def _choose_folder(config) -> tuple[Path, Path | None]:
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    run.saved_epoch = run.epoch
     if evaluates(run.config):
         candidate = best_candidate(run, run.epoch, {})
         run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)

@@ -11,11 +11,15 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import loop, sampling, startup, windows
+from flow_grpo import sampling, windows
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
+from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
+from flow_grpo.saving import save
 from flow_grpo.settings import DPO, NFT, check_window
+from flow_grpo.startup import start
 
 IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
@@ -41,21 +45,22 @@ def update(run, rows):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_window, IGNORED)
-    for epoch in loop.epochs(run):
-        sampled, scores = zip(*rollout(run, epoch))
-        rewards, group_of = sampling.gather_rewards(run, epoch, scores)
-        sampled = concat(sampled)
-        recompute_log_probs(run, sampled)
-        credit(sampled, *sampling.advantages(run, rewards, group_of))  # an image's advantage, at each of its steps
-
-        with run.board.timed("update"):
-            for inner in range(config.train.inner_epochs):
-                for rows_of_update in minibatches(sampled, run.plan, config.seed, epoch, inner):
-                    for rows in rows_of_update:
-                        update(run, rows)
-                    optimizer_step(run)
-    loop.finish(run)
+    run = start(config, model, check_window, IGNORED)
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)  # what is due by config.eval_freq
+        images, scores = zip(*rollout(run, epoch))
+        images = concat(images)
+        rewards, groups = sampling.gather_rewards(run, epoch, scores)
+        recompute_log_probs(run, images)
+        credit(images, *sampling.advantages(run, rewards, groups))  # an image's advantage, at each of its steps
+        for inner in range(config.train.inner_epochs):
+            optimise(run, minibatches(images, run.plan, config.seed, epoch, inner), update)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
 
 
 if __name__ == "__main__":

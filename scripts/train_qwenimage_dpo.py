@@ -8,17 +8,23 @@ Papers: Diffusion-DPO, arXiv:2311.12908, for flows arXiv:2501.13918. Offline, th
 trains the shipped tiny model online.
 """
 
+from functools import partial
+
 import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, loop, losses, preferences, rng, sampling, startup
+from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
-from flow_grpo.optimization import accumulate, optimizer_step
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
+from flow_grpo.optimization import accumulate, optimise
+from flow_grpo.saving import save
 from flow_grpo.settings import NFT, RATIO, check_pairs
+from flow_grpo.startup import start
 
 IGNORED = (
     *(*NFT, *RATIO),
@@ -80,9 +86,10 @@ def figures(run, win, lose, ref_win, ref_lose):
     )
 
 
-def update(run, pairs, *where):
+def update(run, pairs, epoch, inner):
     """Add the gradient of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
-    streams = [rng.generator(run.config.seed, "forward noise", *where, number) for number in pairs.numbers.tolist()]
+    names = "forward noise", epoch, inner
+    streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
     found = figures(run, *errors(run, pairs, streams))
     accumulate(run, found.pop("loss"), pairs)
     run.meter.add(**{name: values * pairs.kept for name, values in found.items()})
@@ -111,20 +118,24 @@ def validate(run, epoch):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
-    for epoch in loop.epochs(run, validate):
+    run = start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)  # what is due by config.eval_freq
+        if is_due(config.eval_freq, epoch):
+            validate(run, epoch)
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
-        share = fsdp_utils.gather(pairs.kept).mean()
-        pairs.kept /= share.clamp(min=1e-6)
-        with run.board.timed("update"):
-            for inner in range(config.train.inner_epochs):
-                for part in preferences.minibatches(
-                    pairs, config.train.updates_per_epoch, config.sample.batch_size // 2
-                ):
-                    for rows in part:
-                        update(run, rows, epoch, inner)
-                    optimizer_step(run)
-    loop.finish(run)
+        pairs.kept /= fsdp_utils.gather(pairs.kept).mean().clamp(min=1e-6)
+        for inner in range(config.train.inner_epochs):
+            updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
+            optimise(run, updates, partial(update, epoch=epoch, inner=inner))
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    if config.eval_freq:
+        validate(run, run.epoch)
+    finish(run)
 
 
 if __name__ == "__main__":

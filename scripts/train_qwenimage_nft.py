@@ -7,16 +7,22 @@ is to predict the good ones, its mirror image about the old policy the bad ones.
 may sample. Without arguments it trains the shipped tiny model.
 """
 
+from functools import partial
+
 import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import loop, losses, rng, sampling, startup
+from flow_grpo import losses, rng, sampling
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
-from flow_grpo.optimization import accumulate, optimizer_step
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
+from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.rollout import Finished, concat, credit, minibatches
+from flow_grpo.saving import save
 from flow_grpo.settings import DPO, RATIO, check_forward
+from flow_grpo.startup import start
 
 IGNORED = (
     *(*DPO, *RATIO),
@@ -60,11 +66,10 @@ def velocities(run, rows, x_t):
     return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
 
 
-def update(run, rows, *where):
+def update(run, rows, epoch, inner):
     """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, noised afresh."""
-    train, sigma = run.config.train, rows.timesteps / 1000
-    seed = run.config.seed
-    streams = [rng.generator(seed, "forward noise", *where, noise_of(run, i), k) for i, k in rows.where.tolist()]
+    train, sigma, names = run.config.train, rows.timesteps / 1000, ("forward noise", epoch, inner)
+    streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.where.tolist()]
     x_t = noised(rows.latents, rng.normal(rows.latents.shape[1:], streams, run.device), rows.timesteps)
     old, reference, velocity = velocities(run, rows, x_t)
     good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
@@ -79,20 +84,23 @@ def update(run, rows, *where):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_forward, IGNORED, old=True)
-    for epoch in loop.epochs(run):
-        finished, scores = zip(*rollout(run, epoch))
-        rewards, group_of = sampling.gather_rewards(run, epoch, scores)
-        finished = concat(finished)
-        credit(finished, *sampling.advantages(run, rewards, group_of))
-        with run.board.timed("update"):
-            for inner in range(config.train.inner_epochs):
-                for part in minibatches(finished, run.plan, config.seed, epoch, inner):
-                    for rows in part:
-                        update(run, rows, epoch, inner)
-                    optimizer_step(run)
+    run = start(config, model, check_forward, IGNORED, old=True)
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)  # what is due by config.eval_freq
+        images, scores = zip(*rollout(run, epoch))
+        images = concat(images)
+        rewards, groups = sampling.gather_rewards(run, epoch, scores)
+        credit(images, *sampling.advantages(run, rewards, groups))
+        for inner in range(config.train.inner_epochs):
+            updates = minibatches(images, run.plan, config.seed, epoch, inner)
+            optimise(run, updates, partial(update, epoch=epoch, inner=inner))
         run.old.move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
-    loop.finish(run)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
 
 
 if __name__ == "__main__":

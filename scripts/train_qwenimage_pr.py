@@ -10,12 +10,17 @@ and steps are weighted by how noisy they are. Without arguments it trains the sh
 import torch
 from absl import app
 from ml_collections import config_flags
+from train_qwenimage import update  # Flow-GRPO's loss, whose rows have several outcomes and the weights of their steps
 
-from flow_grpo import loop, sampling, startup
+from flow_grpo import sampling
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.optimization import accumulate, kl_penalty, optimizer_step, recompute_log_probs, score_rows, surrogate
+from flow_grpo.loop import finish, is_due, log_epoch
+from flow_grpo.measuring import evaluate
+from flow_grpo.optimization import optimise, recompute_log_probs
 from flow_grpo.rollout import concat, credit, minibatches
+from flow_grpo.saving import save
 from flow_grpo.settings import DPO, NFT, check_branches
+from flow_grpo.startup import start
 
 WINDOW = ("size", "range", "schedule", "interval", "stride")
 IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW), *NFT, *DPO)
@@ -30,14 +35,6 @@ def rollout(run, epoch):
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
 
 
-def update(run, rows):
-    """Add the gradient of a minibatch: the clipped objective of each branch, times its step's noise weight."""
-    step, reference = score_rows(run, rows)
-    weighted = rows.weights * surrogate(run, step, rows)
-    run.meter.add(policy_loss=weighted)
-    accumulate(run, weighted + kl_penalty(run, step, reference), rows, step)
-
-
 def groups_of(run, images):
     """[B, K, J]: a group is the branches of one trunk's step; its number is the same on any number of ranks."""
     steps = torch.arange(run.plan.num_trained_steps)
@@ -46,21 +43,22 @@ def groups_of(run, images):
 
 
 def main(config, model=qwenimage):
-    run = startup.start(config, model, check_branches, IGNORED)
-    for epoch in loop.epochs(run):
+    run = start(config, model, check_branches, IGNORED)
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)  # what is due by config.eval_freq
         trunks, scores = zip(*rollout(run, epoch))
-        rewards, step_of_trunk = sampling.gather_rewards(run, epoch, scores)
         trunks = concat(trunks)
+        rewards, steps_of_trunks = sampling.gather_rewards(run, epoch, scores)
         recompute_log_probs(run, trunks)
-        credit(trunks, *sampling.advantages(run, rewards, step_of_trunk))
-
+        credit(trunks, *sampling.advantages(run, rewards, steps_of_trunks))  # a branch's advantage, at its own step
         for inner in range(config.train.inner_epochs):
-            for update_rows in minibatches(trunks, run.plan, config.seed, epoch, inner):
-                with run.board.timed("update"):
-                    for rows in update_rows:
-                        update(run, rows)
-                    optimizer_step(run)
-    loop.finish(run)
+            optimise(run, minibatches(trunks, run.plan, config.seed, epoch, inner), update)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import train_qwenimage_pr
 from bench_completions import spearman
 from small import MODELS, config_of
 
+from flow_grpo import optimization
 from flow_grpo.diffusers_patch.sample_with_logprob import packed_tokens
 from flow_grpo.flops import row_flops
 from flow_grpo.prompts import load_prompts
@@ -36,7 +37,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     config, model = config_of("shapes_qwenimage_pr", tmp_path, **how), MODELS["qwenimage"]
     config.sample.flash_ratio, config.sample.merge_adapter, branches = 0.0, False, config.sample.num_branches
     monkeypatch.setattr(train_qwenimage_pr, "update", train_qwenimage_pr.update)  # to be put back
-    monkeypatch.setattr(train_qwenimage_pr, "optimizer_step", train_qwenimage_pr.optimizer_step)
+    monkeypatch.setattr(optimization, "optimizer_step", optimization.optimizer_step)
     figures = bench.epoch_figures("train_qwenimage_pr", config, model)
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"

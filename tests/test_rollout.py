@@ -46,11 +46,11 @@ def rank(number, world_size):
     return rollout
 
 
-def updates(rollout, *where):
+def updates(rollout, epoch, inner):
     """The rows (image, step) of each optimizer step, in order."""
     return [
         [tuple(row) for minibatch in update for row in minibatch.where.tolist()]
-        for update in minibatches(rollout, PLAN, 0, *where)
+        for update in minibatches(rollout, PLAN, 0, epoch, inner)
     ]
 
 
@@ -111,14 +111,14 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
 
 
 def test_a_rows_weight_is_its_steps():
-    for update in minibatches(sampled(range(BATCH), "sqrt3"), PLAN, 0):
+    for update in minibatches(sampled(range(BATCH), "sqrt3"), PLAN, 0, 0, 0):
         for part in update:
             expected = 3**0.5 * torch.tensor(STD)[part.where[:, 1]]
             torch.testing.assert_close(part.weights, expected.repeat_interleave(OUTCOMES))
 
 
 def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
-    sizes = [[len(part.timesteps) for part in update] for update in minibatches(sampled(range(BATCH)), PLAN, 0)]
+    sizes = [[len(part.timesteps) for part in update] for update in minibatches(sampled(range(BATCH)), PLAN, 0, 0, 0)]
     assert sizes == [[4, 2], [4, 2]]
 
 
@@ -126,7 +126,7 @@ def test_means_are_kept_where_asked_for_one_for_all_outcomes_of_a_step():
     assert sampled(range(BATCH)).means is None
     rollout = concat([sampled(range(BATCH), keep_means=True), sampled(range(BATCH, 2 * BATCH), keep_means=True)])
     assert rollout.means.shape == rollout.latents.shape
-    for update in minibatches(rollout, PLAN, 0):
+    for update in minibatches(rollout, PLAN, 0, 0, 0):
         for part in update:
             rows = part.where[:, 0] + part.where[:, 1] / 10
             expected = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
@@ -135,7 +135,7 @@ def test_means_are_kept_where_asked_for_one_for_all_outcomes_of_a_step():
 
 def test_a_window_that_is_cut_off_is_shared_out_like_a_whole_one():
     rollout = sampled(range(BATCH), num_steps=1)
-    parts = [part for update in minibatches(rollout, PLAN, 0) for part in update]
+    parts = [part for update in minibatches(rollout, PLAN, 0, 0, 0) for part in update]
     assert sorted(tuple(row) for part in parts for row in part.where.tolist()) == [(i, 0) for i in range(BATCH)]
     assert [part.num_rows for part in parts] == [BATCH // UPDATES] * UPDATES
 
