@@ -150,10 +150,10 @@ def test_fp16_resumes_with_the_loss_scale_it_had(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fsdp_utils, "clip_grad_norm", overflow)
     how = dict(precision="fp16", eval_freq=0)
-    whole = train(NAME, tmp_path / "whole", num_epochs=2, **how)
+    whole = train("shapes_qwenimage", tmp_path / "whole", num_epochs=2, **how)
     calls.clear()
-    train(NAME, tmp_path / "parts", num_epochs=1, **how)
-    parts = train(NAME, tmp_path / "parts", num_epochs=2, resume_from="latest", **how)
+    train("shapes_qwenimage", tmp_path / "parts", num_epochs=1, **how)
+    parts = train("shapes_qwenimage", tmp_path / "parts", num_epochs=2, resume_from="latest", **how)
     assert lines_of(whole, "update")[0]["grad_norm"] == "inf"
     assert lines_of(whole) == lines_of(parts)
     scales = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
