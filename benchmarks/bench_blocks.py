@@ -21,7 +21,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import compiled, flops, fsdp_utils, policies
+from flow_grpo import compiled, distributed, flops, fsdp_utils, policies
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
@@ -151,7 +151,7 @@ def load(blocks: int, sizes: dict, device):
 
 def measure(tiny: bool):
     """Yields a line for each case; the tiny model has one of each."""
-    device = fsdp_utils.init_distributed().device
+    device = distributed.init_distributed().device
     blocks, tokens, rows, latent_side = (2, 16, 4, 8) if tiny else (6, 1024, 24, 64)
     few = slice(1 if tiny else None)
     transformer, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks

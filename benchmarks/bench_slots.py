@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from bench import MODELS, TINY, full_model
 
-from flow_grpo import fsdp_utils, rng
+from flow_grpo import distributed, rng
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, Slots, joined, walk
 
 STEPS, WARM_UP, NUM_SLOTS = (20, 30, 50), 2, 8
@@ -81,7 +81,7 @@ def measure(model, pipeline, resolution: int, num_requests: int, device) -> dict
 
 @torch.no_grad()
 def main(args) -> None:
-    device = fsdp_utils.init_distributed().device
+    device = distributed.init_distributed().device
     model, folder = MODELS["qwenimage"], TINY
     if args.size == "full":
         model, folder = full_model(args.model), ""

@@ -13,7 +13,7 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import estimates, fsdp_utils, rng
+from flow_grpo import distributed, estimates, rng
 from flow_grpo.prompts import Split
 from flow_grpo.scoring.pool import Pool
 
@@ -63,7 +63,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[
         parts += [(start, pending, dict(zip(here.tolist(), panel)))] if counts else []
     parts = [(start, pending.result(), panel) for start, pending, panel in parts]
     sampler.pool.clock.pop()  # time that no rollout hid
-    parts = sorted(fsdp_utils.gather_objects(parts), key=lambda part: part[0])
+    parts = sorted(distributed.gather_objects(parts), key=lambda part: part[0])
     values = {name: torch.cat([part[1][name] for part in parts]).view(len(seeds), -1) for name in parts[0][1]}
     return Scores(values, {number: image for part in parts for number, image in part[2].items()})
 
@@ -155,7 +155,7 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
         logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
     run.board.log("eval", logged, **where)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
-    run.board.log_images("eval", torch.stack(list(scores.images.values())), texts, rewards, **where)
+    run.board.log_images(torch.stack(list(scores.images.values())), texts, rewards, **where)
     return figures
 
 

@@ -14,9 +14,10 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import batching, best, compiled, fsdp_utils, health, policies, preferences, prompts
-from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
 from flow_grpo.ema import Ema
+from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.rollout import Minibatch
 from flow_grpo.scoring.pool import Pool

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, health, policies, prompts, rng
+from flow_grpo import distributed, fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, walk
@@ -60,13 +60,13 @@ def _together(run) -> tuple[Callable, Callable]:
     last = []
 
     def velocity(*args, **how):
-        fsdp_utils.any_rank(True)
+        distributed.any_rank(True)
         last[:] = args, how
         return run.velocity(*args, **how)
 
     @torch.no_grad()
     def wait():
-        while fsdp_utils.any_rank(False):
+        while distributed.any_rank(False):
             run.velocity(*last[0], **last[1])
 
     return velocity, wait
@@ -176,8 +176,8 @@ def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Ten
     run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
     order = torch.tensor([image for some in scored for image in some.images]).argsort()
     everyone = {name: torch.cat([some[name] for some in scores])[order] for name in scores[0]}
-    everyone = {name: fsdp_utils.gather(values).flatten() for name, values in everyone.items()}
-    groups = fsdp_utils.gather(torch.cat([some.groups for some in scored])[order]).flatten()
+    everyone = {name: distributed.gather(values).flatten() for name, values in everyone.items()}
+    groups = distributed.gather(torch.cat([some.groups for some in scored])[order]).flatten()
     for name, share in run.pool.masked_shares(everyone).items():
         run.epoch_figures[f"reward/{name}_masked_share"] = share
     for name, values in everyone.items():
@@ -203,4 +203,4 @@ def advantages(run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor
     if config.train.filter_groups:
         kept[scored] *= kept_rows(everyone, weights, groups)
     kept /= kept.mean().clamp(min=1 / len(kept))
-    return fsdp_utils.mine(values), fsdp_utils.mine(kept)
+    return distributed.local_rows(values), distributed.local_rows(kept)

@@ -14,6 +14,7 @@ from flow_grpo import (
     best,
     checkpoints,
     compiled,
+    distributed,
     float8,
     fsdp_utils,
     policies,
@@ -24,11 +25,12 @@ from flow_grpo import (
     settings,
     watching,
 )
-from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
 from flow_grpo.evaluation import evaluates, part_of
+from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
 from flow_grpo.saving import best_candidate, state
@@ -69,11 +71,11 @@ def start(
     settings.check(config, ignored)
     check(config.sample)
     data = _check_files(config, model)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
+    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
     run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
     if checkpoint:
         _resume(run, checkpoint)
@@ -103,7 +105,7 @@ def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fiel
         pipeline=pipeline,
         pool=pool,
         **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
-        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
+        board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         embed_short=_shortener(config.sample.text_multiple, embed_one),
@@ -206,7 +208,7 @@ def _open_cache(
     ]
     splits = (choosing_prompts, test_prompts) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
-    return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
+    return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
 def _is_guided(config) -> bool:
@@ -224,9 +226,9 @@ def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) 
     if cache is None:
         return lru_cache(maxsize=1024)(encode)
     if missing:
-        cache.fill(fsdp_utils.deal(missing), encode)
+        cache.fill(distributed.shard_list(missing), encode)
         loading.drop_text_encoders(pipeline)
-    fsdp_utils.barrier()
+    distributed.barrier()
     return lru_cache(maxsize=1024)(cache.read)
 
 

@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards
+from flow_grpo import candidates, distributed, estimates, evaluation, policies, prompts, rewards
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -107,7 +107,7 @@ def rows_of(candidate, model, pipeline, pool, ranks, args, split, seeds):
     how = dict(width=config.text_tokens, guided=max(scales) > 1)
     embed_one = lru_cache(maxsize=1024)(lambda text: model.encode_prompts(pipeline, [text], **how))
     velocity = partial(predict, model, pipeline.transformer, config.precision)
-    silent = not fsdp_utils.is_main()
+    silent = not distributed.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
     parts = dict(model=model, pipeline=pipeline, velocity=velocity, pool=pool, bar=bar)
     parts |= dict(rank=ranks.rank, world_size=ranks.world_size, embed=lambda texts: embed(embed_one, texts))
@@ -212,10 +212,10 @@ def main(args):
     found, common = configured(args)
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
     models = check(args, found, common, split)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
-    folder = new_folder(args.out) if fsdp_utils.is_main() else None
+    folder = new_folder(args.out) if distributed.is_main() else None
     for candidate, model in zip(found, models):
         torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
         pipeline = candidates.load(candidate, model, ranks.device, before)
@@ -233,7 +233,7 @@ def main(args):
         (folder / "table.md").write_text(table)
         print(f"{table}\n{folder} holds every score, this table and the images.")
     pool.close()
-    fsdp_utils.close()
+    distributed.close()
 
 
 def parser():

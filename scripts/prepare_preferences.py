@@ -24,7 +24,7 @@ from absl import app
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
+from flow_grpo import distributed, fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
@@ -223,8 +223,8 @@ def finish(config, folder: Path) -> None:
 
 def main(config):
     model, rows = check(config)
-    ranks, folder = fsdp_utils.init_distributed(), Path(config.preferences.path)
-    if not fsdp_utils.broadcast_object(claim(config, folder) if fsdp_utils.is_main() else None):
+    ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
+    if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
     source, part_size = config.preferences.source, config.preferences.part_size
@@ -244,9 +244,9 @@ def main(config):
             dropped = [dict(row=row, why=why) for row, why in zip(parts[number], reasons) if why]
             state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
             state.with_suffix(".tmp").replace(state)
-    fsdp_utils.barrier()
-    fsdp_utils.on_main(finish, config, folder)
-    fsdp_utils.close()
+    distributed.barrier()
+    distributed.on_main(finish, config, folder)
+    distributed.close()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
+from flow_grpo import distributed, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
@@ -55,7 +55,7 @@ def rollout(run, epoch):
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
     numbers = sorted(drawn)
     latents, texts = zip(*(drawn[number] for number in numbers))
-    images = torch.stack(latents), run.embed(texts), numbers, fsdp_utils.mine(rewards["avg"])
+    images = torch.stack(latents), run.embed(texts), numbers, distributed.local_rows(rewards["avg"])
     return preferences.best_and_worst(*images, run.plan.group_size, run.config.preferences.min_margin)
 
 
@@ -112,7 +112,7 @@ def validate(run, epoch):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
                 values = figures(run, *errors(run, pairs, streams))
                 found += [{name: value.cpu() for name, value in values.items()}] if counts else []
-    found = fsdp_utils.gather_objects(found)
+    found = distributed.gather_objects(found)
     means = {f"validation/{name}": torch.cat([part[name] for part in found]).mean().item() for name in found[0]}
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
@@ -124,7 +124,7 @@ def main(config, model=qwenimage):
         if is_due(config.eval_freq, epoch):
             validate(run, epoch)
         pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
-        pairs.kept /= fsdp_utils.gather(pairs.kept).mean().clamp(min=1e-6)
+        pairs.kept /= distributed.gather(pairs.kept).mean().clamp(min=1e-6)
         for inner in range(config.train.inner_epochs):
             updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
             optimise(run, updates, partial(update, epoch=epoch, inner=inner))
