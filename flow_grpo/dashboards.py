@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from flow_grpo.metrics import check_name
 from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
+from flow_grpo.pixels import to_uint8
 
 
 def on_main(method):
@@ -162,7 +163,7 @@ class Dashboard:
         """Show an evaluation's images [N, 3, H, W] in [0, 1], their N prompts and N rewards in wandb and as
         images/eval_<epoch>.png. Those of the first and the last evaluation are kept for samples.png.
         """
-        pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        pixels = to_uint8(images)
         pictures, rewards = [Image.fromarray(p) for p in pixels], [float(r) for r in rewards]
         file_type = "png" if max(pictures[0].size) <= 256 else "jpg"
         labels = [f"{caption} | {reward:.3f}" for caption, reward in zip(captions, rewards, strict=True)]

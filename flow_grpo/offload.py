@@ -15,6 +15,16 @@ def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
         torch.cuda.synchronize()
 
 
+@torch.no_grad()
+def exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
+    """Exchange weights with others of the same names and layout, tensor by tensor: no second copy of the model."""
+    wait_for_offloaded(weights.values())
+    for name, weight in weights.items():
+        present = weight.clone()
+        weight.copy_(others[name])
+        others[name].copy_(present)
+
+
 def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
     for p, state in optimizer.state.items():

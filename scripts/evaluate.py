@@ -28,6 +28,7 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.pictures import contact_sheet, fit
+from flow_grpo.pixels import to_uint8
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}
@@ -180,7 +181,7 @@ def shown(estimate):
 def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
-    pixels = [scores.images[i].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy() for i in numbers]
+    pixels = [to_uint8(scores.images[i]) for i in numbers]
     captions, figures = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
     contact_sheet([fit(Image.fromarray(p)) for p in pixels], captions, figures).save(folder / f"{number}_{name}.png")
