@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from types import SimpleNamespace
 import torch
 import yaml
 
-from flow_grpo import loop, optimization, preferences, prompts
+from flow_grpo import configs, loop, optimization, preferences, prompts
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -74,7 +73,7 @@ def full_model(name: str) -> SimpleNamespace:
 
 def config_of(name: str, kind: str = "pr"):
     """A run's config by its name."""
-    return runpy.run_path(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py")["get_config"](name)
+    return configs.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
 
 
 def full_config(config, kind: str):

@@ -14,28 +14,30 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import rng
+from flow_grpo import checks, command_line, rng, settings
 from flow_grpo.batching import BatchPlan
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimizer_step
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, NFT, RATIO
 from flow_grpo.startup import start
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from build_tiny_qwenimage import clean_latents, flow_matching_loss, rendered
 
-IGNORED = (
-    *(*NFT, *DPO, *RATIO, "embeddings_cache"),
-    *(f"sample.{key}" for key in ("guidance_scale", "noise_level", "sde_type", "global_std", "same_latent")),
-    *(f"sample.{key}" for key in ("num_branches", "flash_ratio", "engine", "merge_adapter")),
-    *(f"train.{key}" for key in ("adv_clip_max", "beta", "filter_groups", "inner_epochs", "timestep_fraction")),
+RENDERS = checks.Script(
+    settings.GRPO,
+    check=lambda sample: None,  # nothing of it is read but batch_size
+    ignored=(
+        *(*settings.ignored_by(settings.GRPO), "embeddings_cache"),
+        *(setting.key for setting in settings.SETTINGS if setting.scripts == settings.RATIO),
+        *(f"sample.{key}" for key in ("guidance_scale", "global_std", "same_latent")),
+        *(f"sample.{key}" for key in ("num_branches", "flash_ratio", "engine", "merge_adapter")),
+        *(f"train.{key}" for key in ("adv_clip_max", "beta", "filter_groups", "inner_epochs", "timestep_fraction")),
+    ),
 )
 
 
@@ -45,10 +47,6 @@ def plan_renders(config, world_size):
         raise ValueError(f"finetune_on_renders.py runs on one GPU, not on {world_size}")
     updates, size = config.train.updates_per_epoch, config.sample.batch_size
     return BatchPlan(updates * size, 1, size, updates, 1, 1, updates)
-
-
-def check_sample(sample):
-    """Nothing of it is read but batch_size."""
 
 
 def renders(run, metadata, epoch):
@@ -70,7 +68,7 @@ def update(run, x_0, embeds, generator):
 
 
 def main(config, model=qwenimage):
-    run = start(config, model, check_sample, IGNORED, make_plan=plan_renders)
+    run = start(config, model, RENDERS, make_plan=plan_renders)
     metadata = [{"prompt": prompt.text} | prompt.metadata for prompt in run.train_prompts]
     embed_one = lru_cache(maxsize=None)(run.embed_one)  # the run's own keeps 1024, a third of them
     for epoch in range(run.epoch, config.num_epochs):
@@ -90,5 +88,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage")

@@ -22,7 +22,7 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, distributed, estimates, evaluation, policies, prompts, rewards
+from flow_grpo import candidates, command_line, distributed, estimates, evaluation, policies, prompts, rewards
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
@@ -30,6 +30,7 @@ from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.pictures import contact_sheet, fit
 from flow_grpo.pixels import to_uint8
 from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.settings import default_config
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}
 
@@ -37,7 +38,7 @@ MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}
 def configured(args):
     """The policies, each with its settings, and the settings that all share, the first one's."""
     runs = [Path(name) for name in args.policies if candidates.is_run(Path(name))]
-    common = candidates.run_config(runs[0]) if runs else candidates.default_config()
+    common = candidates.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
     found = [candidates.find(name, common, args.weights) for name in args.policies]
     for config in {id(config): config for config in [common, *(candidate.config for candidate in found)]}.values():
@@ -268,7 +269,5 @@ def parser():
 
 
 if __name__ == "__main__":
-    try:
+    with command_line.sentences():
         main(parser().parse_args())
-    except ValueError as error:
-        raise SystemExit(f"evaluate.py: {error}") from error

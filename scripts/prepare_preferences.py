@@ -20,11 +20,20 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from absl import app
-from ml_collections import config_flags
 from tqdm import tqdm
 
-from flow_grpo import distributed, fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
+from flow_grpo import (
+    checks,
+    command_line,
+    distributed,
+    fsdp_utils,
+    image_pairs,
+    policies,
+    preferences,
+    prompts,
+    rng,
+    settings,
+)
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
@@ -32,14 +41,14 @@ from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3)}
+PREPARES = checks.Script(settings.DPO, checks.check_pairs, ignored=())
 MADE_BY = ("model", "dataset", "reward_fn", "resolution", "text_tokens", "precision", "seed", "lora", "sample")
 
 
 def check(config):
     """Raises ValueError, before any weight is loaded; returns the model's file and the source's rows."""
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
-    settings.check(config, ())
-    settings.check_pairs(config.sample)
+    checks.check(config, PREPARES)
     policies.check_lora(config.lora)
     if not config.preferences.path:
         raise ValueError("config.preferences.path is empty: it names the folder to write")
@@ -250,5 +259,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo", "What to make pairs for.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo")

@@ -4,11 +4,9 @@ torchrun --nproc_per_node=8 scripts/train_flux_pr.py --config config/grpo.py:pic
 """
 
 import train_qwenimage_pr
-from absl import app
-from ml_collections import config_flags
 
+from flow_grpo import command_line
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:pickscore_flux_pr", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_pr.main(flag.value, flux))
+    command_line.run(lambda config: train_qwenimage_pr.main(config, flux), "config/grpo.py:pickscore_flux_pr")

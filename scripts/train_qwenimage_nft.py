@@ -10,10 +10,8 @@ may sample. Without arguments it trains the shipped tiny model.
 from functools import partial
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import losses, rng, sampling
+from flow_grpo import checks, command_line, losses, rng, sampling
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
 from flow_grpo.loop import finish, is_due, log_epoch
@@ -21,14 +19,7 @@ from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.rollout import Finished, concat, credit, minibatches
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, RATIO, check_forward
 from flow_grpo.startup import start
-
-IGNORED = (
-    *(*DPO, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
-    *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-)
 
 
 def rollout(run, epoch):
@@ -92,7 +83,7 @@ def update(run, rows, epoch, inner):
 
 
 def main(config, model=qwenimage):
-    run = start(config, model, check_forward, IGNORED, old=True)
+    run = start(config, model, checks.NFT, old=True)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -112,5 +103,4 @@ def main(config, model=qwenimage):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:shapes_qwenimage_nft", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/nft.py:shapes_qwenimage_nft")

@@ -4,11 +4,9 @@ torchrun --nproc_per_node=8 scripts/train_sd3_nft.py --config config/nft.py:pick
 """
 
 import train_qwenimage_nft
-from absl import app
-from ml_collections import config_flags
 
+from flow_grpo import command_line
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:pickscore_sd3_nft", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_nft.main(flag.value, sd3))
+    command_line.run(lambda config: train_qwenimage_nft.main(config, sd3), "config/nft.py:pickscore_sd3_nft")

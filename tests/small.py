@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 from pathlib import Path
 
 import prepare_preferences
@@ -13,6 +12,7 @@ import train_qwenimage_pr
 from build_random_pipeline import build
 from transformers import PreTrainedTokenizerBase
 
+from flow_grpo import configs
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
@@ -53,7 +53,7 @@ def config_of(name, output_dir=None, **overrides):
 
     It evaluates four prompts instead of eight. Commands that tests start are the variant as it is.
     """
-    config = runpy.run_path(str(ROOT / file_of(name)))["get_config"](f"{name},smoke")
+    config = configs.load(f"{ROOT / file_of(name)}:{name},smoke")
     config.eval.num_prompts = 4
     if output_dir is not None:
         config.output_dir = str(output_dir)

@@ -2,21 +2,18 @@
 
 import json
 import re
-import runpy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ml_collections import ConfigDict
 
+from config import grpo, nft
 from flow_grpo.batching import plan_batches
 
-GRPO = runpy.run_path(str(Path(__file__).parents[1] / "config" / "grpo.py"))
-NFT = runpy.run_path(str(Path(__file__).parents[1] / "config" / "nft.py"))
 CONFIGS = {
-    run.__name__ + variant: file["get_config"](run.__name__ + variant)
-    for file in (GRPO, NFT)
-    for run in file["RUNS"]
+    run.__name__ + variant: file.get_config(run.__name__ + variant)
+    for file in (grpo, nft)
+    for run in file.RUNS
     for variant in ("", ",smoke")
 }
 NAMES = list(CONFIGS)
@@ -86,13 +83,13 @@ def test_the_published_runs_plan_on_the_usual_numbers_of_gpus():
     ],
 )
 def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps):
-    config = GRPO["get_config"](name)
+    config = grpo.get_config(name)
     config.update_from_flattened_dict(changes | {"train.updates_per_epoch": 1})
     assert plan_batches(config, 1).num_trained_steps == steps
 
 
 def test_updates_that_do_not_divide_are_told_which_do():
-    config = GRPO["get_config"]("shapes_qwenimage_pr")
+    config = grpo.get_config("shapes_qwenimage_pr")
     config.sample.batch_size, config.sample.num_steps, config.train.updates_per_epoch = 4, 8, 3
     config.train.timestep_fraction = 1.0
     with pytest.raises(
@@ -102,7 +99,7 @@ def test_updates_that_do_not_divide_are_told_which_do():
 
 
 def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
-    config = GRPO["get_config"]("pickscore_qwenimage,mixgrpo")
+    config = grpo.get_config("pickscore_qwenimage,mixgrpo")
     plan_batches(config, 8)
     config.sample.batch_size, config.train.updates_per_epoch = 2, 4
     with pytest.raises(ValueError, match=r"up to 4 must divide: .*batch_size 2 .* 4; updates that do: \[1, 2\]"):
@@ -110,7 +107,7 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
 
 
 def test_a_fraction_that_leaves_no_step_is_refused():
-    config = GRPO["get_config"]("shapes_qwenimage")
+    config = grpo.get_config("shapes_qwenimage")
     config.sample.sde_window_size, config.train.timestep_fraction = 2, 0.4
     with pytest.raises(ValueError, match=r"timestep_fraction 0\.4"):
         plan_batches(config, 1)

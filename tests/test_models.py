@@ -11,9 +11,8 @@ from build_random_pipeline import build
 from rounding import UNIT
 from safetensors.torch import load_file
 from small import MODELS, file_of, lines_of, train
-from train_qwenimage import IGNORED as WINDOW_IGNORES
 
-from flow_grpo import rng
+from flow_grpo import rng, settings
 
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses"]
 SIZE, STEPS = 64, 4
@@ -205,7 +204,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 
 def test_a_setting_of_the_other_script_is_refused(tmp_path):
-    assert "sample.completion_batch_size" in WINDOW_IGNORES
+    assert "sample.completion_batch_size" in settings.ignored_by(settings.GRPO)
     for key, value in dict(sde_window_schedule="decay", same_latent=True).items():
         with pytest.raises(ValueError, match=rf"sample.{key} is set to {value}, but this script would ignore it"):
             train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})

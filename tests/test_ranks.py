@@ -12,7 +12,8 @@ from small import ENV, ROOT, exported, few_prompts, file_of, lines_of, prepare, 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
 SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
 HELD_OUT = ("validation/loss", "validation/implicit_accuracy", "validation/winner_error_gap")
-HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2)  # 16 images: two batches of 4 for each rank
+# 16 images: two batches of 4 for each rank
+HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2, eval__num_prompts=4)
 
 
 def command_of(name, output_dir, **how):

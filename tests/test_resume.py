@@ -25,6 +25,7 @@ NUM_KILLS, NUM_EPOCHS = 5, 8
 def command(output_dir):
     script = "scripts/train_qwenimage_pr.py"
     how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
+    how["eval.num_prompts"] = 4  # as in this process's runs
     flags = [f"--config.{key}={value}" for key, value in how.items()]
     return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
 

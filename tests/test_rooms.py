@@ -15,6 +15,10 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "losses": set(),
     "advantages": set(),
     "settings": set(),
+    "shipped": set(),
+    "checks": {"settings"},
+    "configs": {"rewards", "settings"},
+    "command_line": {"configs", "settings"},
     "parity": set(),
     "flops": set(),
     "shapes": set(),
@@ -51,7 +55,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "forward": set(),
     "image_pairs": set(),
     "windows": {"rng"},
-    "prompts": {"rng"},
+    "prompts": {"rng", "shipped"},
     "policies": {"float8", "fsdp_utils", "offload", "rng"},
     "embeddings": {PATCH + "sample_with_logprob"},
     "preferences": {"prompts", PATCH + "sample_with_logprob"},
@@ -64,7 +68,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "evaluation": {"estimates", "distributed", "prompts", "rng", "scoring.pool"},
     "saving": {"best", "checkpoints", "distributed", "fsdp_utils", "offload", "policies"},
     "estimates": set(),
-    "candidates": {"best", "fsdp_utils", "policies"},
+    "candidates": {"best", "fsdp_utils", "policies", "settings", "shipped"},
     "measuring": {"best", "evaluation", "saving"},
     "watching": {"distributed", "health", "optimization", "saving"},
     "optimization": {
@@ -100,7 +104,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
             "sampling",
             "saving",
         ),
-        *("scoring.pool", "settings", "watching", PATCH + "loading"),
+        *("scoring.pool", "checks", "settings", "watching", PATCH + "loading"),
     },
     "loop": {"evaluation", "distributed", "measuring", "run", "sampling", "saving", "watching"},
     "diffusers_patch": set(),
@@ -108,10 +112,10 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     PATCH + "single_frame_vae": set(),
     PATCH + "denoise_with_logprob": {PATCH + "sde_with_logprob"},
     PATCH + "stepwise_with_logprob": {PATCH + "denoise_with_logprob", PATCH + "sde_with_logprob"},
-    PATCH + "loading": {PATCH + "single_frame_vae"},
+    PATCH + "loading": {"shipped", PATCH + "single_frame_vae"},
     PATCH + "sample_with_logprob": {"rng", PATCH + "denoise_with_logprob", PATCH + "stepwise_with_logprob"},
     **{
-        f"{PATCH}{model}_pipeline_with_logprob": {"rng", PATCH + "loading", PATCH + "sample_with_logprob"}
+        f"{PATCH}{model}_pipeline_with_logprob": {"rng", "shipped", PATCH + "loading", PATCH + "sample_with_logprob"}
         for model in ("qwenimage", "sd3", "flux")
     },
 }

@@ -10,6 +10,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor
 from torch.nn import functional as F
 
+from flow_grpo import shipped
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 
@@ -68,7 +69,7 @@ def encode_prompts(pipeline, prompts: list[str], *, width: int | None = None, gu
 
 def row_shapes(folder: str, resolution: int, width: int) -> dict[str, tuple[int, ...]]:
     """Of one image and its prompt, as encode_images and encode_prompts make them. Needs no weight."""
-    pipeline, config = without_weights(folder), TRANSFORMER.load_config(folder, subfolder="transformer")
+    pipeline, config = without_weights(folder), TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
     num_tokens = sample_with_logprob.packed_tokens(pipeline, resolution)
     text = dict(embeds=(width, config["joint_attention_dim"]), mask=(width,))
     return dict(latents=(num_tokens, config["in_channels"]), **text)

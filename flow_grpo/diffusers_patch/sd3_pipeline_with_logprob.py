@@ -9,7 +9,7 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
-from flow_grpo import rng
+from flow_grpo import rng, shipped
 from flow_grpo.diffusers_patch import loading, sample_with_logprob
 from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 
@@ -76,7 +76,7 @@ def initial_latents(pipeline, generators: list[torch.Generator], resolution: int
 
 def row_shapes(folder: str, resolution: int, width: int) -> dict[str, tuple[int, ...]]:
     """Of one image and its prompt, as encode_images and encode_prompts make them. Needs no weight."""
-    pipeline, config = without_weights(folder), TRANSFORMER.load_config(folder, subfolder="transformer")
+    pipeline, config = without_weights(folder), TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
     side, length = latent_side(pipeline, resolution), pipeline.tokenizer_max_length + width
     text = dict(embeds=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
     return dict(latents=(config["in_channels"], side, side), **text)
