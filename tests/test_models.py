@@ -106,14 +106,14 @@ PAIRWISE = [  # each model with each type of noise once, each of the two with bo
 ]
 
 
-def test_every_two_choices_meet_in_a_run():
+def test_every_two_choices_are_combined_in_a_run():
     choices = (set(MODELS), {"sde", "dance", "cps"}, {WINDOW, BRANCHES}, {"clip", "guard"})
     for one, other in itertools.combinations(range(4), 2):
         assert {(run[one], run[other]) for run in PAIRWISE} == set(itertools.product(choices[one], choices[other]))
 
 
 @pytest.mark.parametrize(("model", "sde_type", "branches", "objective"), PAIRWISE)
-def test_every_choice_runs_with_the_rollouts_log_probs_bit_for_bit(
+def test_every_combination_of_two_choices_runs_with_the_rollouts_log_probs_bit_for_bit(
     model, sde_type, branches, objective, folders, tmp_path
 ):
     sde_type = "cps_gaussian" if (sde_type, objective) == ("cps", "guard") else sde_type  # Guard corrects a Gaussian
