@@ -26,7 +26,8 @@ from small import ENV, ROOT, config_of
 from flow_grpo import rewards
 from flow_grpo.scoring import pickled, wire
 from flow_grpo.scoring.client import Server, ServerError
-from flow_grpo.scoring.pool import Pool, RewardFailed
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.scorers import RewardFailed
 
 CPU, WINDOW = torch.device("cpu"), "shapes_qwenimage"
 JPEG = {"jpeg_compressibility": 1.0}
