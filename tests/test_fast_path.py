@@ -13,6 +13,7 @@ import draw_shapes
 import pytest
 import torch
 import train_qwenimage_pr
+import warm
 from rounding import UNIT
 from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
 from torch import nn
@@ -181,8 +182,8 @@ def run_script(*command, **environment):
 
 def test_an_epoch_of_two_ranks_is_measured_once():
     command = ["benchmarks/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    (found,) = run_script(*torchrun, *command)
+    ranks = warm.torchrun(command)
+    (found,) = [json.loads(line) for rank in ranks for line in rank.stdout.splitlines()]
     assert (found["gpus"], found["images"]) == (2, 32)
 
 

@@ -91,7 +91,7 @@ def test_shipped_fits_into_10_mb(shipped):
 
 
 def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
-    config, images = shipped.vae.config, renders(build.balanced(held_out, 600), seed=1) * 2 - 1
+    config, images = shipped.vae.config, renders(build.balanced(held_out, 240), seed=1) * 2 - 1
     with torch.no_grad():
         std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))
     torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.1)
@@ -99,7 +99,7 @@ def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
 
 
 def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):
-    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 300), torch.Generator().manual_seed(2))
+    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 150), torch.Generator().manual_seed(2))
     assert measured["reconstructions"]["all"] >= 0.97, measured
 
 
