@@ -8,19 +8,14 @@ the algorithm, `main` its loop. Without arguments it trains the shipped tiny mod
 """
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import sampling, windows
+from flow_grpo import checks, command_line, sampling, windows
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
 from flow_grpo.rollout import concat, credit, minibatches
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, NFT, check_window
 from flow_grpo.startup import start
-
-IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
 
 def rollout(run, epoch):
@@ -44,7 +39,7 @@ def update(run, rows):
 
 
 def main(config):
-    run = start(config, check_window, IGNORED)
+    run = start(config, checks.GRPO)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -63,5 +58,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage")

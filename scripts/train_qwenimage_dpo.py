@@ -11,10 +11,8 @@ trains the shipped tiny model online.
 from functools import partial
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import distributed, losses, preferences, rng, sampling
+from flow_grpo import checks, command_line, distributed, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
@@ -22,16 +20,7 @@ from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.saving import save
-from flow_grpo.settings import NFT, RATIO, check_pairs
 from flow_grpo.startup import start
-
-IGNORED = (
-    *(*NFT, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
-    *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups", "beta", "timestep_fraction")),
-    "train.reference_guidance_scale",
-)
 
 
 def read(run, epoch):
@@ -117,7 +106,7 @@ def validate(run, epoch):
 
 
 def main(config):
-    run = start(config, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+    run = start(config, checks.DPO, make_plan=plan_pairs, reference=True)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         if is_due(config.eval_freq, epoch):
@@ -138,5 +127,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo,online", "What to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo,online")

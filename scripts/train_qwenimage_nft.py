@@ -10,24 +10,15 @@ may sample. Without arguments it trains the shipped tiny model.
 from functools import partial
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import losses, rng, sampling
+from flow_grpo import checks, command_line, losses, rng, sampling
 from flow_grpo.forward import noised
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.rollout import Finished, concat, credit, minibatches
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, RATIO, check_forward
 from flow_grpo.startup import start
-
-IGNORED = (
-    *(*DPO, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
-    *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-)
 
 
 def rollout(run, epoch):
@@ -91,7 +82,7 @@ def update(run, rows, epoch, inner):
 
 
 def main(config):
-    run = start(config, check_forward, IGNORED, old=True)
+    run = start(config, checks.NFT, old=True)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -111,5 +102,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:shapes_qwenimage_nft", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/nft.py:shapes_qwenimage_nft")

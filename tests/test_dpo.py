@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 import train_qwenimage_dpo as script
 from small import MODELS, config_of, few_prompts, lines_of, prepare, train
 
-from flow_grpo import preferences, rng, startup
+from flow_grpo import checks, preferences, rng, startup
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch.size import Size
 
@@ -26,7 +26,7 @@ def started(request, pairs_folder, tmp_path):
     """A run before its first epoch, and its first pairs."""
     how = dict(preferences__path=pairs_folder, lora__rank=request.param, eval__num_prompts=0)
     config = config_of(NAME, tmp_path, **how)
-    run = startup.start(config, script.check_pairs, script.IGNORED, make_plan=plan_pairs, reference=True)
+    run = startup.start(config, checks.DPO, make_plan=plan_pairs, reference=True)
     yield run, script.read(run, 0)
     run.board.finish()
 
