@@ -30,13 +30,13 @@ from types import SimpleNamespace
 
 import torch
 import yaml
+from flops import matrix_rate, row_flops
 
 from flow_grpo import configs, loop, optimization, preferences, prompts
 from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
-from flow_grpo.flops import matrix_rate, row_flops
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 

@@ -60,8 +60,15 @@ def forward(config):
     return config
 
 
+def long(config):
+    """For more than 100 epochs: flow matching on the run's own images, its weight rising, and a faster rate."""
+    config.train.flow_matching_weight, config.train.flow_matching_warmup = 0.1, 100
+    config.train.learning_rate, config.train.beta = 5e-4, 0.25
+    return config
+
+
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (grpo.flash, grpo.stepwise, grpo.large_gpu, grpo.smoke)
+VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

@@ -35,7 +35,8 @@ from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
 from flow_grpo.saving import best_candidate, state
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 
 NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
 

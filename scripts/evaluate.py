@@ -29,7 +29,8 @@ from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenima
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.pictures import contact_sheet, fit
 from flow_grpo.pixels import to_uint8
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import default_config
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}

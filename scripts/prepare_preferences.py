@@ -38,7 +38,8 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
 from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 
 MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3)}
 PREPARES = checks.Script(settings.DPO, checks.check_pairs, ignored=())

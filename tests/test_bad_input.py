@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from small import config_of, lines_of, train
 
 from flow_grpo import checkpoints, rewards
-from flow_grpo.scoring.pool import RewardFailed
+from flow_grpo.scoring.scorers import RewardFailed
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 TINY = "flow_grpo/assets/tiny_qwenimage"

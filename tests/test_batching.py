@@ -1,9 +1,11 @@
 """Every run divides over the GPUs, or its message says which numbers do not and which would."""
 
-import copy
+import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from ml_collections import ConfigDict
 
 from config import grpo, nft
 from flow_grpo.batching import plan_batches
@@ -26,9 +28,15 @@ def problem(config, world_size):
     return ""
 
 
+def plain(config):
+    """With attributes that are read and set ten times faster than a ConfigDict's."""
+    values = {key: plain(value) if isinstance(value, ConfigDict) else value for key, value in config.items()}
+    return SimpleNamespace(**values)
+
+
 def assert_planned_or_explained(name, world_size):
     """The plan's numbers multiply to the epoch's images, or the message names exactly the batch sizes that would do."""
-    config, cell = copy.deepcopy(CONFIGS[name]), f"{name} on {world_size} GPUs"
+    config, cell = plain(CONFIGS[name]), f"{name} on {world_size} GPUs"
     sample, message = config.sample, problem(config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if message:
@@ -37,7 +45,8 @@ def assert_planned_or_explained(name, world_size):
         works = []
         for sample.batch_size in range(1, images + 1):
             works += [sample.batch_size] if not problem(config, world_size) else []
-        assert message.endswith(f"batch sizes that do: {works or 'none'}"), cell
+        (named,) = re.findall(r"(\[[\d, ]+\]|none)$", message)
+        assert json.loads(named.replace("none", "[]")) == works, cell
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell

@@ -8,7 +8,7 @@ from small import ROOT
 
 from config import dpo, grpo, nft
 from flow_grpo import batching, checks, configs, health, policies, rewards, settings
-from flow_grpo.scoring import pool
+from flow_grpo.scoring.settings import RewardSettings
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
 SCRIPTS = {"grpo": checks.GRPO, "pr": checks.PR, "nft": checks.NFT, "dpo": checks.DPO}
@@ -211,11 +211,11 @@ def reads():
 
 def test_every_setting_is_read_somewhere():
     known = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
-    known |= {f"reward.{key}" for key in pool.OWN}  # split_settings takes them by name
+    known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
     known |= {key.replace("settings.", "reward.") for key in known}  # as the pool calls config.reward
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in settings.SETTINGS]
     assert [key for key in keys if key not in known] == []
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():
-    assert set(settings.default_config().reward) == {*pool.OWN, "args", "max_pending"}
+    assert set(settings.default_config().reward) == {*RewardSettings._fields, "args", "max_pending"}

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from flops import row_flops
 from small import MODELS, config_of, tiny_folder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo import policies
-from flow_grpo.flops import row_flops
 
 
 @pytest.mark.parametrize("name", MODELS)

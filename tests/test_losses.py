@@ -18,6 +18,7 @@ from flow_grpo.losses import (
     nft_loss,
     nft_reward_prob,
     old_policy_decay,
+    own_flow_matching_loss,
     step_weights,
 )
 from flow_grpo.settings import BY_KEY
@@ -198,3 +199,12 @@ def test_dpos_gradient_at_the_reference_is_the_closed_form():
     loss.sum().backward()
     pull = 500.0 / 4 * 2 * (velocity.detach() - (noise - x_0)) / (16 * 4)
     torch.testing.assert_close(velocity.grad, pull * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
+
+
+def test_flow_matching_on_own_images_is_nft_of_an_image_that_counts_wholly_as_good():
+    noise, x_0, velocity = (golden(f"nft/1.0/{name}", torch.float64) for name in ("noise", "x0", "v_theta"))
+    sigma = golden("nft/1.0/sigma", torch.float64)
+    x_t = (1 - sigma.view(-1, 1, 1)) * x_0 + sigma.view(-1, 1, 1) * noise
+    expected = nft("1.0", reward_prob=torch.ones_like(sigma))
+    assert expected.shape == sigma.shape
+    torch.testing.assert_close(own_flow_matching_loss(velocity, x_t, x_0, sigma), expected, rtol=1e-12, atol=0)

@@ -91,6 +91,22 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     run.board.finish()
 
 
+def test_flow_matching_on_own_images_joins_the_loss_with_a_weight_that_rises(tmp_path):
+    how = dict(num_epochs=2, eval_freq=0, **PLAIN)
+    plain, whole, rising = (
+        lines_of(train(NAME, tmp_path / f"{weight}_{warmup}", **how, **settings(weight, warmup)), "update")
+        for weight, warmup in ((0.0, 0), (0.5, 0), (0.5, 3))
+    )
+    first = [lines[0]["policy_loss"] for lines in (plain, rising, whole)]
+    assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 4, rel=1e-4)  # the first of 4 equal parts
+    assert first[2] > first[0] + 0.1
+    assert rising[3]["policy_loss"] > rising[0]["policy_loss"]
+
+
+def settings(weight, warmup):
+    return dict(train__flow_matching_weight=weight, train__flow_matching_warmup=warmup)
+
+
 def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
     how = dict(train__reference_interval=2, train__reference_guidance_scale=3.0, keep_checkpoints=9, eval_freq=0)
     folder = train(NAME, tmp_path, num_epochs=2, train__beta=1.0, **how)
