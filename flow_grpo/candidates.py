@@ -52,6 +52,8 @@ def is_run(folder: Path) -> bool:
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
     config, stored = settings.default_config(), json.loads((folder / "config.json").read_text())
+    if "resolution" in stored:  # of runs before images had two sides
+        stored |= dict.fromkeys(("height", "width"), stored["resolution"])
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():

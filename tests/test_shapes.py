@@ -224,9 +224,38 @@ def test_slightly_wrong_shapes_still_count():
     assert [(d.kind, d.color) for d in detect(off[None])[0]] == [("circle", "red")]
 
 
-def test_pictures_must_be_square():
-    with pytest.raises(ValueError, match=r"\[1, 3, 64, 32\]"):
-        detect(torch.ones(1, 3, 64, 32))
+def test_what_is_no_picture_is_refused():
+    with pytest.raises(ValueError, match=r"\[1, 4, 64, 64\]"):
+        detect(torch.ones(1, 4, 64, 64))
+
+
+@pytest.mark.parametrize("upright", [False, True], ids=["wide", "high"])
+def test_a_picture_that_is_no_square_is_looked_at_undistorted(upright):
+    """A square picture with background at two sides, which then is 1.5 times as wide or as high."""
+    asked = of_tag(PROMPTS, "single_object")[::10] + of_tag(PROMPTS, "colors")[::20]
+    square = draw(asked, resolution=128)[1]
+    sides = (0, 0, 32, 32) if upright else (32, 32, 0, 0)
+    longer = torch.stack(
+        [torch.nn.functional.pad(plane, sides, value=v) for plane, v in zip(square.unbind(1), BACKGROUND)], 1
+    )
+    assert longer.shape[2:] == ((192, 128) if upright else (128, 192))
+    large = [b for b, found in enumerate(detect(square)) if min(d.area for d in found) > 0.03]
+    assert len(large) > 20
+    for b, found in zip(large, detect(longer[large])):
+        plain = detect(square[b : b + 1])[0]
+        assert [(d.kind, d.color) for d in found] == [(d.kind, d.color) for d in plain]
+        for ours, theirs in zip(found, plain):
+            assert ours.area == pytest.approx(theirs.area * 2 / 3, rel=0.25)
+            middle = [0.5 + (place - 0.5) * 2 / 3 for place in theirs.center]
+            np.testing.assert_allclose(ours.center, middle, atol=0.02)
+
+
+def test_an_object_at_the_edge_of_a_picture_that_is_no_square_is_not_whole():
+    picture = draw(of_tag(PROMPTS, "single_object")[:1], resolution=128)[1]
+    (whole,) = detect(picture)[0]
+    cut = round(128 * whole.center[1])
+    assert whole.kind is not None
+    assert [d.kind for d in detect(picture[:, :, :cut])[0]] == [None]
 
 
 def seen(kind, color="red", x=0.5, y=0.5):
