@@ -12,7 +12,7 @@ import ml_collections
 
 from flow_grpo.rewards import known
 
-RENAMED = {"trouble": "health"}  # keys of older configs
+RENAMED = {"trouble": "health", "resolution": "height and config.width"}  # keys of older configs
 
 
 def select(name, runs, variants, file):
@@ -65,7 +65,8 @@ def get_config():
     config.model = "flow_grpo/assets/tiny_qwenimage"  # diffusers folder or hub id
     config.dataset = "dataset/shapes"  # folder with {train,validation,test}_metadata.jsonl or .txt; validation may lack
     config.reward_fn = ml_collections.ConfigDict({"shapes": 1.0})  # file in flow_grpo/rewards -> weight; 0 = not used
-    config.resolution = 64  # pixels, square
+    config.height = 64  # pixels, a multiple of 16
+    config.width = 64  # pixels, a multiple of 16
     config.text_tokens = 20  # every prompt embedding is padded to this width, in rollout and update alike
     config.embeddings_cache = ""  # folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none
     config.precision = "fp32"  # "fp32" | "bf16" | "fp16" of the transformer; trained weights are kept in fp32
@@ -209,6 +210,8 @@ def evaluation():
     evaluation.best_by = "avg"  # name of the eval/ figure whose highest value makes the policy in best/
     evaluation.keep_state = False  # best/checkpoint holds what training needs to go on from the best policy
     evaluation.test_freq = 0  # epochs between tests; before the first and after the last always; 0 = only these
+    evaluation.height = 0  # pixels; 0 = as in training
+    evaluation.width = 0  # pixels; 0 = as in training
     evaluation.num_steps = 10  # deterministic
     evaluation.guidance_scale = 1.0
     evaluation.batch_size = 64  # rows per forward and GPU

@@ -124,7 +124,7 @@ def flux_512(config):
 def large(config, model):
     """What every run of a published model shares: 512 px, bf16, PickScore."""
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
-    config.resolution, config.text_tokens, config.vae_batch_size = 512, 128, 8
+    config.height, config.width, config.text_tokens, config.vae_batch_size = 512, 512, 128, 8
     config.precision = config.vae_precision = "bf16"
     config.eval.batch_size, config.embeddings_cache = 8, "runs/embeddings"
     return config
@@ -184,7 +184,7 @@ def smoke(config):
     if config.model in TINY_MODELS:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     config.model = TINY_MODELS.get(config.model, tiny.model)
-    for key in (*("dataset", "resolution", "text_tokens", "precision", "vae_precision"), "compile", "embeddings_cache"):
+    for key in (*("dataset", "height", "width", "text_tokens", "precision", "vae_precision"), "compile", "embeddings_cache"):
         config[key] = tiny[key]
     config.sample.text_multiple = tiny.sample.text_multiple
     config.fsdp.activation_memory = tiny.fsdp.activation_memory

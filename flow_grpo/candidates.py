@@ -5,7 +5,6 @@ import re
 import runpy
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,10 @@ from ml_collections import ConfigDict
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo import best, fsdp_utils, policies
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
-    *("model", "dataset", "reward_fn", "resolution", "text_tokens"),
+    *("model", "dataset", "reward_fn", "height", "width", "text_tokens"),
     *("precision", "vae_precision", "vae_batch_size"),
 )
 
@@ -132,12 +132,12 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(rank, alpha, {name.removeprefix("transformer."): shape for name, shape in shapes.items()})
 
 
-def check(candidate: Candidate, model: ModuleType) -> None:
+def check(candidate: Candidate, family: type[FlowModel]) -> None:
     """Raises ValueError unless its LoRA file adapts layers of its base model, or its weights are there. Loads none."""
     if candidate.lora is None:
         return
     adapter = read_adapter(candidate.lora)
-    transformer = _empty(candidate.config.model, model)
+    transformer = _empty(candidate.config.model, family)
     layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "in_features")}
     for name, shape in adapter.shapes.items():
         layer, part = name.removesuffix(".weight").rsplit(".lora_", 1)
@@ -149,26 +149,31 @@ def check(candidate: Candidate, model: ModuleType) -> None:
             )
 
 
-def _empty(folder: str, model: ModuleType) -> torch.nn.Module:
+def _empty(folder: str, family: type[FlowModel]) -> torch.nn.Module:
     with init_empty_weights():
-        return model.TRANSFORMER.from_config(model.TRANSFORMER.load_config(folder, subfolder="transformer"))
+        return family.TRANSFORMER.from_config(family.TRANSFORMER.load_config(folder, subfolder="transformer"))
 
 
-def load(candidate: Candidate, model: ModuleType, device: torch.device, before: tuple[Candidate, Any] | None) -> Any:
-    """A pipeline whose transformer carries the candidate.
+def load(
+    candidate: Candidate,
+    family: type[FlowModel],
+    device: torch.device,
+    before: tuple[Candidate, FlowModel] | None = None,
+) -> FlowModel:
+    """A model whose transformer carries the candidate.
 
     Args:
-        before: the last candidate and its pipeline, of which a base that did not change is used again.
+        before: the last candidate and its model, of which a base that did not change is used again.
     """
     config, weights = candidate.config, candidate.transformer
     if before and _base(before[0]) == _base(candidate) and weights is None:
-        pipeline = before[1]
-        pipeline.transformer.unload_lora()
+        model = before[1]
+        model.transformer.unload_lora()
     else:
-        pipeline = model.load_pipeline(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
-        weights = weights or model.transformer_folder(config.model)
-    _fill(candidate, model, pipeline.transformer, weights, device)
-    return pipeline
+        model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+        weights = weights or family.transformer_folder(config.model)
+    _fill(candidate, model, weights)
+    return model
 
 
 def _base(candidate: Candidate) -> tuple:
@@ -176,13 +181,14 @@ def _base(candidate: Candidate) -> tuple:
     return config.model, config.precision, config.vae_precision, candidate.transformer
 
 
-def _fill(candidate: Candidate, model: ModuleType, transformer, weights: Path | None, device: torch.device) -> None:
+def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
     """As training lays weights out: what was trained is float32, the rest of config.precision."""
+    transformer = model.transformer
     transformer.requires_grad_(candidate.transformer is not None)
     init = None
     if candidate.lora is not None:
         adapter = read_adapter(candidate.lora)
         policies.attach(transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.targets)
         init = policies.stored_adapter(candidate.lora)
-    how = dict(units=model.SHARD_UNITS, device=device, precision=candidate.config.precision)
+    how = dict(units=model.SHARD_UNITS, device=model.device, precision=candidate.config.precision)
     fsdp_utils.prepare(transformer, None, weights=weights, init=init, **how)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 
 
 class Cache:
@@ -30,8 +30,9 @@ class Cache:
     """
 
     def __init__(self, folder: str, how: dict, width: int, device: torch.device):
-        told = how | {package: version(package) for package in ("torch", "transformers", "diffusers")}
-        self.folder = Path(folder, _digest(json.dumps(told | dict(width=width, device=device.type), sort_keys=True)))
+        way = how | {package: version(package) for package in ("torch", "transformers", "diffusers")}
+        way |= dict(width=width, device=device.type, fields=TENSORS)
+        self.folder = Path(folder, _digest(json.dumps(way, sort_keys=True)))
         self.width, self.device = width, device
 
     def _path(self, text: str | None) -> Path:
@@ -50,16 +51,16 @@ class Cache:
                 self._write(None, row.negative)
             self._write(text, row)
 
-    def _write(self, text: str | None, row: PromptEmbeds) -> None:
-        length = row.embeds.shape[1] if row.mask is None else int(row.mask.sum())
-        tensors = dict(embeds=row.embeds[:, :length], pooled=row.pooled)
-        tensors = {name: part.contiguous() for name, part in tensors.items() if part is not None}
+    def _write(self, text: str | None, row: Condition) -> None:
+        length = row.num_tokens if row.mask is None else int(row.mask.sum())
+        tensors = {name: part for name, part in row.tensors().items() if name != "mask"} | dict(text=row.text[:, :length])
+        tensors = {name: part.contiguous() for name, part in tensors.items()}
         path, parts = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
         scratch = path.with_suffix(f".{os.getpid()}")
         save_file(tensors, scratch, {"parts": " ".join(parts)})
         scratch.replace(path)
 
-    def read(self, text: str | None) -> PromptEmbeds:
+    def read(self, text: str | None) -> Condition:
         """One row, on the device, with the negative prompt's (which is None's) where there is one.
 
         Raises:
@@ -71,11 +72,11 @@ class Cache:
                 parts = file.metadata()["parts"].split()
         except SafetensorError as error:
             raise ValueError(f"{self._path(text)} is damaged ({error}); delete it") from error
-        embeds, mask, length = tensors["embeds"], None, tensors["embeds"].shape[1]
         if "mask" in parts:
-            embeds = F.pad(embeds, (0, 0, 0, self.width - length))
-            mask = torch.arange(self.width, device=self.device)[None] < length
-        return PromptEmbeds(embeds, tensors.get("pooled"), mask, self.read(None) if "negative" in parts else None)
+            length = tensors["text"].shape[1]
+            tensors["text"] = F.pad(tensors["text"], (0, 0, 0, self.width - length))
+            tensors["mask"] = torch.arange(self.width, device=self.device)[None] < length
+        return Condition(**tensors, negative=self.read(None) if "negative" in parts else None)
 
 
 def _digest(text: str) -> str:

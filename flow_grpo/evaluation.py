@@ -5,15 +5,18 @@ A run's evaluations and scripts/evaluate.py draw by the same function, `score`. 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import estimates, fsdp_utils, rng
+from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sample_with_logprob import sample
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import evaluation_size
 from flow_grpo.prompts import Split
 from flow_grpo.scoring.pool import Pool
 
@@ -25,15 +28,14 @@ if TYPE_CHECKING:
 class Sampler:
     """What draws and scores the images of a policy."""
 
-    model: ModuleType  # a diffusers_patch/*_pipeline_with_logprob.py
-    pipeline: Any  # its diffusers pipeline
-    embed: Callable  # B prompts -> their embeddings
-    velocity: Callable  # (x, t, embeds, guidance_scale=) -> velocity: the policy
+    model: FlowModel
+    embed: Callable  # B prompts -> their Condition
+    velocity: Velocity  # the policy
     pool: Pool  # of the rewards
     bar: Callable  # (iterable, description) -> the same under a progress bar
     rank: int
     world_size: int
-    config: ConfigDict  # of which resolution, vae_batch_size and eval are read
+    config: ConfigDict  # of which height, width, vae_batch_size and eval are read
 
 
 class Scores(NamedTuple):
@@ -106,15 +108,14 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
     """Images of (seed, number of the prompt) rows, and their scores to be."""
     config, asked = sampler.config, [split.prompts[number] for _, number in rows]
     texts = [prompt.text for prompt in asked]
-    sampled = sampler.model.pipeline_with_logprob(
-        sampler.pipeline,
+    sampled = sample(
+        sampler.model,
         sampler.embed(texts),
         [noise(split.name, seed, number) for seed, number in rows],
-        window=range(0),
-        noise_level=0.0,
-        velocity=partial(sampler.velocity, guidance_scale=config.eval.guidance_scale),
-        num_steps=config.eval.num_steps,
-        resolution=config.resolution,
+        SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
+        evaluation_size(config),
+        noisy=range(0),
+        velocity=sampler.velocity,
         vae_batch_size=config.vae_batch_size,
     )
     metadata = [prompt.metadata for prompt in asked]
@@ -130,7 +131,6 @@ def sampler_of(run: "Run") -> Sampler:
     """A run's own, of the policy that its transformer carries."""
     return Sampler(
         model=run.model,
-        pipeline=run.pipeline,
         embed=run.embed,
         velocity=run.velocity,
         pool=run.pool,

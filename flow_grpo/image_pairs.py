@@ -15,6 +15,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from flow_grpo.diffusers_patch.size import Size
+
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
 NO_PREFERENCE = "no preference"  # the one reason to drop a pair that is no fault of its source
 
@@ -90,24 +92,24 @@ def by_label(row: dict) -> dict:
     return dict(prompt=row["caption"] or "", **images, winner_score=labels[winner], loser_score=labels[1 - winner])
 
 
-def load_pair(row: dict, resolution: int) -> tuple[Tensor, Tensor]:
-    """Winner and loser, [3, resolution, resolution] float32 in [0, 1] each. Raises Dropped."""
+def load_pair(row: dict, size: Size) -> tuple[Tensor, Tensor]:
+    """Winner and loser, [3, height, width] float32 in [0, 1] each. Raises Dropped."""
     if not row["prompt"].strip():
         raise Dropped("empty prompt")
     scores = row.get("winner_score"), row.get("loser_score")
     if None not in scores and not scores[0] > scores[1]:
         raise Dropped(NO_PREFERENCE)
-    pair = load_image(row["winner"], resolution), load_image(row["loser"], resolution)
+    pair = load_image(row["winner"], size), load_image(row["loser"], size)
     if torch.equal(*pair):
         raise Dropped("winner and loser are one image")
     return pair
 
 
-def load_image(stored: bytes | Path, resolution: int) -> Tensor:
-    """Cropped at the centre and resized. Raises Dropped."""
+def load_image(stored: bytes | Path, size: Size) -> Tensor:
+    """Resized, and cropped at the centre to the size's aspect. Raises Dropped."""
     try:
         picture = Image.open(io.BytesIO(stored) if isinstance(stored, bytes) else stored).convert("RGB")
     except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Dropped("unreadable image") from error
-    picture = ImageOps.fit(picture, (resolution, resolution), Image.Resampling.LANCZOS)
+    picture = ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255

@@ -13,6 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flow_grpo import float8, fsdp_utils, offload, rng
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import Size
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -68,12 +71,18 @@ def _read_lora(folder: Path | str) -> dict[str, Tensor]:
 
 
 def predict(
-    model, transformer: nn.Module, precision: str, guidance_scale: float, x: Tensor, t: Tensor, embeds
+    model: FlowModel,
+    precision: str,
+    x: Tensor,
+    t: Tensor,
+    condition: Condition,
+    guidance_scale: float,
+    size: Size,
 ) -> Tensor:
-    """A model file's `predict_velocity` under the autocast that float32 adapters over weights of `precision` need."""
+    """The model's velocity under the autocast that float32 adapters over weights of `precision` need."""
     dtype = fsdp_utils.DTYPES[precision]
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
-        return model.predict_velocity(transformer, x, t, embeds, guidance_scale)
+        return model.velocity(x, t, condition, guidance_scale, size)
 
 
 @contextmanager

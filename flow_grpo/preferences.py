@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.prompts import Prompt
 
 SPLITS = ("train", "validation")
 ARROW = {"float32": pa.float32(), "bfloat16": pa.uint16()}  # parquet has no bfloat16: its bits
 LATENTS = ("winner_latents", "loser_latents")
-TEXT = ("embeds", "mask", "pooled")  # columns of PromptEmbeds; a model has some of them
 ROW_GROUP_BYTES = 2**18  # a pair is read with its row group
 
 
@@ -34,7 +34,7 @@ class Pairs:
     winners: Tensor  # [P, ...] f32, latents
     losers: Tensor  # [P, ...] f32
     kept: Tensor  # [P] f32, share in the update's mean: 0 where the images are not told apart
-    embeds: PromptEmbeds  # P rows
+    embeds: Condition  # P rows
     numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
     num_rows: int = 0  # of the whole update, on this rank
 
@@ -66,7 +66,7 @@ def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
         yield [pairs.take(slice(at, min(at + size, start + total)), total) for at in range(start, start + total, size)]
 
 
-def best_and_worst(latents: Tensor, embeds: PromptEmbeds, images: range, scores: Tensor, group: int, margin: float):
+def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Tensor, group: int, margin: float):
     """Of B images in whole groups of neighbours, a pair per group; kept where the rewards differ by over `margin`.
 
     Args:
@@ -92,14 +92,14 @@ def schema(shapes: dict[str, tuple[int, ...]], dtype: str) -> pa.Schema:
     """The columns of a pair.
 
     Args:
-        shapes: of latents and of what PromptEmbeds has, one row each, from a model file's `row_shapes`.
+        shapes: of latents and of a Condition's fields, one row each, from a model's `row_shapes`.
         dtype: "float32", or "bfloat16", which is stored as the uint16 of its bits.
     """
     array = lambda name: pa.fixed_shape_tensor(pa.uint8() if name == "mask" else ARROW[dtype], shapes[name])  # noqa: E731
     fields = {name: pa.string() for name in ("prompt", "negative_prompt", "model", "dtype")}
-    fields |= {"resolution": pa.int32(), "winner_score": pa.float64(), "loser_score": pa.float64()}
+    fields |= {"height": pa.int32(), "width": pa.int32(), "winner_score": pa.float64(), "loser_score": pa.float64()}
     fields |= dict.fromkeys(LATENTS, array("latents"))
-    return pa.schema(fields | {name: array(name) for name in TEXT if name in shapes})
+    return pa.schema(fields | {name: array(name) for name in TENSORS if name in shapes})
 
 
 def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
@@ -124,8 +124,8 @@ def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
     return pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(stored.numpy()))
 
 
-def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, resolution: int) -> dict[str, "PairFiles"]:
-    """Both splits, checked: columns, model, resolution, prompts, scores, and every latent.
+def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size: Size) -> dict[str, "PairFiles"]:
+    """Both splits, checked: columns, model, size, prompts, scores, and every latent.
 
     Raises:
         ValueError: names file, row and column.
@@ -135,14 +135,14 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, reso
     paths = {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
     if not paths["train"]:
         raise ValueError(f"config.preferences.path {folder!r} holds no train_*.parquet; see prepare_preferences.py")
-    return {split: PairFiles(files, shapes, model, resolution) for split, files in paths.items()}
+    return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
 
 
 class PairFiles:
     """Rows of parquet files, numbered through; memory-mapped, so that ranks of one machine share what is read."""
 
-    def __init__(self, paths: list[Path], shapes: dict[str, tuple[int, ...]], model: str, resolution: int):
-        expected = dict(model=model, resolution=resolution)
+    def __init__(self, paths: list[Path], shapes: dict[str, tuple[int, ...]], model: str, size: Size):
+        expected = dict(model=model, height=size.height, width=size.width)
         files, texts = [_open(path) for path in paths], []
         for path, file in zip(paths, files):
             texts += _check_file(path, file, shapes, expected)
@@ -159,14 +159,12 @@ class PairFiles:
     def read(self, rows: list[int], numbers: list[int], device: torch.device) -> Pairs:
         """The given rows as one batch."""
         where = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
-        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TEXT)) for number in set(where)}
+        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(where)}
         places = [(groups[number], row - self.starts[number]) for number, row in zip(where, rows)]
         joined = {name: torch.stack([group[name][row] for group, row in places]).to(device) for name in places[0][0]}
-        text = {name: joined[name] for name in TEXT if name in joined}
+        condition = Condition(**{name: joined[name] for name in TENSORS if name in joined})
         ones = torch.ones(len(rows), device=device)
-        return Pairs(
-            joined["winner_latents"], joined["loser_latents"], ones, PromptEmbeds(**text), torch.tensor(numbers)
-        )
+        return Pairs(joined["winner_latents"], joined["loser_latents"], ones, condition, torch.tensor(numbers))
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -202,14 +200,14 @@ def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) 
     if set(found.names) != named:
         differ = {"missing": named - set(found.names), "unknown": set(found.names) - named}
         raise ValueError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
-    table = file.read(["prompt", "model", "resolution", "dtype", "winner_score", "loser_score"])
+    table = file.read(["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
     rows = table.to_pylist()
     wanted = schema(shapes, rows[0]["dtype"] if rows[0]["dtype"] in ARROW else "float32")
     for field in wanted:
         if not found.field(field.name).type.equals(field.type):
             raise ValueError(
                 f"{path}, column {field.name!r} holds {found.field(field.name).type}, not {field.type}, which "
-                "config.model, config.resolution and config.text_tokens ask for"
+                "config.model, config.height, config.width and config.text_tokens ask for"
             )
     for number, row in enumerate(rows):
         _check_row(f"{path}, row {number}, column", row, expected | {"dtype": rows[0]["dtype"]})

@@ -6,16 +6,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import batching, best, compiled, fsdp_utils, health, policies, preferences, prompts
 from flow_grpo.dashboards import Dashboard, Meter
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.denoise_with_logprob import Slots
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.ema import Ema
 from flow_grpo.parity import StepGaps
 from flow_grpo.rollout import Minibatch
@@ -31,8 +35,7 @@ class Run:
     rank: int
     world_size: int
     device: torch.device
-    model: ModuleType  # a diffusers_patch/*_pipeline_with_logprob.py
-    pipeline: Any  # its diffusers pipeline; pipeline.transformer is the policy
+    model: FlowModel  # its transformer is the policy
     train_prompts: list[prompts.Prompt]
     choosing_prompts: prompts.Split  # evaluated to choose the best policy
     test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
@@ -69,6 +72,29 @@ class Run:
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test
 
     @property
+    def pipeline(self) -> DiffusionPipeline:
+        """The model's."""
+        return self.model.pipeline
+
+    @property
+    def size(self) -> Size:
+        """Of the images that are sampled and trained on."""
+        return training_size(self.config)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Of the rollout."""
+        sample = self.config.sample
+        return SamplingParams(
+            num_steps=sample.num_steps,
+            guidance_scale=sample.guidance_scale,
+            noise_level=sample.noise_level,
+            sde_type=sample.sde_type,
+            flash_ratio=sample.flash_ratio,
+            flash_solver=sample.flash_solver,
+        )
+
+    @property
     def folder(self) -> Path:
         """Where the run writes."""
         return self.board.run_dir
@@ -88,14 +114,19 @@ class Run:
         """() -> context in which a forward without a backward has the update's bits."""
         return partial(compiled.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
 
-    def velocity(self, x: Tensor, t: Tensor, embeds, guidance_scale: float | None = None) -> Tensor:
-        """The policy. Rollout and update both go through here, so they cannot disagree."""
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
+    ) -> Tensor:
+        """The policy. Rollout and update both go through here, so they cannot disagree.
+
+        Args:
+            guidance_scale: None = the rollout's; `size`: None = the one that is trained.
+        """
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
         if not self.ema.is_applied:  # then this is an evaluation
-            self.num_forwards += len(x) * (2 if scale > 1 and embeds.negative is not None else 1)
-        return policies.predict(self.model, self.pipeline.transformer, self.config.precision, scale, x, t, embeds)
+            self.num_forwards += len(x) * (2 if scale > 1 and condition.negative is not None else 1)
+        return policies.predict(self.model, self.config.precision, x, t, condition, scale, size or self.size)
 
-    def embed(self, texts: list[str]):
-        """Embeddings of B prompts."""
-        rows = [self.embed_one(text) for text in texts]
-        return rows[0].concat(rows)
+    def embed(self, texts: list[str]) -> Condition:
+        """Of B prompts."""
+        return Condition.concat([self.embed_one(text) for text in texts])

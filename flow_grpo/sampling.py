@@ -3,17 +3,26 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flow_grpo import fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
-from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, walk
+from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, Velocity, walk
+from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode, sample
 from flow_grpo.rollout import Rollout, from_trace
 from flow_grpo.scoring.pool import Pending
+
+
+class Walk(NamedTuple):
+    """How the images of a batch are drawn."""
+
+    noisy: range  # the window, or the steps at which branches leave; range(0) = no noise
+    num_branches: int = 0  # of each step in `noisy`; 0 = a window
+    latents: Tensor | None = None  # to start from; None = each image's own noise
+    groups: list[int] | None = None  # images of one number are one until the window; None = each for itself
 
 
 class Scored(NamedTuple):
@@ -30,19 +39,18 @@ def batches(run, epoch: int) -> Iterator[prompts.Batch]:
     return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
 
 
-def sampled(run, epoch: int, walk_of: Callable) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def sampled(run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Draw this rank's images of an epoch; yields some as soon as they are finished, in whatever order.
 
     Args:
-        walk_of: batch -> its own arguments of sample_with_logprob.prepare_encode: `noisy`, for branches
-            `num_branches`, and for a shared beginning `latents` and `groups`.
+        walk_of: batch -> its Walk.
 
     Raises:
         RuntimeError: weights were updated before the last image was drawn.
     """
     updates = run.step
     velocity, wait = _together(run) if fsdp_utils.is_sharded(run.pipeline.transformer) else (run.velocity, nullcontext)
-    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, velocity, _how(run))
+    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, velocity)
     while True:
         with run.board.timed("rollout"):
             some = next(drawn, None)
@@ -59,66 +67,80 @@ def _together(run) -> tuple[Callable, Callable]:
     or none does, while windows and slots of their own let them need unequally many."""
     last = []
 
-    def velocity(*args, **how):
+    def velocity(x, t, condition, guidance_scale, size):
         fsdp_utils.any_rank(True)
-        last[:] = args, how
-        return run.velocity(*args, **how)
+        last[:] = x, t, condition, guidance_scale, size
+        return run.velocity(x, t, condition, guidance_scale, size)
 
     @torch.no_grad()
     def wait():
         while fsdp_utils.any_rank(False):
-            run.velocity(*last[0], **last[1])
+            run.velocity(*last)
 
     return velocity, wait
 
 
-def _how(run) -> dict[str, Any]:
-    """What all walks of a run have in common."""
-    config, sample = run.config, run.config.sample
-    keys = "num_steps", "noise_level", "sde_type", "flash_ratio", "flash_solver", "guidance_scale"
-    return {key: sample[key] for key in keys} | dict(resolution=config.resolution)
-
-
-def _modes(run) -> dict[str, Callable]:
-    """How forwards are run whose velocity enters a log-prob, and the others."""
-    sample = run.config.sample
-    if not sample.merge_adapter or not run.config.lora.rank:
-        return dict(scored=run.exact, unscored=nullcontext)
-    return dict(scored=run.exact, unscored=policies.merged(run.pipeline.transformer, sample.merged_precision))
+def _fast(run) -> Callable:
+    """() -> context of the forwards whose velocity enters no log-prob."""
+    settings = run.config.sample
+    if not settings.merge_adapter or not run.config.lora.rank:
+        return nullcontext
+    return policies.merged(run.model.transformer, settings.merged_precision)
 
 
 def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
     return [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
 
 
-def _in_batches(run, epoch, walk_of, velocity, how):
+def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """A batch's rows walk together, step by step."""
-    sample, modes = run.config.sample, _modes(run)
-    how |= dict(velocity=velocity, vae_batch_size=run.config.vae_batch_size)
+    fast = _fast(run)
     for batch in batches(run, epoch):
-        own = dict(walk_of(batch))
-        start = run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
-        if "num_branches" in own:
-            own |= dict(steps=own.pop("noisy"), completion_batch_size=sample.completion_batch_size)
-            yield batch, run.model.pipeline_with_logprob_perstep(*start, **own, **how, **modes)
-        else:
-            yield batch, run.model.pipeline_with_logprob(*start, window=own.pop("noisy"), **own, **how, **modes)
+        drawn = walk_of(batch)
+        yield (
+            batch,
+            sample(
+                run.model,
+                run.embed(batch.prompts),
+                _noise(run, epoch, batch),
+                run.sampling_params,
+                run.size,
+                noisy=drawn.noisy,
+                num_branches=drawn.num_branches,
+                velocity=velocity,
+                latents=drawn.latents,
+                groups=drawn.groups,
+                completion_batch_size=run.config.sample.completion_batch_size if drawn.num_branches else None,
+                vae_batch_size=run.config.vae_batch_size,
+                exact=run.exact,
+                fast=fast,
+            ),
+        )
 
 
-def _in_slots(run, epoch, walk_of, velocity, how):
+def _in_slots(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Every row is a request; those of a batch follow those of the one before without a gap."""
-
-    def requests():
-        for batch in batches(run, epoch):
-            start = run.model, run.pipeline, run.embed(batch.prompts), _noise(run, epoch, batch)
-            own = dict(names=[(batch, row) for row in range(len(batch.images))], scheduler=run.scheduler)
-            own["short"] = [run.embed_short(text) for text in batch.prompts] if run.embed_short else None
-            yield from prepare_encode(*start, **own, **walk_of(batch), **how)
-
-    finished = walk(velocity, requests(), run.slots, **_modes(run))
-    decoding = dict(resolution=run.config.resolution, vae_batch_size=run.config.vae_batch_size)
-    for some, images in post_decode(run.model, run.pipeline, finished, **decoding):
+    requests = (request for batch in batches(run, epoch) for request in _requests(run, epoch, batch, walk_of(batch)))
+    finished = walk(velocity, requests, run.slots, run.exact, _fast(run))
+    for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
         yield prompts.pick(request.name for request in some), images
+
+
+def _requests(run, epoch: int, batch: prompts.Batch, drawn: Walk) -> list[Request]:
+    return prepare_encode(
+        run.model,
+        run.embed(batch.prompts),
+        _noise(run, epoch, batch),
+        run.sampling_params,
+        run.size,
+        noisy=drawn.noisy,
+        names=[(batch, row) for row in range(len(batch.images))],
+        num_branches=drawn.num_branches,
+        scheduler=run.scheduler,
+        latents=drawn.latents,
+        groups=drawn.groups,
+        short=[run.embed_short(text) for text in batch.prompts] if run.embed_short else None,
+    )
 
 
 def slots(sample) -> Slots | None:
@@ -127,13 +149,13 @@ def slots(sample) -> Slots | None:
     return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
 
 
-def group_noise(run, batch: prompts.Batch, epoch: int) -> dict[str, Any]:
-    """Where sample.same_latent asks for it: one noise to start from for all images of a group, on whatever rank."""
+def windowed(run, batch: prompts.Batch, epoch: int, window: range) -> Walk:
+    """Noise in a window; where sample.same_latent asks for it, all images of a group start from one noise, on whatever
+    rank, and are one image until the window."""
     if not run.config.sample.same_latent:
-        return {}
+        return Walk(window)
     generators = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
-    latents = run.model.initial_latents(run.pipeline, generators, run.config.resolution, run.device)
-    return dict(latents=latents, groups=batch.groups)
+    return Walk(window, latents=run.model.noise(run.size, generators), groups=batch.groups)
 
 
 def remember(run, sampled: Sampled, batch: prompts.Batch) -> Rollout:
@@ -150,7 +172,7 @@ def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) ->
     groups: [b, ...] int64, which of them compete.
     """
     images, shape = sampled.images, sampled.images.shape[1:-3]
-    latents = run.model.unpack_latents(run.pipeline, sampled.latents.flatten(0, len(shape)), run.config.resolution)
+    latents = run.model.features(sampled.latents.flatten(0, len(shape)), run.size)
     run.signs.append(health.measure(latents, groups.flatten()))
     repeats = shape.numel()
     texts = [text for text in batch.prompts for _ in range(repeats)]

@@ -38,7 +38,7 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "max_hours": 0,
-    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "resolution": 16, "text_tokens": 1,
+    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "height": 16, "width": 16, "eval.height": 0, "eval.width": 0, "text_tokens": 1,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
     "sample.num_steps": 2, "sample.text_multiple": 0,
     "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
@@ -90,8 +90,9 @@ def check(config, ignored: tuple[str, ...]) -> None:
 
 
 def _check_meaning(config) -> None:
-    if config.resolution % 16:
-        raise ValueError(f"config.resolution is {config.resolution}; it must be a multiple of 16 pixels")
+    for key in ("height", "width", "eval.height", "eval.width"):
+        if _get(config, key) % 16:
+            raise ValueError(f"config.{key} is {_get(config, key)}; it must be a multiple of 16 pixels")
     if not 0 < config.train.timestep_fraction <= 1:
         raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
     if config.reward.max_masked_share > 1:

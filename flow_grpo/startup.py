@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from flow_grpo import (
     watching,
 )
 from flow_grpo.dashboards import Dashboard, Meter
-from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import loading, models
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import evaluation_size, training_size
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
 from flow_grpo.evaluation import evaluates, part_of
@@ -45,7 +46,6 @@ NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
 
 def start(
     config: ConfigDict,
-    model: ModuleType,
     check: Callable,
     ignored: tuple[str, ...],
     *,
@@ -68,13 +68,14 @@ def start(
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     settings.check(config, ignored)
     check(config.sample)
-    data = _check_files(config, model)
+    family = models.model_class(config.model)
+    data = _check_files(config, family)
     ranks = fsdp_utils.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
     folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
-    run = _load(config, model, ranks, folder, old, reference, plan=plan, **data)
+    run = _load(config, family, ranks, folder, old, reference, plan=plan, **data)
     if checkpoint:
         _resume(run, checkpoint)
     run.board.truncate(run.epoch)
@@ -83,51 +84,58 @@ def start(
     return run
 
 
-def _load(config, model, ranks, folder: Path, old: bool, reference: bool, **fields) -> Run:
+def _load(
+    config: ConfigDict, family: type[FlowModel], ranks, folder: Path, old: bool, reference: bool, **fields
+) -> Run:
     """Everything with weights, and the run folder; `fields` are the run's others."""
-    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
+    torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload_weights)
     no_images = bool(fields["pairs"]) and not evaluates(config)
     pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
     cache, missing = None, []
     if config.embeddings_cache and not no_images:
-        cache, missing = _open_cache(config, model, ranks.device, **fields)
-    how = dict(vae_dtype=fsdp_utils.DTYPES[config.vae_precision], alone=no_images)
-    pipeline = model.load_pipeline(config.model, ranks.device, text=cache is None or bool(missing), **how)
-    embed_one = _embedder(config, model, pipeline, cache, missing)  # first: text encoders leave before weights come
+        cache, missing = _open_cache(config, family, ranks.device, **fields)
+    model = family.load(
+        config.model,
+        ranks.device,
+        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
+        alone=no_images,
+        text=cache is None or bool(missing),
+    )
+    embed_one = _embedder(config, model, cache, missing)  # first: text encoders leave before weights come
     return Run(
         **fields,
         **ranks._asdict(),
         config=config,
         model=model,
-        pipeline=pipeline,
         pool=pool,
-        **_learner(config, model, pipeline, mesh, ranks.device, old, reference),
+        **_learner(config, model, mesh, ranks.device, old, reference),
         board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         embed_short=_shortener(config.sample.text_multiple, embed_one),
-        scheduler=model.schedule(pipeline, config.sample.num_steps, config.resolution, ranks.device),
+        scheduler=model.schedule(config.sample.num_steps, training_size(config)),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
         slots=sampling.slots(config.sample),
-        levels=model.schedule(pipeline, 1000, config.resolution, ranks.device).timesteps,
+        levels=model.schedule(1000, training_size(config)).timesteps,
     )
 
 
-def _check_files(config, model) -> dict[str, Any]:
+def _check_files(config: ConfigDict, family: type[FlowModel]) -> dict[str, Any]:
     """That everything the config names is there; the prompts of both splits, and pairs if there are any."""
     policies.check_lora(config.lora)
-    if config.sample.text_multiple and not model.MASKED_TEXT:
+    if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
             "padding, so none of it can be taken away; set 0"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    model.check_folder(config.model)
+    light, size = family.without_weights(config.model), training_size(config)
+    for drawn in (size, evaluation_size(config)):
+        light.check_size(drawn)
     pairs, folder = {}, config.preferences.path
     if folder:
-        shapes = model.row_shapes(config.model, config.resolution, config.text_tokens)
-        pairs = preferences.open_pairs(folder, shapes, config.model, config.resolution)
+        pairs = preferences.open_pairs(folder, light.row_shapes(size, config.text_tokens), config.model, size)
         taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
         if len(pairs["train"]) < taken:
             raise ValueError(f"{folder} holds {len(pairs['train'])} pairs to train on; an update takes {taken}")
@@ -136,7 +144,7 @@ def _check_files(config, model) -> dict[str, Any]:
     scored = [*([] if folder else train), *chooses.prompts, *test.prompts]
     texts = [prompt.text for prompt in scored]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], texts, [prompt.metadata for prompt in scored])
-    model.check_prompts(model.without_weights(config.model), texts, config.text_tokens)
+    light.check(texts, config.text_tokens)
     return dict(train_prompts=train, choosing_prompts=chooses, test_prompts=test, pairs=pairs)
 
 
@@ -148,13 +156,13 @@ def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
     return prompts.Split("validation", prompts.load_prompts(dataset, "validation")), test
 
 
-def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str, Any]:
+def _learner(config: ConfigDict, model: FlowModel, mesh, device, old: bool, reference: bool) -> dict[str, Any]:
     """Lay out and fill the transformer, and build what trains it."""
-    policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
+    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     if config.fsdp.activation_checkpointing:
-        pipeline.transformer.enable_gradient_checkpointing()
+        model.transformer.enable_gradient_checkpointing()
     fsdp_utils.prepare(
-        pipeline.transformer,
+        model.transformer,
         mesh,
         units=model.SHARD_UNITS,
         device=device,
@@ -164,9 +172,9 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         offload=config.fsdp.offload_weights,
     )
     if config.compile:
-        compiled.compile_units(pipeline.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
-        loading.compile_decoder(pipeline)
-    train, trained = config.train, fsdp_utils.trainable_parameters(pipeline.transformer)
+        compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
+        loading.compile_decoder(model.pipeline)
+    train, trained = config.train, fsdp_utils.trainable_parameters(model.transformer)
     optimizer = torch.optim.AdamW(
         trained.values(),
         lr=train.learning_rate,
@@ -179,7 +187,7 @@ def _learner(config, model, pipeline, mesh, device, old, reference) -> dict[str,
         optimizer=optimizer,
         loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
-        reference=_reference(config, pipeline.transformer) if train.beta > 0 or reference else None,
+        reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
         old=Ema(trained) if old else None,
     )
 
@@ -194,10 +202,10 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 
 
 def _open_cache(
-    config, model, device, plan, train_prompts, choosing_prompts, test_prompts, pairs
+    config, family, device, plan, train_prompts, choosing_prompts, test_prompts, pairs
 ) -> tuple[Cache, list[str]]:
     """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks."""
-    how = dict(model.text_version(config.model), guided=_is_guided(config))
+    how = dict(family.text_version(config.model), guided=_is_guided(config))
     cache = Cache(config.embeddings_cache, how, config.text_tokens, device)
     drawn = [
         train_prompts[pick].text
@@ -214,18 +222,18 @@ def _is_guided(config) -> bool:
     return max(config.sample.guidance_scale, config.eval.guidance_scale, reference) > 1
 
 
-def _embedder(config, model, pipeline, cache: Cache | None, missing: list[str]) -> Callable:
+def _embedder(config: ConfigDict, model: FlowModel, cache: Cache | None, missing: list[str]) -> Callable:
     """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept.
 
     With a cache, what it lacks is encoded now, and the text encoders are dropped.
     """
-    how = dict(width=config.text_tokens, guided=_is_guided(config))
-    encode = lambda text: model.encode_prompts(pipeline, [text], **how)  # noqa: E731
+    guided = _is_guided(config)
+    encode = lambda text: model.encode([text], width=config.text_tokens, guided=guided)  # noqa: E731
     if cache is None:
         return lru_cache(maxsize=1024)(encode)
     if missing:
         cache.fill(fsdp_utils.deal(missing), encode)
-        loading.drop_text_encoders(pipeline)
+        loading.drop_text_encoders(model.pipeline)
     fsdp_utils.barrier()
     return lru_cache(maxsize=1024)(cache.read)
 

@@ -7,8 +7,6 @@ import train_qwenimage
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
-
 if __name__ == "__main__":
     flag = config_flags.DEFINE_config_file("config", "config/grpo.py:pickscore_flux", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage.main(flag.value, flux))
+    app.run(lambda _: train_qwenimage.main(flag.value))

@@ -12,7 +12,6 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import sampling, windows
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
@@ -29,7 +28,7 @@ def rollout(run, epoch):
 
     def walk(batch):
         window = windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
-        return dict(noisy=window, **sampling.group_noise(run, batch, epoch))
+        return sampling.windowed(run, batch, epoch, window)
 
     for batch, images in sampling.sampled(run, epoch, walk):
         groups = torch.tensor(batch.groups)
@@ -44,8 +43,8 @@ def update(run, rows):
     accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
 
 
-def main(config, model=qwenimage):
-    run = start(config, model, check_window, IGNORED)
+def main(config):
+    run = start(config, check_window, IGNORED)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))

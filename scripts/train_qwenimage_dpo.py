@@ -16,7 +16,6 @@ from ml_collections import config_flags
 
 from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.loop import finish, is_due, log_epoch
@@ -49,7 +48,7 @@ def read(run, epoch):
 def rollout(run, epoch):
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
     drawn, scores = {}, []
-    for batch, sampled in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
+    for batch, sampled in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
         scores.append(sampling.score_images(run, sampled, batch, torch.tensor(batch.groups)))
         drawn |= dict(zip(batch.images, zip(sampled.latents, batch.prompts)))
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
@@ -117,8 +116,8 @@ def validate(run, epoch):
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
-def main(config, model=qwenimage):
-    run = start(config, model, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
+def main(config):
+    run = start(config, check_pairs, IGNORED, make_plan=plan_pairs, reference=True)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         if is_due(config.eval_freq, epoch):

@@ -14,7 +14,6 @@ from absl import app
 from ml_collections import config_flags
 
 from flow_grpo import losses, rng, sampling
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.forward import noised
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
@@ -35,7 +34,7 @@ def rollout(run, epoch):
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
     grid, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     with run.old.applied():
-        for batch, drawn in sampling.sampled(run, epoch, lambda _: dict(noisy=range(0))):
+        for batch, drawn in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
             streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
             places = torch.stack([torch.randperm(len(grid), generator=stream)[:num_steps] for stream in streams])
             nothing, numbers = torch.zeros(len(batch.images), 1, 1, device=run.device), torch.tensor(batch.images)
@@ -83,8 +82,8 @@ def update(run, rows, epoch, inner):
     accumulate(run, loss, rows)
 
 
-def main(config, model=qwenimage):
-    run = start(config, model, check_forward, IGNORED, old=True)
+def main(config):
+    run = start(config, check_forward, IGNORED, old=True)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))

@@ -13,7 +13,6 @@ from ml_collections import config_flags
 from train_qwenimage import update  # Flow-GRPO's loss, whose rows have several outcomes and the weights of their steps
 
 from flow_grpo import sampling
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimise, recompute_log_probs
@@ -29,7 +28,7 @@ IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW)
 def rollout(run, epoch):
     """Sample trunks and their branches; yields, as they are finished, the steps to train and the branches' scores."""
     noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
-    branching = dict(noisy=noisy, num_branches=run.plan.num_branches)
+    branching = sampling.Walk(noisy, run.plan.num_branches)
     for batch, branched in sampling.sampled(run, epoch, lambda _: branching):
         groups = groups_of(run, batch.images)
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
@@ -42,8 +41,8 @@ def groups_of(run, images):
     return groups[:, :, None].expand(-1, -1, run.plan.num_branches)
 
 
-def main(config, model=qwenimage):
-    run = start(config, model, check_branches, IGNORED)
+def main(config):
+    run = start(config, check_branches, IGNORED)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         trunks, scores = zip(*rollout(run, epoch))

@@ -8,8 +8,6 @@ import train_qwenimage_dpo
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
-
 if __name__ == "__main__":
     flag = config_flags.DEFINE_config_file("config", "config/dpo.py:pickscore_sd3_dpo", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_dpo.main(flag.value, sd3))
+    app.run(lambda _: train_qwenimage_dpo.main(flag.value))

@@ -1,19 +1,29 @@
-"""The walks from noise to image that all models share: a noisy window, or a trunk with branches.
+"""The walk from noise to image: many requests in a fixed number of slots (continuous batching).
 
-A model brings `predict_velocity`; a walk asks for it as `velocity(x [B, ...], t [B], rows)`, where `rows` (a slice or
-an index tensor) says to which rows of the prompt embeddings the latents belong. Forwards whose velocity enters a
-log-prob run inside `scored()`, as the update's do; the others inside `unscored()`: they may be faster than exact.
+A request leaves when it is finished and another takes its place, each at its own timestep, on its own schedule. Which
+requests share a forward changes no trajectory: a forward has one shape, in which a row's velocity does not depend on
+its neighbours, and all else that belongs to a request (schedule, noise, solver) lies in it. Steps whose velocity enters
+a log-prob have slots of their own, of the shape of the update's forwards, so that the update computes the same bits;
+they run inside `exact()`. The others may be faster than exact: they run inside `fast()`.
+
+A batch that walks in lockstep is one request of several rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.diffusers_patch.solvers import SOLVERS
+
+Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]  # of x [B, ...], t [B], ..., guidance_scale, size
 
 
 class TracedStep(NamedTuple):
@@ -24,182 +34,294 @@ class TracedStep(NamedTuple):
     step: SDEStep  # of B * J rows; the J outcomes of a latent are neighbours
 
 
-def denoise_with_logprob(
-    velocity: Callable,
-    scheduler,
-    latents: Tensor,
-    *,
-    window: range,
-    noise: Callable,
-    groups: list[int] | None = None,
-    flash_ratio: float = 0.0,
-    flash_solver: str = "dpm",
-    scored: Callable = nullcontext,
-    unscored: Callable = nullcontext,
-    **how,
-) -> tuple[Tensor, list[TracedStep]]:
-    """Walk from noise to image: SDE steps inside `window`, ODE steps outside it (Flow-GRPO-Fast; MixGRPO).
+@dataclass(eq=False)
+class Request:
+    """R rows in lockstep: images, trunks, what groups share before their noise, or branches that left at one step."""
+
+    name: Any  # what the caller knows it by
+    condition: Condition  # R rows
+    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the request that it will leave
+    size: Size
+    scheduler: Any  # timesteps [T], sigmas [T + 1]
+    params: SamplingParams
+    noisy: range = range(0)  # its noisy steps
+    num_branches: int = 0  # above 0: trunks; they go on without noise, and end with their last noisy step
+    noise: Callable[[int], Tensor] | None = None  # J -> standard normal [R * J, ...] for its next noisy step
+    short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
+    step: int = 0  # the next one
+    heirs: list["Request"] = field(default_factory=list)  # not empty: it ends at their step, where they begin
+    origin: Tensor | None = None  # of an heir, [R]: the rows of the request that it leaves; None = all
+    trunk: "Request | None" = None  # of a branch
+    branches: list["Request"] = field(default_factory=list)  # of trunks, in the order of their steps
+    solver: Any = None  # what takes its next step, if not Euler
+    trace: list[TracedStep] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.begin_solver()
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.latents)
+
+    @property
+    def needs_log_prob(self) -> bool:
+        """Whether its next velocity enters a log-prob."""
+        return self.step in self.noisy
+
+    @property
+    def kind(self) -> tuple:
+        """Requests of one kind can share a forward."""
+        text = self.present_condition
+        shapes = text.text.shape[1:], text.mask is None, self.latents.shape[1:]
+        return self.needs_log_prob, self.params.guidance_scale, self.size, *shapes
+
+    @property
+    def present_condition(self) -> Condition:
+        """Of its next step."""
+        return self.condition if self.needs_log_prob or self.short is None else self.short
+
+    @property
+    def timestep(self) -> Tensor:
+        """[] f32, where its next velocity is."""
+        return (self.solver or self.scheduler).timesteps[self.step]
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no next step."""
+        if self.heirs:
+            return self.step >= self.heirs[0].step
+        steps = self.noisy.stop if self.num_branches else len((self.solver or self.scheduler).timesteps)
+        return self.step >= steps
+
+    def begin_solver(self) -> None:
+        """Once the noise is over, go on with fewer forwards where that was asked for."""
+        params, num_steps = self.params, len(self.scheduler.timesteps)
+        waits = self.num_branches or self.heirs or self.solver
+        if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
+            self.solver, self.step = SOLVERS[params.flash_solver](self.scheduler, self.step, params.flash_ratio), 0
+            self.noisy = range(0)
+
+    def begin_heirs(self) -> list["Request"]:
+        """Those that begin where this one has just ended."""
+        if not self.heirs or not self.finished:
+            return []
+        for heir in self.heirs:
+            heir.latents = self.latents if heir.origin is None else self.latents[heir.origin]
+        return self.heirs
+
+
+@dataclass
+class Slots:
+    """How many rows a forward has, and how well they were used."""
+
+    log_prob_rows: int  # of steps whose velocity enters a log-prob: the update's batch size
+    ode_rows: int  # of the others
+    filled: bool = True  # every forward has as many rows as that; else as many as there are
+    num_forwards: int = 0
+    rows: int = 0  # that were some request's
+    offered: int = 0
+
+    @property
+    def use(self) -> float:
+        """Share of the offered rows that were used."""
+        return self.rows / max(self.offered, 1)
+
+    def size(self, request: Request) -> int:
+        """Rows of a forward that takes the request's next step."""
+        return self.log_prob_rows if request.needs_log_prob else self.ode_rows
+
+
+def walk(
+    velocity: Velocity,
+    requests: Iterable[Request],
+    slots: Slots,
+    exact: Callable = nullcontext,
+    fast: Callable = nullcontext,
+) -> Iterator[Request]:
+    """Take all requests to their end; yields each as it is finished, with its latents and trace, trunks with their last
+    branch. What a group shares is not yielded; its heirs are.
 
     Args:
-        latents: [B, ...] f32, standard normal.
-        window: consecutive steps; range(0) for a deterministic walk.
-        noise: noise(num) -> standard normal [B * num, ...] for the next noisy step.
-        groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
-        flash_ratio: above 0, what follows the window takes this share of its forwards (MixGRPO-Flash), by a solver.
-        how: noise_level and sde_type of the noisy steps.
-
-    Returns:
-        The image's latents [B, ...] f32 and a TracedStep per step of the window.
+        requests: taken one by one, when there is room for them.
+        exact: () -> context of the forwards whose velocity enters a log-prob; `fast` of the others.
     """
-    ode = _Ode(velocity, scheduler, unscored, len(latents), flash_ratio, flash_solver)
-    rows = member = torch.arange(len(latents), device=latents.device)
-    if groups is not None:
-        rows, member = _first_of_each(groups, latents.device)
-    x, trace = ode.steps(latents[rows], range(window.start), rows)[member], []
-    for i in window:
-        timestep = scheduler.timesteps[i].expand(len(x))
-        with scored():
-            v = velocity(x, timestep, slice(None)).detach()
-        step = sde_step_with_logprob(scheduler, v, timestep, x, noise=noise(1), **how)
-        trace.append(TracedStep(timestep, x, step))
-        x = step.prev_sample
-    return ode.finish(x, window.stop, torch.arange(len(x), device=x.device)), trace
+    coming, in_flight = iter(requests), []
+    while True:
+        while sum(request.num_rows for request in in_flight) < slots.log_prob_rows + slots.ode_rows:
+            request = next(coming, None)
+            if request is None:
+                break
+            in_flight += request.begin_heirs() or [request]
+        if not in_flight:
+            return
+        batch = choose(in_flight, slots)
+        mode = exact if batch[0].needs_log_prob else fast
+        new = step_scheduler(batch, denoise_step(velocity, batch, slots, mode), slots)
+        in_flight = [request for request in in_flight + new if not request.finished]
+        yield from complete([request for request in batch + new if request.finished and not request.heirs])
 
 
-def branch_with_logprob(
-    velocity: Callable,
-    scheduler,
-    latents: Tensor,
-    *,
-    steps: range,
-    num_branches: int,
-    batch_size: int,
-    noise: Callable,
-    flash_ratio: float = 0.0,
-    flash_solver: str = "dpm",
-    scored: Callable = nullcontext,
-    unscored: Callable = nullcontext,
-    **how,
-) -> tuple[Tensor, list[TracedStep]]:
-    """Walk a deterministic trunk, leave it at each of `steps` in `num_branches` noisy steps, and finish every branch by
-    the ODE (TempFlow-GRPO, arXiv:2508.04324). The branches of a step share the trunk's velocity. On their way to the
-    image they take at most `batch_size` rows per forward, and `flash_ratio` of these as in `denoise_with_logprob`.
-
-    Returns:
-        The branches' latents [B, K, J, ...] f32 (the trunk is not finished) and a TracedStep per step of `steps`.
-    """
-    trunk, trace, branches = latents, [], []
-    ode = _Ode(velocity, scheduler, unscored, batch_size, flash_ratio, flash_solver)
-    origin = torch.arange(len(latents), device=latents.device).repeat_interleave(num_branches)  # of each branch
-    for i in range(steps[-1] + 1):
-        timestep = scheduler.timesteps[i].expand(len(trunk))
-        with scored():
-            v = velocity(trunk, timestep, slice(None)).detach()
-        if i in steps:
-            t = timestep[:1].expand(len(origin))
-            step = sde_step_with_logprob(scheduler, v[origin], t, trunk[origin], noise=noise(num_branches), **how)
-            trace.append(TracedStep(timestep, trunk, step))
-            branches.append(ode.finish(step.prev_sample, i + 1, origin))
-        trunk = sde_step_with_logprob(scheduler, v, timestep, trunk, noise_level=0.0).prev_sample
-    return torch.stack(branches).unflatten(1, (len(latents), num_branches)).transpose(0, 1), trace
+def complete(ended: list[Request]) -> list[Request]:
+    """Of what a forward has finished, all that waits for no branch: images, and trunks with their last branch."""
+    roots = dict.fromkeys(request.trunk or request for request in ended)
+    return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
 
 
-class _Ode(NamedTuple):
-    """Deterministic steps of many rows. `rows` [R] are their rows of the prompt embeddings."""
-
-    velocity: Callable
-    scheduler: object
-    unscored: Callable
-    batch_size: int  # rows per forward
-    flash_ratio: float  # 0 = Euler
-    flash_solver: str
-
-    def steps(self, x: Tensor, steps: range, rows: Tensor) -> Tensor:
-        """Euler's."""
-        for i in steps:
-            t = self.scheduler.timesteps[i]
-            v = self._velocity(x, t, rows)
-            x = sde_step_with_logprob(self.scheduler, v, t.expand(len(x)), x, noise_level=0.0).prev_sample
-        return x
-
-    def finish(self, x: Tensor, start: int, rows: Tensor) -> Tensor:
-        """From step `start` to sigma = 0."""
-        num_steps = len(self.scheduler.timesteps)
-        if not self.flash_ratio or start == num_steps:
-            return self.steps(x, range(start, num_steps), rows)
-        solver = SOLVERS[self.flash_solver](self.scheduler, start, self.flash_ratio)
-        for t in solver.timesteps:
-            x = solver.step(self._velocity(x, t, rows), t, x, return_dict=False)[0]
-        return x
-
-    def _velocity(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
-        with self.unscored():
-            parts = zip(x.split(self.batch_size), rows.split(self.batch_size), strict=True)
-            return torch.cat([self.velocity(part, t.expand(len(part)), which) for part, which in parts])
+def choose(in_flight: list[Request], slots: Slots) -> list[Request]:
+    """Requests of one kind for the next forward: of a full one if there is one, log-probs first, else the fullest."""
+    by_kind = {}
+    for request in in_flight:
+        by_kind.setdefault(request.kind, []).append(request)
+    packed = [pack(alike, slots.size(alike[0])) for alike in by_kind.values()]
+    return max(packed, key=lambda batch: (fill(batch, slots), batch[0].needs_log_prob))
 
 
-def _first_of_each(groups: list[int], device) -> tuple[Tensor, Tensor]:
-    """The first row of each group [G], and the place in that list of every row's group [B]."""
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    firsts = torch.tensor([groups.index(group) for group in numbers], device=device)
-    return firsts, torch.tensor([numbers[group] for group in groups], device=device)
+def pack(requests: list[Request], size: int) -> list[Request]:
+    """The first ones that fit into `size` rows; at least one."""
+    chosen, rows = [], 0
+    for request in requests:
+        if not chosen or rows + request.num_rows <= size:
+            chosen.append(request)
+            rows += request.num_rows
+    return chosen
 
 
-def dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepScheduler:
-    """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
-    sigmas, evenly spread from step `start` to sigma = 0."""
-    num_steps = len(scheduler.timesteps)
-    num = max(1, int((num_steps - start) * ratio))
-    solver = DPMSolverMultistepScheduler(
-        algorithm_type="dpmsolver++",
-        solver_type="midpoint",
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        final_sigmas_type="zero",
+def fill(batch: list[Request], slots: Slots) -> float:
+    """Share of a forward's rows that they take."""
+    return sum(request.num_rows for request in batch) / slots.size(batch[0])
+
+
+def denoise_step(velocity: Velocity, batch: list[Request], slots: Slots, mode: Callable) -> Tensor:
+    """Velocities of a batch's rows, by one forward inside mode(), which may be filled up with copies of the last row."""
+    first, num = batch[0], sum(request.num_rows for request in batch)
+    x = _joined([request.latents for request in batch])
+    t = _joined([request.timestep.expand(request.num_rows) for request in batch])
+    condition = Condition.concat([request.present_condition for request in batch])
+    size = max(slots.size(first), num) if slots.filled else num
+    slots.num_forwards, slots.rows, slots.offered = slots.num_forwards + 1, slots.rows + num, slots.offered + size
+    if size > num:
+        rows = torch.arange(size, device=x.device).clamp(max=num - 1)
+        x, t, condition = x[rows], t[rows], condition.take(rows)
+    with mode():
+        v = velocity(x, t, condition, first.params.guidance_scale, first.size)
+    return v[:num].detach()
+
+
+def step_scheduler(batch: list[Request], velocities: Tensor, slots: Slots) -> list[Request]:
+    """Move every request of a batch by one step, in place; returns those that have left them: branches and heirs."""
+    new, alike = [], {}
+    for request, v in zip(batch, velocities.split([request.num_rows for request in batch]), strict=True):
+        if request.solver:
+            request.latents = request.solver.step(v, request.timestep, request.latents, return_dict=False)[0]
+        else:  # one call for all that share a schedule and a kind of noise
+            params = request.params
+            noise = (request.num_branches, params.noise_level, params.sde_type) if request.needs_log_prob else ()
+            alike.setdefault((id(request.scheduler), *noise), []).append((request, v))
+    for pairs in alike.values():
+        requests, v = [request for request, _ in pairs], _joined([v for _, v in pairs])
+        if requests[0].needs_log_prob:
+            new += noisy_step(requests, v, slots.ode_rows)
+        else:
+            euler_step(requests, v)
+    for request in batch:
+        request.step += 1
+        request.begin_solver()
+        new += request.begin_heirs()
+    return new
+
+
+def euler_step(requests: list[Request], velocities: Tensor) -> None:
+    """One of the ODE, for requests of one schedule."""
+    sizes = [request.num_rows for request in requests]
+    x = _joined([request.latents for request in requests])
+    t = _joined([request.timestep.expand(size) for request, size in zip(requests, sizes)])
+    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
+    for request, latents in zip(requests, after.split(sizes)):
+        request.latents = latents
+
+
+def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> list[Request]:
+    """One of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
+    outcomes, params = max(1, requests[0].num_branches), requests[0].params
+    sizes = [request.num_rows for request in requests]
+    x = _joined([request.latents for request in requests])
+    t = _joined([request.timestep.expand(size) for request, size in zip(requests, sizes)])
+    noise = _joined([request.noise(outcomes) for request in requests])
+    origin = torch.arange(len(x), device=x.device).repeat_interleave(outcomes)
+    step = sde_step_with_logprob(
+        requests[0].scheduler,
+        velocities[origin],
+        t[origin],
+        x[origin],
+        noise_level=params.noise_level,
+        sde_type=params.sde_type,
+        noise=noise,
     )
-    solver.set_timesteps(num)
-    picks = torch.linspace(start, num_steps, num + 1).round().long().to(scheduler.sigmas.device)
-    solver.sigmas, solver.timesteps = scheduler.sigmas[picks], scheduler.timesteps[picks[:-1]]
-    solver.set_begin_index(0)  # otherwise it searches for its first timestep, a host sync
-    return solver
+    new, first = [], 0
+    for request, size in zip(requests, sizes):
+        rows, drawn = slice(first, first + size), slice(first * outcomes, (first + size) * outcomes)
+        request.trace.append(TracedStep(t[rows], x[rows], SDEStep(*(part[drawn] for part in step))))
+        if request.num_branches:
+            new += branch(request, step.prev_sample[drawn], ode_rows)
+        else:
+            request.latents = step.prev_sample[drawn]
+        first += size
+    if requests[0].num_branches:
+        euler_step(requests, velocities)
+    return new
 
 
-class Extrapolation:
-    """Euler's steps of the scheduler from step `start` to sigma = 0, of which a share of `ratio` asks for a velocity.
-
-    The others extrapolate it, linearly in sigma, from the last two that were asked for. So the grid and its errors stay
-    those of the full walk, which keeps the order of rewards better than a solver of its own on a coarser grid. Taken
-    like a diffusers scheduler: a velocity at each of `timesteps`, in order, goes to `step`.
-    """
-
-    def __init__(self, scheduler, start: int, ratio: float):
-        num_steps, sigmas = len(scheduler.timesteps), scheduler.sigmas
-        asked = asked_steps(start, num_steps, ratio)
-        self.timesteps = scheduler.timesteps[asked]
-        self.last, self.weights = None, []  # the last velocity; of each one to come, and of its change since the last
-        for before, here, following in zip([None, *asked], asked, [*asked[1:], num_steps], strict=False):
-            to_come = sigmas[here + 1 : following + 1]
-            bent = (to_come.diff() * (to_come[:-1] - sigmas[here])).sum()
-            change = 0.0 if before is None else bent / (sigmas[here] - sigmas[before])
-            self.weights.append((sigmas[following] - sigmas[here], change))
-        self.weights.reverse()
-
-    def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Latents at the next of `timesteps`, or of the image."""
-        whole, change = self.weights.pop()
-        last, self.last = velocity if self.last is None else self.last, velocity
-        return (latents + whole * velocity + change * (velocity - last),)
+def branch(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
+    """What leaves trunks at their present step: of a single one together, if nine tenths of the slots can be filled
+    with such; of several as many together as the slots hold."""
+    origin = torch.arange(trunk.num_rows, device=latents.device).repeat_interleave(trunk.num_branches)
+    fits = ode_rows // len(latents) * len(latents) >= 0.9 * ode_rows
+    size = ode_rows if trunk.num_rows > 1 else len(latents) if fits else 1
+    new = [
+        Request(
+            trunk.name,
+            rows_of(trunk.condition, rows),
+            part,
+            trunk.size,
+            trunk.scheduler,
+            trunk.params,
+            short=None if trunk.short is None else rows_of(trunk.short, rows),
+            step=trunk.step + 1,
+            trunk=trunk,
+        )
+        for part, rows in zip(latents.split(size), origin.split(size))
+    ]
+    trunk.branches += new
+    return new
 
 
-def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
-    """round(ratio * what is left) of the steps from `start` on, at least the first: every second one is left out, from
-    the last backwards, where that is enough, since late steps change an image least; else evenly spread ones stay."""
-    left = num_steps - start
-    num = max(1, round(left * ratio))
-    if 2 * num >= left:
-        left_out = range(num_steps - 1, start, -2)[: left - num]
-        return [step for step in range(start, num_steps) if step not in left_out]
-    return torch.linspace(start, num_steps - 1, num + 1).floor().long().tolist()[:-1]
+def rows_of(condition: Condition, rows: Tensor) -> Condition:
+    """Some rows [R], which may be one row R times; then without a copy."""
+    return condition.expand(len(rows)) if len(condition.text) == 1 else condition.take(rows)
 
 
-SOLVERS = {"dpm": dpm_solver, "extrapolate": Extrapolation}
+def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
+    """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per noisy step."""
+    trace = [
+        TracedStep(
+            _joined([part.timestep for part in parts]),
+            _joined([part.latents for part in parts]),
+            SDEStep(*(_joined(column) for column in zip(*(part.step for part in parts)))),
+        )
+        for parts in zip(*(request.trace for request in finished), strict=True)
+    ]
+    return _joined([_drawn(request) for request in finished]), trace
+
+
+def _drawn(request: Request) -> Tensor:
+    """Latents of a request's images [R, ...], or of its branches [R, K, J, ...]."""
+    if not request.num_branches:
+        return request.latents
+    shape = len(request.noisy), request.num_rows, request.num_branches
+    return _joined([branch.latents for branch in request.branches]).unflatten(0, shape).transpose(0, 1)
+
+
+def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Along the rows; one part as it is."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

@@ -1,9 +1,11 @@
 """From a diffusers folder or hub id to a pipeline that can be trained, for any pipeline class."""
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
@@ -20,13 +22,6 @@ def pipeline_name(folder: str) -> str:
         return DiffusionPipeline.load_config(folder).get("_class_name")
     except OSError as error:
         raise ValueError(f"config.model {folder!r} is no diffusers folder and no hub id: {error}") from error
-
-
-def check_folder(pipeline_class: type[DiffusionPipeline], folder: str) -> None:
-    """Raises ValueError unless `folder` (or hub id) holds a pipeline of this class."""
-    found = pipeline_name(folder)
-    if found != pipeline_class.__name__:
-        raise ValueError(f"config.model {folder!r} holds a {found}, not a {pipeline_class.__name__}")
 
 
 def transformer_folder(folder: str) -> Path:
@@ -117,3 +112,17 @@ def check_lengths(prompts: list[str], length: Callable[[str], int], width: int) 
     for prompt in prompts:
         if (tokens := length(prompt)) > width:
             raise ValueError(f"a prompt has {tokens} tokens, over config.text_tokens = {width}: {prompt!r}")
+
+
+def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device):
+    """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`."""
+    scheduler = copy.deepcopy(scheduler)
+    config = scheduler.config
+    if config.use_dynamic_shifting:
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift, device=device)
+    else:
+        scheduler.set_timesteps(num_steps, device=device)
+    scheduler.sigmas = scheduler.sigmas.to(device)
+    return scheduler

@@ -1,137 +1,115 @@
-"""Qwen-Image: diffusers' QwenImagePipeline taken apart into the functions that training needs, and two entry points
-that anyone with such a pipeline can call: `pipeline_with_logprob` and `pipeline_with_logprob_perstep`.
+"""Qwen-Image: diffusers' QwenImagePipeline taken apart into what training needs, and two entry points that anyone with
+such a pipeline can call: `pipeline_with_logprob` and `pipeline_with_logprob_perstep`.
 """
-
-import sys
-from functools import partial
 
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor
 from torch.nn import functional as F
 
-from flow_grpo.diffusers_patch import loading, sample_with_logprob
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
+from flow_grpo.diffusers_patch.size import Size
 
-PIPELINE, TRANSFORMER = QwenImagePipeline, QwenImageTransformer2DModel
-SHARD_UNITS = ("QwenImageTransformerBlock",)
-LORA_TARGETS = tuple(
-    f"{stream}.{linear}"
-    for stream, linears in {
-        "attn": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        "img_mlp": ("net.0.proj", "net.2"),
-        "txt_mlp": ("net.0.proj", "net.2"),
-    }.items()
-    for linear in linears
-)
+__all__ = ["QwenImage", "pipeline_with_logprob", "pipeline_with_logprob_perstep"]
 NEGATIVE_PROMPT = " "  # what Qwen-Image is guided away from; an empty string has no token to attend to
-CUDNN_ATTENTION = True
-MASKED_TEXT = True  # padding is hidden from the transformer
-
-check_folder = partial(loading.check_folder, PIPELINE)
-without_weights = partial(loading.without_weights, PIPELINE)
-load_pipeline = partial(loading.load_pipeline, PIPELINE, TRANSFORMER)
-transformer_folder, text_version = loading.transformer_folder, loading.text_version
-schedule, initial_latents = sample_with_logprob.packed_schedule, sample_with_logprob.packed_noise
 
 
-def check_prompts(pipeline, prompts: list[str], width: int) -> None:
-    """Raises ValueError for a prompt of more than `width` tokens. Needs the tokenizer only."""
-    template, drop = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-    loading.check_lengths(prompts, lambda text: len(pipeline.tokenizer(template.format(text)).input_ids) - drop, width)
+class QwenImage(FlowModel):
+    """Latents are packed [B, N, C]; text is masked."""
 
+    NAME = "qwenimage"
+    PIPELINE, TRANSFORMER = QwenImagePipeline, QwenImageTransformer2DModel
+    SHARD_UNITS = ("QwenImageTransformerBlock",)
+    LORA_TARGETS = tuple(
+        f"{stream}.{linear}"
+        for stream, linears in {
+            "attn": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+            "img_mlp": ("net.0.proj", "net.2"),
+            "txt_mlp": ("net.0.proj", "net.2"),
+        }.items()
+        for linear in linears
+    )
+    GUIDANCE_SCALE = 4.0
+    CUDNN_ATTENTION = True
+    MASKED_TEXT = True
 
-@torch.no_grad()
-def encode_prompts(pipeline, prompts: list[str], *, width: int | None = None, guided: bool = True) -> PromptEmbeds:
-    """Embeddings of B prompts, each encoded by itself so that its numbers do not depend on its neighbours.
+    def check(self, prompts: list[str], width: int) -> None:
+        """Raises ValueError for a prompt of more than `width` tokens."""
+        pipeline = self.pipeline
+        template, drop = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
+        length = lambda text: len(pipeline.tokenizer(template.format(text)).input_ids) - drop  # noqa: E731
+        loading.check_lengths(prompts, length, width)
 
-    Args:
-        width: pad to this many tokens, always with a mask. None = to the longest, no mask where no row is padded.
-        guided: also embed the negative prompt.
+    @torch.no_grad()
+    def encode(self, prompts: list[str], *, width: int | None = None, guided: bool = True) -> Condition:
+        """With a `width`, always with a mask; without, as wide as the longest prompt, masked where a row is padded."""
+        pipeline, device = self.pipeline, self.pipeline.text_encoder.device
+        if width is not None:
+            self.check(prompts, width)
+        unique = {prompt: pipeline.encode_prompt(prompt, device)[0][0] for prompt in dict.fromkeys(prompts)}
+        widths = {len(row) for row in unique.values()}
+        masked = width is not None or len(widths) > 1
+        width = width or max(widths)
+        text = torch.stack([F.pad(unique[prompt], (0, 0, 0, width - len(unique[prompt]))) for prompt in prompts])
+        lengths = torch.tensor([len(unique[prompt]) for prompt in prompts], device=device)
+        mask = torch.arange(width, device=device) < lengths[:, None] if masked else None
+        negative = Condition(pipeline.encode_prompt(NEGATIVE_PROMPT, device)[0]) if guided else None
+        return Condition(text, mask=mask, negative=negative)
 
-    Raises:
-        ValueError: a prompt has more than `width` tokens.
-    """
-    device = pipeline.text_encoder.device
-    if width is not None:
-        check_prompts(pipeline, prompts, width)
-    unique = {prompt: pipeline.encode_prompt(prompt, device)[0][0] for prompt in dict.fromkeys(prompts)}
-    widths = {len(row) for row in unique.values()}
-    masked = width is not None or len(widths) > 1
-    width = width or max(widths)
-    embeds = torch.stack([F.pad(unique[prompt], (0, 0, 0, width - len(unique[prompt]))) for prompt in prompts])
-    lengths = torch.tensor([len(unique[prompt]) for prompt in prompts], device=device)
-    mask = torch.arange(width, device=device) < lengths[:, None] if masked else None
-    negative = PromptEmbeds(pipeline.encode_prompt(NEGATIVE_PROMPT, device)[0]) if guided else None
-    return PromptEmbeds(embeds, mask=mask, negative=negative)
+    def num_tokens(self, size: Size) -> int:
+        """Of 2 x 2 latents."""
+        return packed_tokens(self.pipeline, size)
 
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """[N, C]."""
+        return self.num_tokens(size), self.transformer_config["in_channels"]
 
-def row_shapes(folder: str, resolution: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Of one image and its prompt, as encode_images and encode_prompts make them. Needs no weight."""
-    pipeline, config = without_weights(folder), TRANSFORMER.load_config(folder, subfolder="transformer")
-    num_tokens = sample_with_logprob.packed_tokens(pipeline, resolution)
-    text = dict(embeds=(width, config["joint_attention_dim"]), mask=(width,))
-    return dict(latents=(num_tokens, config["in_channels"]), **text)
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Text and its mask."""
+        return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
 
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """Guidance as in Qwen-Image: neg + g (pos - neg), rescaled per token to the norm of pos."""
+        transformer, grid = self.transformer, packed_grid(self.pipeline, size)
+        dtype = transformer.img_in.weight.dtype
 
-def predict_velocity(transformer, x: Tensor, t: Tensor, embeds: PromptEmbeds, guidance_scale: float) -> Tensor:
-    """Guided velocity [B, N, C] float32 at x [B, N, C], t [B] in scheduler units (1000 sigma): the policy itself.
+        def forward(part: Condition) -> Tensor:
+            return transformer(
+                hidden_states=x.to(dtype),
+                timestep=t / 1000,
+                encoder_hidden_states=part.text.to(dtype),
+                encoder_hidden_states_mask=part.mask,
+                img_shapes=[[(size.frames, *grid)]] * len(x),
+                return_dict=False,
+            )[0].float()
 
-    Guidance as in Qwen-Image: neg + g (pos - neg), rescaled per token to the norm of pos. No second forward at g <= 1.
-    """
-    side, dtype = int(x.shape[1] ** 0.5), transformer.img_in.weight.dtype
+        combined, positive = guided(forward, condition, len(x), guidance_scale)
+        if guidance_scale <= 1:
+            return positive
+        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
-    def forward(text: PromptEmbeds) -> Tensor:
-        return transformer(
-            hidden_states=x.to(dtype),
-            timestep=t / 1000,
-            encoder_hidden_states=text.embeds.to(dtype),
-            encoder_hidden_states_mask=text.mask,
-            img_shapes=[[(1, side, side)]] * len(x),
-            return_dict=False,
-        )[0].float()
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, N, C] -> [B, c, h, w]."""
+        pipeline = self.pipeline
+        return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
 
-    combined, positive = sample_with_logprob.guided(forward, embeds, len(x), guidance_scale)
-    if guidance_scale <= 1:
-        return positive
-    return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """The VAE's latents have a mean and a standard deviation per channel."""
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        z = self.features(latents, size)[:, :, None] * std + mean
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
-
-def unpack_latents(pipeline, latents: Tensor, resolution: int) -> Tensor:
-    """[B, N, C] -> [B, c, h, w], as the VAE sees them but for its normalisation."""
-    return pipeline._unpack_latents(latents, resolution, resolution, pipeline.vae_scale_factor)[:, :, 0]
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """The other way round."""
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        z = (vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
+        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
 
 
 def normalisation(vae) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
     values = vae.config.latents_mean, vae.config.latents_std
     return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
-
-
-@torch.no_grad()
-def encode_images(pipeline, images: Tensor, batch_size: int = 8) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, N, C] float32, `batch_size` at a time."""
-    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
-
-    def encode(part: Tensor) -> Tensor:
-        z = (vae.encode(part[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
-        return pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
-
-    return sample_with_logprob.encode(encode, images, batch_size)
-
-
-@torch.no_grad()
-def decode_latents(pipeline, latents: Tensor, resolution: int, batch_size: int = 8) -> Tensor:
-    """[B, N, C] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time."""
-    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
-
-    def decode(part: Tensor) -> Tensor:
-        z = unpack_latents(pipeline, part, resolution)[:, :, None] * std + mean
-        return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
-
-    return sample_with_logprob.decode(decode, latents, batch_size, loading.fixed_shape(vae))
-
-
-THIS = sys.modules[__name__]
-pipeline_with_logprob = partial(sample_with_logprob.sample_window, THIS, guidance_scale=4.0)
-pipeline_with_logprob_perstep = partial(sample_with_logprob.sample_perstep, THIS, guidance_scale=4.0)

@@ -1,63 +1,24 @@
-"""What all models' entry points do: from prompts to images, with the log-probs of the noisy steps on the way."""
+"""From prompts to images, with the log-probs of the noisy steps on the way: two entry points for anyone with a
+diffusers pipeline, and what training calls.
+"""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
+from diffusers import DiffusionPipeline
 from torch import Tensor
-from torch.nn import functional as F
 
 from flow_grpo import rng
-from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep, branch_with_logprob, denoise_with_logprob
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, joined
-
-
-@dataclass(frozen=True)
-class PromptEmbeds:
-    """What a transformer is conditioned on. B rows, L text tokens, D text width."""
-
-    embeds: Tensor  # [B, L, D]
-    pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
-    mask: Tensor | None = None  # [B, L] bool, False where padded; None = the transformer sees all tokens
-    negative: "PromptEmbeds | None" = None  # one row: what guidance leads away from; None = no second forward
-
-    def take(self, rows) -> "PromptEmbeds":
-        """The given rows (slice or index tensor)."""
-        return self._map(lambda parts: parts[0][rows], [self])
-
-    @classmethod
-    def concat(cls, parts: list["PromptEmbeds"]) -> "PromptEmbeds":
-        """Join along B; all parts padded to one width."""
-        return cls._map(torch.cat, parts)
-
-    def padded(self, width: int) -> "PromptEmbeds":
-        """Rows of `width` tokens, masked beyond their own; for transformers that take a mask."""
-        missing = width - self.embeds.shape[1]
-        mask = torch.ones(self.embeds.shape[:2], dtype=torch.bool, device=self.embeds.device)
-        mask = F.pad(mask if self.mask is None else self.mask, (0, missing))
-        return replace(self, embeds=F.pad(self.embeds, (0, 0, 0, missing)), mask=mask)
-
-    def trimmed(self, multiple: int) -> "PromptEmbeds":
-        """Without the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
-        if self.mask is None:
-            return self
-        width = -(-self.mask.sum(1).max().item() // multiple) * multiple
-        return replace(self, embeds=self.embeds[:, :width], mask=self.mask[:, :width])
-
-    def expand(self, num: int) -> "PromptEmbeds":
-        """One row as `num` rows."""
-        return self._map(lambda parts: parts[0].expand(num, *parts[0].shape[1:]), [self])
-
-    @staticmethod
-    def _map(change: Callable, parts: list["PromptEmbeds"]) -> "PromptEmbeds":
-        tensors = {f.name: [getattr(part, f.name) for part in parts] for f in fields(PromptEmbeds)[:-1]}
-        changed = {name: None if values[0] is None else change(values) for name, values in tensors.items()}
-        return replace(parts[0], **changed)
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, TracedStep, Velocity, joined, walk
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size
 
 
 @dataclass(frozen=True)
@@ -70,227 +31,275 @@ class Sampled:
 
 
 @torch.no_grad()
-def sample_window(
-    model: ModuleType,
-    pipeline,
-    prompts: list[str] | PromptEmbeds,
-    generators: list[torch.Generator],
+def pipeline_with_logprob(
+    pipeline: DiffusionPipeline,
+    prompts: str | list[str] | Condition,
+    generators: torch.Generator | list[torch.Generator],
     *,
     window: range,
-    guidance_scale: float,
-    velocity: Callable | None = None,
-    latents: Tensor | None = None,
+    noise_level: float,
     num_steps: int = 10,
-    resolution: int = 512,
+    height: int = 512,
+    width: int = 512,
+    guidance_scale: float | None = None,
+    sde_type: str = "sde",
+    flash_ratio: float = 0.0,
+    flash_solver: str = "dpm",
+    latents: Tensor | None = None,
+    groups: list[int] | None = None,
     vae_batch_size: int = 8,
-    **how,
 ) -> Sampled:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
 
     Args:
-        model: the model's file.
-        prompts: B texts, or their embeddings.
-        generators: B CPU generators; each draws its image's noise, then its steps' in order.
-        window: the noisy steps, within [0, num_steps); empty for a deterministic image.
-        velocity: (x, t, embeds) -> velocity; None = `predict_velocity` of the pipeline's own transformer.
+        pipeline: Qwen-Image's, Stable Diffusion 3's or FLUX.1's.
+        prompts: one text or B, or B rows of a model's `encode`.
+        generators: B CPU generators; each draws its image's noise, then its steps' in order. Or one for all.
+        window: the noisy steps, within range(num_steps); range(0) for a deterministic image.
+        noise_level: eta of the noisy steps; 0 is the ODE.
+        height, width: pixels, multiples of 16.
+        guidance_scale: None = the model's published one; at most 1 = no second forward.
+        sde_type: of the noisy steps, see sde_step_with_logprob.
+        flash_ratio: above 0, what follows the window takes this share of its forwards (MixGRPO-Flash).
+        flash_solver: "dpm" or "extrapolate", see solvers.py.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
-        how: groups, flash_ratio, flash_solver, scored, unscored of denoise_with_logprob; noise_level, sde_type of
-            sde_step_with_logprob.
+        groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
+        vae_batch_size: images per decode.
+
+    Raises:
+        ValueError: before anything is encoded, for a value that cannot be meant.
     """
-    start = _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale)
-    latents, trace = denoise_with_logprob(**start.full(), window=window, **how)
-    return Sampled(model.decode_latents(pipeline, latents, resolution, vae_batch_size), latents, trace)
+    model = models.of_pipeline(pipeline)
+    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
+    params, size = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver), Size(height, width)
+    check_call(model, prompts, generators, size, params, "window", window)
+    condition, generators = _encoded(model, prompts, scale), _listed(prompts, generators)
+    how = dict(noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
+    return sample(model, condition, generators, params, size, **how)
 
 
 @torch.no_grad()
-def sample_perstep(
-    model: ModuleType,
-    pipeline,
-    prompts: list[str] | PromptEmbeds,
-    generators: list[torch.Generator],
+def pipeline_with_logprob_perstep(
+    pipeline: DiffusionPipeline,
+    prompts: str | list[str] | Condition,
+    generators: torch.Generator | list[torch.Generator],
     *,
     steps: range,
-    guidance_scale: float,
+    noise_level: float,
     num_branches: int = 6,
-    completion_batch_size: int = 24,
-    velocity: Callable | None = None,
     num_steps: int = 10,
-    resolution: int = 512,
+    height: int = 512,
+    width: int = 512,
+    guidance_scale: float | None = None,
+    sde_type: str = "sde",
+    flash_ratio: float = 0.0,
+    flash_solver: str = "dpm",
+    completion_batch_size: int = 24,
     vae_batch_size: int = 8,
-    **how,
 ) -> Sampled:
     """A deterministic trunk per prompt and `num_branches` noisy branches at each of its `steps`, all finished
-    deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `sample_window`;
-    `completion_batch_size` rows per forward for the branches on their way."""
-    start = _start(model, pipeline, prompts, generators, velocity, None, num_steps, resolution, guidance_scale)
-    branching = dict(steps=steps, num_branches=num_branches, batch_size=completion_batch_size)
-    latents, trace = branch_with_logprob(**start.full(), **branching, **how)
-    images = model.decode_latents(pipeline, latents.flatten(0, 2), resolution, vae_batch_size)
-    return Sampled(images.unflatten(0, latents.shape[:3]), latents, trace)
+    deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `pipeline_with_logprob`.
+
+    Args:
+        steps: at which branches leave, within range(num_steps).
+        num_branches: of each trunk and step.
+        completion_batch_size: rows per forward of the branches on their way to the image.
+
+    Raises:
+        ValueError: before anything is encoded, for a value that cannot be meant.
+    """
+    model = models.of_pipeline(pipeline)
+    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
+    params, size = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver), Size(height, width)
+    check_call(model, prompts, generators, size, params, "steps", steps)
+    if num_branches < 1 or not steps:
+        raise ValueError(f"num_branches is {num_branches} at {steps}; there must be a branch, and a step to leave at")
+    condition, generators = _encoded(model, prompts, scale), _listed(prompts, generators)
+    how = dict(noisy=steps, num_branches=num_branches, vae_batch_size=vae_batch_size)
+    return sample(model, condition, generators, params, size, completion_batch_size=completion_batch_size, **how)
+
+
+def check_call(
+    model: FlowModel,
+    prompts: str | list[str] | Condition,
+    generators: torch.Generator | list[torch.Generator],
+    size: Size,
+    params: SamplingParams,
+    name: str,
+    steps: range,
+) -> None:
+    """Raises ValueError for what an entry point cannot have been meant to do; `name` is that of the argument `steps`."""
+    model.check_size(size)
+    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
+        raise ValueError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
+    if steps and steps.stop > params.num_steps:
+        raise ValueError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
+    if not isinstance(generators, torch.Generator) and len(generators) != _num_rows(prompts):
+        raise ValueError(f"{len(generators)} generators for {_num_rows(prompts)} prompts; give one for each, or one")
+
+
+def _num_rows(prompts: str | list[str] | Condition) -> int:
+    if isinstance(prompts, Condition):
+        return len(prompts.text)
+    return 1 if isinstance(prompts, str) else len(prompts)
+
+
+def _encoded(model: FlowModel, prompts: str | list[str] | Condition, guidance_scale: float) -> Condition:
+    if isinstance(prompts, Condition):
+        return prompts
+    return model.encode([prompts] if isinstance(prompts, str) else prompts, guided=guidance_scale > 1)
+
+
+def _listed(
+    prompts: str | list[str] | Condition, generators: torch.Generator | list[torch.Generator]
+) -> list[torch.Generator]:
+    return [generators] * _num_rows(prompts) if isinstance(generators, torch.Generator) else generators
+
+
+@torch.no_grad()
+def sample(
+    model: FlowModel,
+    condition: Condition,
+    generators: list[torch.Generator],
+    params: SamplingParams,
+    size: Size,
+    *,
+    noisy: range,
+    num_branches: int = 0,
+    velocity: Velocity | None = None,
+    latents: Tensor | None = None,
+    groups: list[int] | None = None,
+    completion_batch_size: int | None = None,
+    vae_batch_size: int = 8,
+    exact: Callable = nullcontext,
+    fast: Callable = nullcontext,
+) -> Sampled:
+    """Images of B prompts that walk in lockstep, or with `num_branches` their trunks' branches.
+
+    Args:
+        noisy: the window, or the steps at which branches leave.
+        velocity: the policy; None = the model's own.
+        completion_batch_size: rows per forward of branches; None = as many as prompts.
+        exact: context of the forwards whose velocity enters a log-prob; `fast` of the others.
+    """
+    drawn = _Draws(model.noise(size, generators) if latents is None else latents, generators)
+    scheduler, num = model.schedule(params.num_steps, size), len(drawn.latents)
+    request = Request(
+        None,
+        condition,
+        drawn.latents,
+        size,
+        scheduler,
+        params,
+        noisy=noisy,
+        num_branches=num_branches,
+        noise=partial(drawn.noise, slice(None)),
+    )
+    if groups is not None:
+        request = _beginning_of_groups(request, groups)
+    slots = Slots(num, completion_batch_size or num, filled=False)
+    return _decoded(model, list(walk(velocity or model.velocity, [request], slots, exact, fast)), vae_batch_size)
+
+
+def _beginning_of_groups(request: Request, groups: list[int]) -> Request:
+    """What the groups of a request's rows share until its noise begins: the first row of each."""
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    device = request.latents.device
+    firsts = torch.tensor([groups.index(group) for group in numbers], device=device)
+    request.origin = torch.tensor([numbers[group] for group in groups], device=device)
+    request.latents, latents, request.step = None, request.latents[firsts], request.noisy.start
+    shared = request.size, request.scheduler, request.params
+    return Request(None, request.condition.take(firsts), latents, *shared, heirs=[request])
 
 
 @torch.no_grad()
 def prepare_encode(
-    model: ModuleType,
-    pipeline,
-    prompts: list[str] | PromptEmbeds,
+    model: FlowModel,
+    condition: Condition,
     generators: list[torch.Generator],
+    params: SamplingParams,
+    size: Size,
     *,
     noisy: range,
-    names: Iterable,
-    guidance_scale: float,
+    names: Iterable[Any],
     num_branches: int = 0,
-    scheduler=None,
+    scheduler: Any = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
-    short: list[PromptEmbeds] | None = None,
-    num_steps: int = 10,
-    resolution: int = 512,
-    flash_ratio: float = 0.0,
-    flash_solver: str = "dpm",
-    **how,
+    short: list[Condition] | None = None,
 ) -> list[Request]:
-    """Requests for stepwise_with_logprob.walk: `sample_window`'s images or, with `num_branches`, `sample_perstep`'s
-    trunks. Further arguments as there, noise_level and sde_type among them; `short` [B] as in Request.
+    """Requests of one row each for `walk`; arguments as in `sample`.
 
     Args:
-        noisy: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
-        scheduler: with timesteps set, for requests to share; None = one for these, from `num_steps`.
+        scheduler: with timesteps set, for requests to share; None = one for these.
+        short: [B] as in Request.
     """
-    start = _start(model, pipeline, prompts, generators, None, latents, num_steps, resolution, guidance_scale)
-    same = dict(scheduler=scheduler or start.scheduler, guidance_scale=guidance_scale, flash_solver=flash_solver)
-
-    def request(row: int, name, **kind) -> Request:
-        here = slice(row, row + 1)
-        kind = dict(latents=start.latents[here], flash_ratio=flash_ratio) | kind | same
-        text = dict(embeds=start.embeds.take(here), short=short and short[row])
-        return Request(name, noise=partial(start.noise, here), how=how, **text, **kind)
-
-    if groups is None:
-        return [request(row, name, noisy=noisy, num_branches=num_branches) for row, name in enumerate(names)]
-    return _with_shared_beginnings(request, names, groups, noisy)
-
-
-def _with_shared_beginnings(request: Callable, names: Iterable, groups: list[int], noisy: range) -> list[Request]:
-    """One request per group, which the group's own follow where the noise begins."""
-    heirs = {group: [] for group in groups}
+    scheduler = scheduler or model.schedule(params.num_steps, size)
+    drawn = _Draws(model.noise(size, generators) if latents is None else latents, generators)
+    requests = []
     for row, name in enumerate(names):
-        heirs[groups[row]].append(request(row, name, latents=None, noisy=noisy, step=noisy.start))
-    return [request(groups.index(group), None, flash_ratio=0.0, heirs=those) for group, those in heirs.items()]
+        rows = slice(row, row + 1)
+        request = Request(
+            name,
+            condition.take(rows),
+            drawn.latents[rows],
+            size,
+            scheduler,
+            params,
+            noisy=noisy,
+            num_branches=num_branches,
+            noise=partial(drawn.noise, rows),
+            short=short[row] if short else None,
+        )
+        requests.append(request)
+    return requests if groups is None else _with_shared_beginnings(requests, groups)
+
+
+def _with_shared_beginnings(requests: list[Request], groups: list[int]) -> list[Request]:
+    """One request per group, which the group's own follow where the noise begins."""
+    beginnings = {}
+    for request, group in zip(requests, groups, strict=True):
+        if group not in beginnings:
+            shared = request.size, request.scheduler, request.params
+            text = request.condition, request.latents
+            beginnings[group] = Request(None, *text, *shared, short=request.short, heirs=[request])
+        else:
+            beginnings[group].heirs.append(request)
+        request.latents, request.step = None, request.noisy.start
+    return list(beginnings.values())
 
 
 @torch.no_grad()
 def post_decode(
-    model: ModuleType, pipeline, finished: Iterable[Request], *, resolution: int, vae_batch_size: int = 8
+    model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
 ) -> Iterator[tuple[list[Request], Sampled]]:
     """Images of finished requests, some B requests together as soon as they fill a decode."""
     some = []
     for request in finished:
         some.append(request)
         if sum(max(1, len(one.branches)) for one in some) >= vae_batch_size:
-            yield some, _decoded(model, pipeline, some, resolution, vae_batch_size)
+            yield some, _decoded(model, some, vae_batch_size)
             some = []
     if some:
-        yield some, _decoded(model, pipeline, some, resolution, vae_batch_size)
+        yield some, _decoded(model, some, vae_batch_size)
 
 
-def _decoded(model, pipeline, finished: list[Request], resolution: int, vae_batch_size: int) -> Sampled:
+def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Sampled:
     latents, trace = joined(finished)
-    outcomes = latents.shape[1:3] if finished[0].num_branches else ()
-    flat = latents.flatten(0, len(outcomes))
-    images = model.decode_latents(pipeline, flat, resolution, vae_batch_size)
-    return Sampled(images.unflatten(0, (len(finished), *outcomes)), latents, trace)
+    shape = latents.shape[: 3 if finished[0].num_branches else 1]
+    images = model.decode(latents.flatten(0, len(shape) - 1), finished[0].size, vae_batch_size)
+    return Sampled(images.unflatten(0, shape), latents, trace)
 
 
 @dataclass(frozen=True)
-class _Start:
-    """B prompts about to be walked."""
+class _Draws:
+    """The normal draws of B images, in the order of their steps."""
 
-    velocity: Callable  # (x, t, embeds=) -> velocity
-    embeds: PromptEmbeds
-    scheduler: Any
-    latents: Tensor
+    latents: Tensor  # [B, ...], the first ones
     generators: list[torch.Generator]
 
     def noise(self, rows: slice, num: int) -> Tensor:
         """[rows * num, ...], the next draws of these rows."""
         shape = (num, *self.latents.shape[1:])
         return rng.normal(shape, self.generators[rows], self.latents.device).flatten(0, 1)
-
-    def full(self) -> dict[str, Any]:
-        """The arguments that both walks of denoise_with_logprob.py take."""
-        return dict(
-            velocity=lambda x, t, rows: self.velocity(x, t, embeds=self.embeds.take(rows)),
-            scheduler=self.scheduler,
-            latents=self.latents,
-            noise=partial(self.noise, slice(None)),
-        )
-
-
-def _start(model, pipeline, prompts, generators, velocity, latents, num_steps, resolution, guidance_scale) -> _Start:
-    embeds = prompts
-    if not isinstance(prompts, PromptEmbeds):
-        embeds = model.encode_prompts(pipeline, prompts, guided=guidance_scale > 1)
-    if velocity is None:
-        velocity = partial(model.predict_velocity, pipeline.transformer, guidance_scale=guidance_scale)
-    device = embeds.embeds.device
-    if latents is None:
-        latents = model.initial_latents(pipeline, generators, resolution, device)
-    return _Start(velocity, embeds, model.schedule(pipeline, num_steps, resolution, device), latents, generators)
-
-
-def schedule(pipeline, num_steps: int, num_tokens: int, device):
-    """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`."""
-    scheduler = copy.deepcopy(pipeline.scheduler)
-    config = scheduler.config
-    if config.use_dynamic_shifting:
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift, device=device)
-    else:
-        scheduler.set_timesteps(num_steps, device=device)
-    scheduler.sigmas = scheduler.sigmas.to(device)
-    return scheduler
-
-
-def packed_tokens(pipeline, resolution: int) -> int:
-    """Of a square image of `resolution` pixels, where a token is 2 x 2 latents."""
-    return (resolution // (pipeline.vae_scale_factor * 2)) ** 2
-
-
-def packed_schedule(pipeline, num_steps: int, resolution: int, device):
-    """`schedule` for models of packed latents."""
-    return schedule(pipeline, num_steps, packed_tokens(pipeline, resolution), device)
-
-
-def packed_noise(pipeline, generators: list[torch.Generator], resolution: int, device) -> Tensor:
-    """Standard normal [B, N, C] float32, row b from generators[b]."""
-    shape = (packed_tokens(pipeline, resolution), pipeline.transformer.config.in_channels)
-    return rng.normal(shape, generators, device)
-
-
-def guided(forward: Callable, embeds: PromptEmbeds, num: int, guidance_scale: float) -> tuple[Tensor, Tensor]:
-    """Classifier-free guidance: neg + g (pos - neg), and pos. At g <= 1 pos twice, without a second forward."""
-    positive = forward(embeds)
-    if guidance_scale <= 1:
-        return positive, positive
-    negative = forward(embeds.negative.expand(num))
-    return negative + guidance_scale * (positive - negative), positive
-
-
-def encode(vae: Callable, images: Tensor, batch_size: int) -> Tensor:
-    """Images [B, 3, H, W] in [0, 1] through `vae`, `batch_size` at a time -> [B, ...] float32."""
-    return torch.cat([vae(part * 2 - 1).float() for part in images.split(batch_size)])
-
-
-def decode(vae: Callable, latents: Tensor, batch_size: int, fixed: bool) -> Tensor:
-    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1].
-
-    fixed: fill up the last ones with copies, so that `vae` meets one shape.
-    """
-    num = len(latents)
-    if fixed:
-        latents = latents[torch.arange(-(-num // batch_size) * batch_size, device=latents.device).clamp(max=num - 1)]
-    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])[:num]
-    return (images / 2 + 0.5).clamp(0, 1)

@@ -1,0 +1,182 @@
+"""A loaded model as training sees it. Each model file has a class of it, one level deep."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor
+
+from flow_grpo import rng
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.size import Size
+
+
+class FlowModel(ABC):
+    """A diffusers pipeline on a device, taken apart into what training needs.
+
+    Latents are those of the transformer: [B, N, C] where it takes tokens, [B, C, h, w] where it takes pictures.
+
+    Args:
+        pipeline: its parts may be None where nothing asks for them.
+        transformer_config: of its transformer, where the pipeline has none.
+    """
+
+    NAME: ClassVar[str]  # in the names of configs and tools
+    PIPELINE: ClassVar[type[DiffusionPipeline]]
+    TRANSFORMER: ClassVar[type[torch.nn.Module]]
+    SHARD_UNITS: ClassVar[tuple[str, ...]]  # classes of the blocks
+    LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
+    GUIDANCE_SCALE: ClassVar[float]  # the published one
+    CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
+    MASKED_TEXT: ClassVar[bool]  # whether padding is hidden from the transformer
+
+    def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
+        self.pipeline, self.device = pipeline, device
+        self.transformer_config = transformer_config or pipeline.transformer.config
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        device: torch.device,
+        *,
+        vae_dtype: torch.dtype = torch.float32,
+        alone: bool = False,
+        text: bool = True,
+    ) -> "FlowModel":
+        """Of a folder or hub id, with the transformer's weights still on the meta device; see loading.load_pipeline."""
+        pipeline = loading.load_pipeline(cls.PIPELINE, cls.TRANSFORMER, folder, device, vae_dtype, alone, text)
+        return cls(pipeline, device)
+
+    @classmethod
+    def without_weights(cls, folder: str) -> "FlowModel":
+        """With tokenizers and scheduler alone, for checks that need no weight."""
+        config = cls.TRANSFORMER.load_config(folder, subfolder="transformer")
+        return cls(loading.without_weights(cls.PIPELINE, folder), torch.device("cpu"), config)
+
+    @staticmethod
+    def transformer_folder(folder: str) -> Path | None:
+        """Where the transformer's weights lie."""
+        return loading.transformer_folder(folder)
+
+    @staticmethod
+    def text_version(folder: str) -> dict[str, str | int]:
+        """What tells a folder's text encoders from others."""
+        return loading.text_version(folder)
+
+    @property
+    def transformer(self) -> torch.nn.Module:
+        """What is trained."""
+        return self.pipeline.transformer
+
+    def check_size(self, size: Size) -> None:
+        """Raises ValueError for an image that the model cannot draw. Needs no weight."""
+        if size.frames != 1:
+            raise ValueError(f"{self.NAME} draws single images, not {size.frames} frames")
+
+    @abstractmethod
+    def check(self, prompts: list[str], width: int) -> None:
+        """Raises ValueError for a prompt of more than `width` tokens. Needs tokenizers only."""
+
+    @abstractmethod
+    def encode(self, prompts: list[str], *, width: int | None = None, guided: bool = True) -> Condition:
+        """B prompts, each encoded by itself so that its numbers do not depend on its neighbours.
+
+        Args:
+            width: text tokens, padded to; None = as diffusers has it.
+            guided: also encode the negative prompt, where guidance is a second forward.
+
+        Raises:
+            ValueError: a prompt has more than `width` tokens.
+        """
+
+    @abstractmethod
+    def num_tokens(self, size: Size) -> int:
+        """Image tokens of the transformer, on which the schedule depends."""
+
+    @abstractmethod
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """Of one image."""
+
+    @abstractmethod
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Of one row of a Condition with `width` tokens, by field."""
+
+    def row_shapes(self, size: Size, width: int) -> dict[str, tuple[int, ...]]:
+        """Of one image and its prompt, as encode_images and encode make them. Needs no weight."""
+        return dict(latents=self.latent_shape(size)) | self.text_shapes(width)
+
+    def noise(self, size: Size, generators: list[torch.Generator]) -> Tensor:
+        """Standard normal latents [B, ...] float32, row b from generators[b]."""
+        return rng.normal(self.latent_shape(size), generators, self.device)
+
+    def schedule(self, num_steps: int, size: Size):
+        """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
+        return loading.schedule(self.pipeline.scheduler, num_steps, self.num_tokens(size), self.device)
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """Guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000 sigma): the policy itself."""
+
+    @abstractmethod
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation."""
+
+    @abstractmethod
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, ...] -> images [B, 3, H, W] in [-1, 1]."""
+
+    @abstractmethod
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] -> their most likely latents [B, ...] float32."""
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
+        """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time."""
+        fixed = loading.fixed_shape(self.pipeline.vae)
+        return decode(partial(self.decode_batch, size=size), latents, batch_size, fixed)
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
+        """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, ...] float32, `batch_size` at a time."""
+        return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
+
+
+def packed_tokens(pipeline: DiffusionPipeline, size: Size) -> int:
+    """Of an image, where a token is 2 x 2 latents."""
+    rows, columns = packed_grid(pipeline, size)
+    return rows * columns
+
+
+def packed_grid(pipeline: DiffusionPipeline, size: Size) -> tuple[int, int]:
+    """Rows and columns of tokens, where a token is 2 x 2 latents."""
+    side = pipeline.vae_scale_factor * 2
+    return size.height // side, size.width // side
+
+
+def guided(
+    forward: Callable[[Condition], Tensor], condition: Condition, num: int, guidance_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Classifier-free guidance: neg + g (pos - neg), and pos. At g <= 1 pos twice, without a second forward."""
+    positive = forward(condition)
+    if guidance_scale <= 1:
+        return positive, positive
+    negative = forward(condition.negative.expand(num))
+    return negative + guidance_scale * (positive - negative), positive
+
+
+def decode(vae: Callable[[Tensor], Tensor], latents: Tensor, batch_size: int, fixed: bool) -> Tensor:
+    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1].
+
+    fixed: fill up the last ones with copies, so that `vae` meets one shape.
+    """
+    num = len(latents)
+    if fixed:
+        latents = latents[torch.arange(-(-num // batch_size) * batch_size, device=latents.device).clamp(max=num - 1)]
+    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])[:num]
+    return (images / 2 + 0.5).clamp(0, 1)

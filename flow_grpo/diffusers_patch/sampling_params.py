@@ -1,0 +1,35 @@
+"""How a walk from noise to image is taken."""
+
+import math
+from dataclasses import dataclass
+
+from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
+from flow_grpo.diffusers_patch.solvers import SOLVERS
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Everything about a walk but its start, its size and which of its steps are noisy.
+
+    Raises:
+        ValueError: a value that no walk can have.
+    """
+
+    num_steps: int  # from noise to image
+    guidance_scale: float
+    noise_level: float = 0.0  # eta of the noisy steps; nothing reads it where no step is noisy
+    sde_type: str = "sde"  # of the noisy steps, see sde_step_with_logprob
+    flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its forwards...
+    flash_solver: str = "dpm"  # ...by one of solvers.SOLVERS
+
+    def __post_init__(self):
+        if not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps!r}; it must be an integer of at least 1")
+        for name, most in (("guidance_scale", math.inf), ("noise_level", math.inf), ("flash_ratio", 1.0)):
+            value = getattr(self, name)
+            if not 0 <= value <= most or value == math.inf:  # NaN compares false too
+                limit = " and at most 1" if most == 1 else ""
+                raise ValueError(f"{name} is {value}; it must be finite, at least 0{limit}")
+        for name, choices in (("sde_type", SDE_TYPES), ("flash_solver", SOLVERS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(map(repr, choices))}")

@@ -1,0 +1,45 @@
+"""How large an image is."""
+
+from dataclasses import dataclass
+
+MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an image or of a clip, in pixels.
+
+    Raises:
+        ValueError: a side is no positive multiple of 16.
+    """
+
+    height: int
+    width: int
+    frames: int = 1
+
+    def __post_init__(self):
+        for name in ("height", "width"):
+            pixels = getattr(self, name)
+            if not isinstance(pixels, int) or pixels < MULTIPLE or pixels % MULTIPLE:
+                raise ValueError(f"{name} is {pixels!r}; it must be a positive multiple of {MULTIPLE} pixels")
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Size":
+        """From "768x512", height first, or "512" for a square."""
+        height, _, width = text.partition("x")
+        if not height.isdecimal() or not (width or height).isdecimal():
+            raise ValueError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
+        return cls(int(height), int(width or height))
+
+
+def training_size(config) -> Size:
+    """Of the images that a run samples and trains on."""
+    return Size(config.height, config.width)
+
+
+def evaluation_size(config) -> Size:
+    """Of the images that a run is evaluated on."""
+    return Size(config.eval.height or config.height, config.eval.width or config.width)
