@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, measuring, sampling, watching
+from flow_grpo import fsdp_utils, measuring, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -19,9 +19,6 @@ def log_epoch(run: Run, epoch: int) -> None:
     `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
     run.epoch = epoch + 1
-    if run.slots:
-        run.epoch_figures["slot_use"] = run.slots.use
-        run.slots = sampling.slots(run.config.sample)
     run.epoch_figures |= run.gaps.pop(_over_ranks)
     run.epoch_figures["forwards"] = sum(fsdp_utils.gather_objects([run.num_forwards]))
     run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)

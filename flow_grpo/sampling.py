@@ -3,17 +3,23 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, Velocity, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode, sample
 from flow_grpo.rollout import Rollout, from_trace
 from flow_grpo.scoring.pool import Pending
+
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
 
 
 class Walk(NamedTuple):
@@ -33,13 +39,15 @@ class Scored(NamedTuple):
     scores: Pending  # name -> [b, ...] float32 on the CPU
 
 
-def batches(run, epoch: int) -> Iterator[prompts.Batch]:
+def batches(run: "Run", epoch: int) -> Iterator[prompts.Batch]:
     """This rank's batches of an epoch, under a progress bar."""
     dealt = prompts.epoch_batches(run.train_prompts, run.plan, run.config.seed, epoch, run.rank, run.world_size)
     return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
 
 
-def sampled(run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def sampled(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk]
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Draw this rank's images of an epoch; yields some as soon as they are finished, in whatever order.
 
     Args:
@@ -50,19 +58,25 @@ def sampled(run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> Iterat
     """
     updates = run.step
     velocity, wait = _together(run) if fsdp_utils.is_sharded(run.pipeline.transformer) else (run.velocity, nullcontext)
-    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, velocity)
+    slots = slots_of(run.config.sample)
+    if slots is None:
+        drawn = _in_batches(run, epoch, walk_of, velocity)
+    else:
+        drawn = _in_slots(run, epoch, walk_of, velocity, slots)
     while True:
         with run.board.timed("rollout"):
             some = next(drawn, None)
             if some is None:
                 wait()
-                return
+                break
         yield some
         if run.step != updates:
             raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
+    if slots is not None:
+        run.epoch_figures["slot_use"] = slots.use
 
 
-def _together(run) -> tuple[Callable, Callable]:
+def _together(run: "Run") -> tuple[Callable, Callable]:
     """The policy, and what a rank has to call when it needs it no more: with sharded weights all ranks make a forward
     or none does, while windows and slots of their own let them need unequally many."""
     last = []
@@ -80,7 +94,7 @@ def _together(run) -> tuple[Callable, Callable]:
     return velocity, wait
 
 
-def _fast(run) -> Callable:
+def _fast(run: "Run") -> Callable:
     """() -> context of the forwards whose velocity enters no log-prob."""
     settings = run.config.sample
     if not settings.merge_adapter or not run.config.lora.rank:
@@ -88,11 +102,13 @@ def _fast(run) -> Callable:
     return policies.merged(run.model.transformer, settings.merged_precision)
 
 
-def _noise(run, epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
+def _noise(run: "Run", epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
     return [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
 
 
-def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def _in_batches(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk], velocity: Velocity
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """A batch's rows walk together, step by step."""
     fast = _fast(run)
     for batch in batches(run, epoch):
@@ -118,15 +134,26 @@ def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Itera
         )
 
 
-def _in_slots(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def _in_slots(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk], velocity: Velocity, slots: Slots
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Every row is a request; those of a batch follow those of the one before without a gap."""
-    requests = (request for batch in batches(run, epoch) for request in _requests(run, epoch, batch, walk_of(batch)))
-    finished = walk(velocity, requests, run.slots, run.exact, _fast(run))
+    multiple = run.config.sample.text_multiple
+    shorten = lru_cache(maxsize=None)(lambda text: run.embed_one(text).trimmed(multiple))  # waits for the device
+
+    def requests() -> Iterator[Request]:
+        for batch in batches(run, epoch):
+            short = [shorten(text) for text in batch.prompts] if multiple else None
+            yield from _requests(run, epoch, batch, walk_of(batch), short)
+
+    finished = walk(velocity, requests(), slots, run.exact, _fast(run))
     for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
         yield prompts.pick(request.name for request in some), images
 
 
-def _requests(run, epoch: int, batch: prompts.Batch, drawn: Walk) -> list[Request]:
+def _requests(
+    run: "Run", epoch: int, batch: prompts.Batch, drawn: Walk, short: list[Condition] | None
+) -> list[Request]:
     return prepare_encode(
         run.model,
         run.embed(batch.prompts),
@@ -139,17 +166,17 @@ def _requests(run, epoch: int, batch: prompts.Batch, drawn: Walk) -> list[Reques
         scheduler=run.scheduler,
         latents=drawn.latents,
         groups=drawn.groups,
-        short=[run.embed_short(text) for text in batch.prompts] if run.embed_short else None,
+        short=short,
     )
 
 
-def slots(sample) -> Slots | None:
+def slots_of(sample: ConfigDict) -> Slots | None:
     """As many for log-probs as the update's forwards have rows; None where a batch's rows walk together."""
     free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
     return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
 
 
-def windowed(run, batch: prompts.Batch, epoch: int, window: range) -> Walk:
+def windowed(run: "Run", batch: prompts.Batch, epoch: int, window: range) -> Walk:
     """Noise in a window; where sample.same_latent asks for it, all images of a group start from one noise, on whatever
     rank, and are one image until the window."""
     if not run.config.sample.same_latent:
@@ -158,7 +185,7 @@ def windowed(run, batch: prompts.Batch, epoch: int, window: range) -> Walk:
     return Walk(window, latents=run.model.noise(run.size, generators), groups=batch.groups)
 
 
-def remember(run, sampled: Sampled, batch: prompts.Batch) -> Rollout:
+def remember(run: "Run", sampled: Sampled, batch: prompts.Batch) -> Rollout:
     """What the update needs of some images."""
     train = run.config.train
     how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
@@ -166,7 +193,7 @@ def remember(run, sampled: Sampled, batch: prompts.Batch) -> Rollout:
     return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=num_steps, **how)
 
 
-def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
+def score_images(run: "Run", sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
     """Begin to score images [b, ..., 3, H, W].
 
     groups: [b, ...] int64, which of them compete.
@@ -184,7 +211,7 @@ def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) ->
     return Scored(list(batch.images), groups, pending)
 
 
-def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
+def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
     """Wait for the epoch's rewards: name -> [all] and their groups [all], over all ranks, each rank's in the order of
     its images; NaN where one was masked. Logs what there is to see in them.
 
@@ -214,7 +241,7 @@ def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Ten
     return everyone, groups
 
 
-def advantages(run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
+def advantages(run: "Run", everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
     """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
     config = run.config
     weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)

@@ -211,7 +211,6 @@ def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
 def compare(run, seen, engine: str, before) -> tuple[dict, Rollout]:
     """Draw an epoch and score it by the update's forward: the gap, the first difference and what explains it best."""
     run.config.sample.engine = engine
-    run.slots = sampling.slots(run.config.sample)
     seen.clear()
     script = train_qwenimage_pr if run.plan.num_branches > 1 else train_qwenimage
     rollout = concat([kept for kept, _ in script.rollout(run, 0)])
