@@ -27,7 +27,7 @@ from flow_grpo.scoring.pool import Pool
 
 @dataclass
 class Run:
-    """What every algorithm needs at hand. `velocity` is the policy. `<- NAMES`: the functions that may write a field."""
+    """What every algorithm needs at hand. `velocity` is the policy. `<- NAMES`: who may write a field."""
 
     config: ConfigDict
     plan: batching.BatchPlan
@@ -56,13 +56,13 @@ class Run:
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
-    losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # since the last optimizer step  <- accumulate
+    losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # of an update <- accumulate, optimizer_step
     signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches  <- score_images, watch
     epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
-    learning_rate_factor: float = 1.0  # what health.action and train.target_update_size have left of the learning rate
-    num_roll_backs: int = 0  # so far, by config.health.action  <- _roll_back, resume
+    learning_rate_factor: float = 1.0  # of the configured one  <- watch, _lower_learning_rate, resume
+    num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, _resume
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
 
