@@ -30,13 +30,13 @@ def scored(split, scales, num_noises, settings):
     args = evaluate.parser().parse_args([str(word) for word in words])
     policies, common = evaluate.configured(args)
     chosen, seeds = evaluate.chosen_prompts(args, common), evaluate.seeds_of(args, common)
-    (model,) = evaluate.check(args, policies, common, chosen)
+    (family,) = evaluate.check(args, policies, common, chosen)
     ranks = fsdp_utils.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
-    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
-    pipeline = candidates.load(policies[0], model, ranks.device, None)
+    torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
+    model = candidates.load(policies[0], family, ranks.device)
     tags = [prompt.metadata.get("tag", "") for prompt in chosen.prompts]
-    rows = evaluate.rows_of(policies[0], model, pipeline, pool, ranks, args, chosen, seeds)
+    rows = evaluate.rows_of(policies[0], model, pool, ranks, args, chosen, seeds)
     found = [(row["guidance_scale"], scores.values[FIGURE], tags) for row, scores in rows]
     pool.close()
     return found

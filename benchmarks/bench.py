@@ -27,49 +27,74 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import yaml
 
 from flow_grpo import loop, optimization, preferences, prompts
-from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
-from flow_grpo.diffusers_patch import loading
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.diffusers_patch import loading, models
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.flops import matrix_rate, row_flops
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 
 import build_random_pipeline as random_pipeline
 
-MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
 TINY = "flow_grpo/assets/tiny_qwenimage"
 KEPT = ("images_per_s", "slot_use")
-ROWS = {  # what a published model stores of a pair at 512 px and 48 text tokens
-    "qwenimage": dict(latents=(1024, 64), embeds=(48, 3584), mask=(48,)),
-    "sd3": dict(latents=(16, 64, 64), embeds=(125, 4096), pooled=(2048,)),
-}
 
 
-def full_model(name: str) -> SimpleNamespace:
-    """The model's file, but for its weights, which are random and never on a disk."""
-    build = partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
+def random_model(name: str) -> type[FlowModel]:
+    """The model with weights of the published size, which are random and never on a disk."""
+    family, build = models.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
 
-    def load(folder, device, vae_dtype=torch.float32, alone=False, text=True):
-        pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
-        pipeline.vae.to(vae_dtype)
-        if alone:  # as for pairs from a disk
-            pipeline.register_modules(
-                **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
-            )
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()
-        return pipeline
+    class Random(family):
+        @classmethod
+        def load(cls, folder, device, *, vae_dtype=torch.float32, alone=False, text=True):
+            pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
+            pipeline.vae.to(vae_dtype)
+            if alone:  # as for pairs from a disk
+                pipeline.register_modules(
+                    **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
+                )
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats()
+            return cls(pipeline, device)
 
-    replaced = dict(load_pipeline=load, check_folder=lambda _: None, transformer_folder=lambda _: None)
-    replaced |= dict(row_shapes=lambda *_: ROWS[name], text_version=lambda _: {})
-    return SimpleNamespace(**vars(MODELS[name]) | replaced | dict(without_weights=lambda _: build(lambda *_: None)))
+        @classmethod
+        def without_weights(cls, folder):
+            return cls(build(random_pipeline.empty), torch.device("cpu"))
+
+        @staticmethod
+        def transformer_folder(folder):
+            return None
+
+        @staticmethod
+        def text_version(folder):
+            return {}
+
+    return Random
+
+
+@contextlib.contextmanager
+def registered(family: type[FlowModel], pipeline_name: str):
+    """Inside, `family` is the model of pipelines of this name."""
+    before = models.MODELS.get(pipeline_name)
+    models.MODELS[pipeline_name] = family
+    try:
+        yield
+    finally:
+        models.MODELS.pop(pipeline_name)
+        models.MODELS |= {pipeline_name: before} if before else {}
+
+
+def random_folder(folder: Path) -> str:
+    """A diffusers folder of nothing, whose pipeline is called "Random"."""
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "Random"}))
+    return str(folder)
 
 
 def config_of(name: str, kind: str = "pr"):
@@ -88,10 +113,10 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     """Pairs of noise in the place of config.preferences.path."""
     config.preferences.path, count = folder, config.sample.num_prompts_per_epoch
     draw = {name: torch.randn(count, *shapes["latents"]) for name in preferences.LATENTS}
-    draw |= {name: torch.randn(count, *shapes[name]) > -9 for name in ("mask",) if name in shapes}
-    draw |= {name: torch.randn(count, *shapes[name]) for name in ("embeds", "pooled") if name in shapes}
+    draw |= {name: torch.randn(count, *shapes[name]) for name in TENSORS if name in shapes}
+    draw |= {name: draw[name] > -9 for name in ("mask",) if name in shapes}
     alike = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
-    alike |= dict(model=config.model, resolution=config.resolution, dtype=config.preferences.dtype)
+    alike |= dict(model=config.model, height=config.height, width=config.width, dtype=config.preferences.dtype)
     rows = draw | {name: [value] * count for name, value in alike.items()}
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
 
@@ -112,28 +137,37 @@ def shared_folder() -> str:
 
 
 class Work:
-    """FLOP of a run by phase. Stands in for a model file's predict_velocity and a script's update."""
+    """FLOP of a run by phase. Stands in for a script's update and optimizer_step."""
 
-    def __init__(self, script, model, full_weights: bool):
-        self.plain, self.phase, self.flops, self.sizes = model.predict_velocity, "rollout", Counter(), {}
+    def __init__(self, script, full_weights: bool):
+        self.phase, self.flops, self.sizes = "rollout", Counter(), {}
         self.trained, self.update = 3 if full_weights else 2, script.update
         self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, optimization.optimizer_step
 
-    def predict_velocity(self, transformer, x, t, embeds, guidance_scale):
-        """The model's, counted. Before the first one, the memory that making random weights took is forgotten."""
+    def counting(self, family: type[FlowModel]) -> type[FlowModel]:
+        """The model, whose forwards are counted."""
+        work = self
+
+        class Counting(family):
+            def velocity(self, x, t, condition, guidance_scale, size):
+                work.count(self, x, condition, guidance_scale, size)
+                return super().velocity(x, t, condition, guidance_scale, size)
+
+        return Counting
+
+    def count(self, model: FlowModel, x, condition: Condition, guidance_scale: float, size: Size) -> None:
+        """A velocity. Before the first one, the memory that making random weights took is forgotten."""
         if torch.cuda.is_available() and not self.flops:
             torch.cuda.reset_peak_memory_stats()
-        texts = [embeds, embeds.negative] if embeds.negative and guidance_scale > 1 else [embeds]
+        texts = [condition, condition.negative] if condition.negative and guidance_scale > 1 else [condition]
         times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
         for text in texts:
-            self.flops[self.phase] += times * len(x) * self.size(transformer, x, text.embeds.shape[1])
-        return self.plain(transformer, x, t, embeds, guidance_scale)
+            self.flops[self.phase] += times * len(x) * self.row(model, text.num_tokens, size)
 
-    def size(self, transformer, x, text_tokens: int) -> int:
+    def row(self, model: FlowModel, text_tokens: int, size: Size) -> int:
         """FLOP of a row."""
         if text_tokens not in self.sizes:
-            tokens = x.shape[1] if x.ndim == 3 else x[0, 0].numel() // transformer.config.patch_size**2
-            self.sizes[text_tokens] = row_flops(transformer, tokens, text_tokens)
+            self.sizes[text_tokens] = row_flops(model.transformer, model.num_tokens(size), text_tokens)
         return self.sizes[text_tokens]
 
     def counted_update(self, *args, **noise_names):
@@ -148,18 +182,20 @@ class Work:
         self.first_update_s = self.first_update_s or time.perf_counter() - self.start
 
 
-def epoch_figures(script: str, config, model) -> dict:
-    """Run two epochs and return the second one's times, rates and memory; {} on all ranks but the first."""
+def epoch_figures(script: str, config, family: type[FlowModel]) -> dict:
+    """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
-    work = Work(module, model, config.lora.rank == 0)
+    work = Work(module, config.lora.rank == 0)
     module.update, optimization.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.embeddings_cache = shared_folder() if config.embeddings_cache else ""
         if script.endswith("_dpo") and config.preferences.path:
-            random_pairs(config, model.row_shapes(config.model, config.resolution, config.text_tokens), folder)
-        module.main(config, SimpleNamespace(**vars(model) | dict(predict_velocity=work.predict_velocity)))
+            light = family.without_weights(config.model)
+            random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)
+        with registered(work.counting(family), loading.pipeline_name(config.model)):
+            module.main(config)
         lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
     shutil.rmtree(shared_folder(), ignore_errors=True)
     if not lines:
@@ -186,9 +222,10 @@ def main(args):
     script = f"train_qwenimage_{kind}".rstrip("_")
     suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
-        model, config = full_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
+        family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
+        config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
-        model, config = qwenimage, config_of(f"shapes_{suffix}", kind)
+        family, config = models.by_name(name), config_of(f"shapes_{suffix}", kind)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
@@ -197,7 +234,7 @@ def main(args):
     loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
-        figures = epoch_figures(script, config, model) | theirs
+        figures = epoch_figures(script, config, family) | theirs
     if not figures:
         return
     if torch.cuda.is_available():
@@ -211,7 +248,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{kind}" for model in MODELS for kind in ("", "_pr", "_nft", "_dpo")][:-1]
+    scripts = [f"train_{model}{kind}" for model in models.names() for kind in ("", "_pr", "_nft", "_dpo")][:-1]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")

@@ -17,14 +17,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
 from flow_grpo import compiled, flops, fsdp_utils, policies
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+from flow_grpo.diffusers_patch.size import Size
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -67,56 +68,58 @@ def shares(call, device) -> dict[str, float]:
     return {f"share of {kind}": time / sum(spent.values()) for kind, time in spent.items()}
 
 
-def inputs(transformer, rows: int, tokens: int, width: int, masked: bool, device):
-    """x, t and text of some rows, of which 17 tokens are no padding."""
-    text = torch.randn(rows, width, transformer.config.joint_attention_dim, device=device, dtype=torch.bfloat16)
+def inputs(model, rows: int, size: Size, width: int, masked: bool):
+    """What policies.predict takes for some rows, of whose text 17 tokens are no padding; without guidance."""
+    device, shapes = model.device, model.row_shapes(size, width)
+    text = torch.randn(rows, *shapes["text"], device=device, dtype=torch.bfloat16)
     mask = torch.arange(width, device=device).expand(rows, -1) < 17 if masked else None
-    x = torch.randn(rows, tokens, transformer.config.in_channels, device=device)
-    return x, torch.full((rows,), 500.0, device=device), PromptEmbeds(text, mask=mask)
+    x, t = torch.randn(rows, *shapes["latents"], device=device), torch.full((rows,), 500.0, device=device)
+    return x, t, Condition(text, mask=mask), 1.0, size
 
 
 def fresh(transformer, activation_memory: float = 1.0) -> None:
     """Compiled for what comes, whatever came before."""
     torch._dynamo.reset()
-    compiled.compile_units(transformer, qwenimage.SHARD_UNITS, activation_memory)
+    compiled.compile_units(transformer, QwenImage.SHARD_UNITS, activation_memory)
 
 
-def forward(transformer, merged, factor: int, tokens: int, rows: int, width: int, masked: bool, device) -> dict:
+def forward(model, merged, factor: int, size: Size, rows: int, width: int, masked: bool) -> dict:
     """Of rows without gradients."""
-    fresh(transformer)
-    given = inputs(transformer, rows, tokens, width, masked, device)
+    fresh(model.transformer)
+    device, given = model.device, inputs(model, rows, size, width, masked)
 
     def call():
         with torch.no_grad(), merged():
-            policies.predict(qwenimage, transformer, "bf16", 1.0, *given)
+            policies.predict(model, "bf16", *given)
 
     found = milliseconds(call, device) * factor
-    rate = rows * factor * flops.row_flops(transformer, tokens, width) / found / 1e9
+    rate = rows * factor * flops.row_flops(model.transformer, model.num_tokens(size), width) / found / 1e9
     what = dict(what="forward", rows=rows, text_tokens=width, masked=masked, ms=found, tflops=rate)
     return what | shares(call, device)
 
 
-def step(transformer, factor: int, tokens: int, rows: int, kept: str, memory: float, device) -> dict:
+def step(model, factor: int, size: Size, rows: int, kept: str, memory: float) -> dict:
     """Of rows, with gradients of the adapters; a row's useful work is twice its forward's."""
+    transformer, device = model.transformer, model.device
     (transformer.enable_gradient_checkpointing if kept else transformer.disable_gradient_checkpointing)()
     fresh(transformer, memory)
-    given = inputs(transformer, rows, tokens, TEXT_TOKENS, True, device)
+    given = inputs(model, rows, size, TEXT_TOKENS, True)
 
     def call():
-        policies.predict(qwenimage, transformer, "bf16", 1.0, *given).square().mean().backward()
+        policies.predict(model, "bf16", *given).square().mean().backward()
 
     found = milliseconds(call, device) * factor
-    gib = kept_gib(transformer, given, factor) / rows if device.type == "cuda" else None
-    rate = 2 * rows * factor * flops.row_flops(transformer, tokens, TEXT_TOKENS) / found / 1e9
+    gib = kept_gib(model, given, factor) / rows if device.type == "cuda" else None
+    rate = 2 * rows * factor * flops.row_flops(transformer, model.num_tokens(size), TEXT_TOKENS) / found / 1e9
     what = dict(what="step", rows=rows, kept=kept or memory, ms=found, ms_per_row=found / rows)
     return what | dict(tflops=rate, gib_per_row=gib)
 
 
-def kept_gib(transformer, given, factor: int) -> float:
+def kept_gib(model, given, factor: int) -> float:
     """What the backward keeps of each block, and once what it needs beyond that."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = policies.predict(qwenimage, transformer, "bf16", 1.0, *given)
+    out = policies.predict(model, "bf16", *given)
     kept = torch.cuda.memory_allocated() - before
     out.square().mean().backward()
     return (kept * factor + torch.cuda.max_memory_allocated() - before - kept) / 2**30
@@ -141,29 +144,31 @@ def decodes(sizes: dict, latent_side: int, device):
         yield dict(what="decode", images=8, how=how, ms=milliseconds(call, device))
 
 
-def load(blocks: int, sizes: dict, device):
-    """A transformer of some blocks, with adapters."""
+def load(blocks: int, sizes: dict, device) -> QwenImage:
+    """A model of some blocks, with adapters, and nothing but its transformer."""
     transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
-    policies.attach(transformer, LORA, qwenimage.LORA_TARGETS)
-    how = dict(units=qwenimage.SHARD_UNITS, device=device, precision="bf16", weights=None)
-    return fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
+    policies.attach(transformer, LORA, QwenImage.LORA_TARGETS)
+    how = dict(units=QwenImage.SHARD_UNITS, device=device, precision="bf16", weights=None)
+    transformer = fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
+    others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+    return QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
 
 
 def measure(tiny: bool):
     """Yields a line for each case; the tiny model has one of each."""
     device = fsdp_utils.init_distributed().device
-    blocks, tokens, rows, latent_side = (2, 16, 4, 8) if tiny else (6, 1024, 24, 64)
+    blocks, size, rows = (2, Size(64, 64), 4) if tiny else (6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
-    transformer, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks
-    merged = policies.merged(transformer)
+    model, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks
+    merged = policies.merged(model.transformer)
     for width, masked in TEXTS[few]:
-        yield forward(transformer, merged, factor, tokens, rows, width, masked, device)
-    eight_bits = policies.merged(transformer, "fp8")
-    yield dict(precision="fp8") | forward(transformer, eight_bits, factor, tokens, rows, *TEXTS[0], device)
+        yield forward(model, merged, factor, size, rows, width, masked)
+    eight_bits = policies.merged(model.transformer, "fp8")
+    yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
     for case in STEPS[few]:
-        yield step(transformer, factor, tokens, *case, device)
-    del transformer, merged, eight_bits
-    yield from decodes(dict(base_dim=16) if tiny else {}, latent_side, device)
+        yield step(model, factor, size, *case)
+    del model, merged, eight_bits
+    yield from decodes(dict(base_dim=16) if tiny else {}, size.height // 8, device)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main(config) -> None:
     config.eval_freq = config.save_freq = 0
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = startup.start(config, train_qwenimage_pr.qwenimage, settings.check_branches, ())
+        run = startup.start(config, settings.check_branches, ())
         own = config.precision
         rewards_of(run, own, EXACT)  # warms up
         exact, exact_s = rewards_of(run, own, EXACT)

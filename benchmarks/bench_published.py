@@ -13,12 +13,12 @@ import time
 
 import bench
 import torch
-from bench import MODELS, full_model
 
 from flow_grpo import fsdp_utils, policies
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.size import Size
 
-STEPS, BRANCHES, RANK = 10, 6, 64
+STEPS, BRANCHES, SIZE = 10, 6, Size(512, 512)
 
 
 def seconds(call, repeats: int = 3) -> float:
@@ -35,37 +35,35 @@ def seconds(call, repeats: int = 3) -> float:
 
 def load(device: torch.device):
     """Transformer with adapters, and VAE."""
-    model = full_model("qwenimage")
-    pipeline = model.load_pipeline("", device)
-    pipeline.text_encoder = None
-    pipeline.transformer.enable_gradient_checkpointing()
+    model = bench.random_model("qwenimage").load("", device)
+    model.pipeline.text_encoder = None
+    model.transformer.enable_gradient_checkpointing()
     lora = bench.full_config(bench.config_of("pickscore_qwenimage_pr"), "pr").lora
-    policies.attach(pipeline.transformer, lora, MODELS["qwenimage"].LORA_TARGETS)
+    policies.attach(model.transformer, lora, model.LORA_TARGETS)
     how = dict(units=model.SHARD_UNITS, device=device, precision="bf16", weights=None)
-    fsdp_utils.prepare(pipeline.transformer, None, init=policies.adapter_init(lora, 0), **how)
-    return model, pipeline
+    fsdp_utils.prepare(model.transformer, None, init=policies.adapter_init(lora, 0), **how)
+    return model
 
 
 @torch.no_grad()
 def measure() -> dict[str, float]:
     """Seconds of each unit, and of a prompt."""
     device = torch.device("cuda")
-    model, pipeline = load(device)
-
-    def inputs(rows: int):
-        text = PromptEmbeds(torch.randn(rows, 48, 3584, device=device, dtype=torch.bfloat16))
-        return torch.randn(rows, 1024, 64, device=device), torch.full((rows,), 500.0, device=device), text
+    model = load(device)
+    shapes = model.row_shapes(SIZE, 48)
 
     def forward(rows: int):
-        return policies.predict(model, pipeline.transformer, "bf16", 1.0, *inputs(rows))
+        condition = Condition(torch.randn(rows, *shapes["text"], device=device, dtype=torch.bfloat16))
+        x, t = torch.randn(rows, *shapes["latents"], device=device), torch.full((rows,), 500.0, device=device)
+        return policies.predict(model, "bf16", x, t, condition, 1.0, SIZE)
 
     def train():
         with torch.enable_grad():
             forward(2).square().mean().backward()
 
-    latents = torch.randn(BRANCHES, 1024, 64, device=device)
+    latents = torch.randn(BRANCHES, *shapes["latents"], device=device)
     trunk, branches, step = seconds(lambda: forward(2)), seconds(lambda: forward(2 * BRANCHES)), seconds(train)
-    decode = seconds(lambda: model.decode_latents(pipeline, latents, 512))
+    decode = seconds(lambda: model.decode(latents, SIZE))
     rollout = STEPS * (trunk + decode) + STEPS * (STEPS - 1) // 2 * branches
     units = dict(forward_2_rows_s=trunk, forward_12_rows_s=branches, train_2_rows_s=step, decode_6_s=decode)
     return units | dict(rollout_s=rollout, update_s=(STEPS - 1) * step, prompt_s=rollout + (STEPS - 1) * step)

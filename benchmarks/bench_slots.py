@@ -1,4 +1,4 @@
-"""A mix of requests of 20, 30 and 50 steps, walked in slots and batch by batch; one JSON line per resolution.
+"""A mix of requests of 20, 30 and 50 steps, walked in slots and batch by batch; one JSON line per size.
 
     python benchmarks/bench_slots.py --size tiny
     python benchmarks/bench_slots.py --size full --model sd3          one GPU, random weights, no download
@@ -13,13 +13,15 @@ import argparse
 import json
 import sys
 import time
-from functools import partial
 
 import torch
-from bench import MODELS, TINY, full_model
+from bench import TINY, random_model
 
 from flow_grpo import fsdp_utils, rng
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Request, Slots, joined, walk
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, joined, walk
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size
 
 STEPS, WARM_UP, NUM_SLOTS = (20, 30, 50), 2, 8
 PROMPT = "a photo of a red circle"
@@ -57,41 +59,42 @@ def timed(function, *args):
     return found, time.perf_counter() - start
 
 
-def measure(model, pipeline, resolution: int, num_requests: int, device) -> dict:
+def measure(model, size: Size, num_requests: int) -> dict:
     """Seconds of each way, and how far their latents differ."""
-    embeds = model.encode_prompts(pipeline, [PROMPT], width=48, guided=False)
-    schedules = {num: model.schedule(pipeline, num, resolution, device) for num in (WARM_UP, *STEPS)}
+    condition = model.encode([PROMPT], width=48, guided=False)
+    schedules = {num: model.schedule(num, size) for num in (WARM_UP, *STEPS)}
     order = torch.randperm(num_requests, generator=rng.generator(0, "order")).tolist()
     steps = [STEPS[n % len(STEPS)] for n in order]
 
     def make_request(n: int, num_steps: int) -> Request:
-        latents = model.initial_latents(pipeline, [rng.generator(0, "noise", n)], resolution, device)
-        return Request(n, embeds, latents, schedules[num_steps], guidance_scale=1.0)
+        latents, params = model.noise(size, [rng.generator(0, "noise", n)]), SamplingParams(num_steps, 1.0)
+        return Request(n, condition, latents, size, schedules[num_steps], params)
 
-    velocity = partial(model.predict_velocity, pipeline.transformer)
+    velocity = model.velocity
     for rows in range(1, NUM_SLOTS + 1):
         in_batches(velocity, make_request, [WARM_UP] * rows, False)
     (slotted, slots), slots_s = timed(in_slots, velocity, make_request, steps)
     batched, batches_s = timed(in_batches, velocity, make_request, steps, False)
     _, filled_s = timed(in_batches, velocity, make_request, steps, True)
-    found = dict(resolution=resolution, requests=num_requests, slots_s=slots_s, batches_s=batches_s, filled_s=filled_s)
-    found |= dict(ratio=batches_s / slots_s, ratio_filled=filled_s / slots_s, slot_use=slots.use, forwards=slots.ticks)
+    found = dict(size=str(size), requests=num_requests, slots_s=slots_s, batches_s=batches_s, filled_s=filled_s)
+    found |= dict(
+        ratio=batches_s / slots_s, ratio_filled=filled_s / slots_s, slot_use=slots.use, forwards=slots.num_forwards
+    )
     return found | {"largest_difference": (slotted - batched).abs().max().item()}
 
 
 @torch.no_grad()
 def main(args) -> None:
     device = fsdp_utils.init_distributed().device
-    model, folder = MODELS["qwenimage"], TINY
     if args.size == "full":
-        model, folder = full_model(args.model), ""
-        pipeline = model.load_pipeline(folder, device)
+        model = random_model(args.model).load("", device)
     else:
-        pipeline = model.PIPELINE.from_pretrained(folder)
+        family = models.model_class(TINY)
+        model = family(family.PIPELINE.from_pretrained(TINY), torch.device("cpu"))
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
-    what = dict(size=args.size, model=args.model, device=str(device))
-    for resolution in args.resolution or [512 if args.size == "full" else 64]:
-        sys.stdout.write(json.dumps(what | measure(model, pipeline, resolution, args.requests, device)) + "\n")
+    what = dict(weights=args.size, model=args.model, device=str(device))
+    for size in args.sizes or [Size.parse("512" if args.size == "full" else "64")]:
+        sys.stdout.write(json.dumps(what | measure(model, size, args.requests)) + "\n")
 
 
 if __name__ == "__main__":
@@ -99,5 +102,5 @@ if __name__ == "__main__":
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny")
     parser.add_argument("--model", choices=["sd3", "qwenimage"], default="qwenimage", help="of the full size")
     parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--resolution", type=int, nargs="*", help="pixels; 512, and 64 of the tiny model")
+    parser.add_argument("--sizes", type=Size.parse, nargs="*", help="such as 768x512; 512, and 64 of the tiny model")
     main(parser.parse_args())

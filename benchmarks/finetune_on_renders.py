@@ -19,7 +19,6 @@ from ml_collections import config_flags
 
 from flow_grpo import fsdp_utils, rng
 from flow_grpo.batching import BatchPlan
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimizer_step
@@ -63,14 +62,14 @@ def renders(run, metadata, epoch):
 
 def update(run, x_0, embeds, generator):
     """Add the gradient of the flow-matching loss."""
-    loss = flow_matching_loss(run.pipeline, x_0, embeds.embeds, embeds.mask, generator)
+    loss = flow_matching_loss(run.pipeline, x_0, embeds.text, embeds.mask, generator)
     run.num_forwards += len(x_0)
     run.meter.add(loss=loss)
     fsdp_utils.backward(loss * run.loss_scale.item(), run.pipeline.transformer)
 
 
-def main(config, model=qwenimage):
-    run = start(config, model, check_sample, IGNORED, make_plan=plan_renders)
+def main(config):
+    run = start(config, check_sample, IGNORED, make_plan=plan_renders)
     metadata = [{"prompt": prompt.text} | prompt.metadata for prompt in run.train_prompts]
     embed_one = lru_cache(maxsize=None)(run.embed_one)  # the run's own keeps 1024, a third of them
     for epoch in range(run.epoch, config.num_epochs):

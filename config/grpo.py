@@ -184,7 +184,11 @@ def smoke(config):
     if config.model in TINY_MODELS:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     config.model = TINY_MODELS.get(config.model, tiny.model)
-    for key in (*("dataset", "height", "width", "text_tokens", "precision", "vae_precision"), "compile", "embeddings_cache"):
+    for key in (
+        *("dataset", "height", "width", "text_tokens", "precision", "vae_precision"),
+        "compile",
+        "embeddings_cache",
+    ):
         config[key] = tiny[key]
     config.sample.text_multiple = tiny.sample.text_multiple
     config.fsdp.activation_memory = tiny.fsdp.activation_memory

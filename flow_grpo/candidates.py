@@ -5,7 +5,7 @@ import re
 import runpy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import init_empty_weights

@@ -53,7 +53,9 @@ class Cache:
 
     def _write(self, text: str | None, row: Condition) -> None:
         length = row.num_tokens if row.mask is None else int(row.mask.sum())
-        tensors = {name: part for name, part in row.tensors().items() if name != "mask"} | dict(text=row.text[:, :length])
+        tensors = {name: part for name, part in row.tensors().items() if name != "mask"} | dict(
+            text=row.text[:, :length]
+        )
         tensors = {name: part.contiguous() for name, part in tensors.items()}
         path, parts = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
         scratch = path.with_suffix(f".{os.getpid()}")

@@ -94,12 +94,12 @@ def _together(run: "Run") -> tuple[Callable, Callable]:
     return velocity, wait
 
 
-def _fast(run: "Run") -> Callable:
-    """() -> context of the forwards whose velocity enters no log-prob."""
+def _modes(run: "Run") -> tuple[Callable, Callable]:
+    """() -> context of the forwards whose velocity enters a log-prob, and of the others."""
     settings = run.config.sample
     if not settings.merge_adapter or not run.config.lora.rank:
-        return nullcontext
-    return policies.merged(run.model.transformer, settings.merged_precision)
+        return run.exact, nullcontext
+    return run.exact, policies.merged(run.model.transformer, settings.merged_precision)
 
 
 def _noise(run: "Run", epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
@@ -110,7 +110,7 @@ def _in_batches(
     run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk], velocity: Velocity
 ) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """A batch's rows walk together, step by step."""
-    fast = _fast(run)
+    exact, fast = _modes(run)
     for batch in batches(run, epoch):
         drawn = walk_of(batch)
         yield (
@@ -128,7 +128,7 @@ def _in_batches(
                 groups=drawn.groups,
                 completion_batch_size=run.config.sample.completion_batch_size if drawn.num_branches else None,
                 vae_batch_size=run.config.vae_batch_size,
-                exact=run.exact,
+                exact=exact,
                 fast=fast,
             ),
         )
@@ -146,7 +146,7 @@ def _in_slots(
             short = [shorten(text) for text in batch.prompts] if multiple else None
             yield from _requests(run, epoch, batch, walk_of(batch), short)
 
-    finished = walk(velocity, requests(), slots, run.exact, _fast(run))
+    finished = walk(velocity, requests(), slots, *_modes(run))
     for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
         yield prompts.pick(request.name for request in some), images
 

@@ -38,7 +38,8 @@ DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
 AT_LEAST = {  # smallest value of a number
     "num_epochs": 1, "max_hours": 0,
-    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "height": 16, "width": 16, "eval.height": 0, "eval.width": 0, "text_tokens": 1,
+    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "text_tokens": 1,
+    "height": 16, "width": 16, "eval.height": 0, "eval.width": 0,
     "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
     "sample.num_steps": 2, "sample.text_multiple": 0,
     "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
@@ -90,9 +91,7 @@ def check(config, ignored: tuple[str, ...]) -> None:
 
 
 def _check_meaning(config) -> None:
-    for key in ("height", "width", "eval.height", "eval.width"):
-        if _get(config, key) % 16:
-            raise ValueError(f"config.{key} is {_get(config, key)}; it must be a multiple of 16 pixels")
+    _check_size(config)
     if not 0 < config.train.timestep_fraction <= 1:
         raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
     if config.reward.max_masked_share > 1:
@@ -112,6 +111,12 @@ def _check_meaning(config) -> None:
     _check_best_by(config)
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+
+
+def _check_size(config) -> None:
+    for key in ("height", "width", "eval.height", "eval.width"):
+        if _get(config, key) % 16:
+            raise ValueError(f"config.{key} is {_get(config, key)}; it must be a multiple of 16 pixels")
 
 
 def _check_best_by(config) -> None:

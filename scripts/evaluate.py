@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import re
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,14 +23,11 @@ from PIL import Image
 from tqdm import tqdm
 
 from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards
-from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
-from flow_grpo.diffusers_patch import loading
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.size import Size, evaluation_size
 from flow_grpo.pictures import contact_sheet, fit
 from flow_grpo.scoring.pool import Pool, check_rewards
-
-MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3, flux)}
 
 
 def configured(args):
@@ -70,29 +67,31 @@ def chosen_prompts(args, config):
 
 
 def check(args, found, config, split):
-    """The policies' model files. Raises ValueError, before any weight is loaded, for what is wrong or not there."""
-    for flag, values in (("--resolutions", args.resolutions), ("--best-of", args.best_of), ("--seeds", args.seeds)):
+    """The policies' model classes. Raises ValueError, before any weight is loaded, for what is wrong or not there."""
+    for flag, values in (("--sizes", args.sizes), ("--best-of", args.best_of), ("--seeds", args.seeds)):
         if len(set(values or [])) != len(values or []):
             raise ValueError(f"{flag} names a value twice: {values}")
     seeds = seeds_of(args, config)
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise ValueError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
-    if wrong := [size for size in args.resolutions or [] if size < 16 or size % 16]:
-        raise ValueError(f"--resolutions {wrong}: multiples of 16 pixels")
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
     rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
-    models = []
+    families = []
     for candidate in found:
-        name = loading.pipeline_name(candidate.config.model)
-        if name not in MODELS:
-            raise ValueError(f"{candidate.config.model!r} holds a {name}; there are {', '.join(MODELS)}")
-        models.append(MODELS[name])
-        candidates.check(candidate, models[-1])
-        light = models[-1].without_weights(candidate.config.model)
-        models[-1].check_prompts(light, texts, candidate.config.text_tokens)
-    return models
+        families.append(models.model_class(candidate.config.model))
+        candidates.check(candidate, families[-1])
+        light = families[-1].without_weights(candidate.config.model)
+        light.check(texts, candidate.config.text_tokens)
+        for size in sizes_of(args, candidate.config):
+            light.check_size(size)
+    return families
+
+
+def sizes_of(args, config):
+    """Those of the command line, or the policy's own."""
+    return args.sizes or [evaluation_size(config)]
 
 
 def seeds_of(args, config):
@@ -100,34 +99,30 @@ def seeds_of(args, config):
     return args.seeds or list(range(config.eval.noises_per_prompt))
 
 
-def rows_of(candidate, model, pipeline, pool, ranks, args, split, seeds):
-    """Score a policy at every guidance scale and resolution; yields the row's settings and its scores."""
+def rows_of(candidate, model, pool, ranks, args, split, seeds):
+    """Score a policy at every guidance scale and size; yields the row's settings and its scores."""
     config = candidate.config
-    scales, sizes = args.guidance_scales or [config.eval.guidance_scale], args.resolutions or [config.resolution]
+    scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
     how = dict(width=config.text_tokens, guided=max(scales) > 1)
-    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode_prompts(pipeline, [text], **how))
-    velocity = partial(predict, model, pipeline.transformer, config.precision)
+    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], **how))
+
+    def velocity(x, t, condition, guidance_scale, size):
+        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
+
     silent = not fsdp_utils.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
-    parts = dict(model=model, pipeline=pipeline, velocity=velocity, pool=pool, bar=bar)
-    parts |= dict(rank=ranks.rank, world_size=ranks.world_size, embed=lambda texts: embed(embed_one, texts))
+    parts = dict(model=model, velocity=velocity, pool=pool, bar=bar)
+    parts |= dict(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        embed=lambda texts: Condition.concat([embed_one(text) for text in texts]),
+    )
     shown = evaluation.spread(range(len(split.prompts)), config.eval.num_panel_images)
     for scale, size in itertools.product(scales, sizes):
-        config.eval.guidance_scale, config.resolution = scale, size
-        settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, resolution=size)
+        config.eval.guidance_scale, config.eval.height, config.eval.width = scale, size.height, size.width
+        settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
         scores = evaluation.score(evaluation.Sampler(**parts, config=config), split, seeds, shown)
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
-
-
-def predict(model, transformer, precision, x, t, embeds, guidance_scale):
-    """The policy, as a run has it."""
-    return policies.predict(model, transformer, precision, guidance_scale, x, t, embeds)
-
-
-def embed(embed_one, texts):
-    """Embeddings of B prompts, each encoded by itself."""
-    rows = [embed_one(text) for text in texts]
-    return rows[0].concat(rows)
 
 
 def figure_of_categories(args, values):
@@ -150,7 +145,7 @@ def summary(values, by, categories, best_of):
 
 def markdown(rows, by, split, seeds):
     """The table of all scores, and the one by category."""
-    setting = ("policy", "weights", "guidance_scale", "resolution", "num_steps", "precision")
+    setting = ("policy", "weights", "guidance_scale", "size", "num_steps", "precision")
     differing = [key for key in setting if key in ("policy", "weights") or len({row[key] for row in rows}) > 1]
 
     def table(estimates_of):
@@ -211,16 +206,16 @@ def new_folder(name):
 def main(args):
     found, common = configured(args)
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
-    models = check(args, found, common, split)
+    families = check(args, found, common, split)
     ranks = fsdp_utils.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
     folder = new_folder(args.out) if fsdp_utils.is_main() else None
-    for candidate, model in zip(found, models):
-        torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
-        pipeline = candidates.load(candidate, model, ranks.device, before)
-        before = candidate, pipeline
-        for row, scores in rows_of(candidate, model, pipeline, pool, ranks, args, split, seeds):
+    for candidate, family in zip(found, families):
+        torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
+        model = candidates.load(candidate, family, ranks.device, before)
+        before = candidate, model
+        for row, scores in rows_of(candidate, model, pool, ranks, args, split, seeds):
             by = figure_of_categories(args, scores.values)
             rows.append(row | summary(scores.values, by, categories, args.best_of or ()))
             if folder:
@@ -251,7 +246,7 @@ def parser():
     add("--rewards", nargs="+", help="NAME or NAME=WEIGHT; default: the first run's")
     add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
-    add("--resolutions", type=int, nargs="+", help="pixels; a row of the table for each")
+    add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
     add("--num-steps", type=int, help="deterministic denoising steps")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="of the transformer")
     add(

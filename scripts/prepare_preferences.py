@@ -15,7 +15,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,64 +24,73 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
-from flow_grpo.diffusers_patch import loading
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.sample_with_logprob import sample
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
 from flow_grpo.scoring.pool import Pool, check_rewards
 
-MODELS = {model.PIPELINE.__name__: model for model in (qwenimage, sd3)}
-MADE_BY = ("model", "dataset", "reward_fn", "resolution", "text_tokens", "precision", "seed", "lora", "sample")
+MADE_BY = (*("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "seed", "lora", "sample"),)
 
 
 def check(config):
-    """Raises ValueError, before any weight is loaded; returns the model's file and the source's rows."""
+    """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
     settings.check(config, ())
     settings.check_pairs(config.sample)
     policies.check_lora(config.lora)
     if not config.preferences.path:
         raise ValueError("config.preferences.path is empty: it names the folder to write")
-    name = loading.pipeline_name(config.model)
-    if name not in MODELS:
-        raise ValueError(f"config.model {config.model!r} holds a {name}; pairs are made for {', '.join(MODELS)}")
+    light = models.model_class(config.model).without_weights(config.model)
+    light.check_size(training_size(config))
     if config.preferences.source:
-        return MODELS[name], image_pairs.open_rows(config.preferences.source)
+        return light, image_pairs.open_rows(config.preferences.source)
     if config.sample.batch_size % config.sample.num_images_per_prompt:
         raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
-    light = MODELS[name].without_weights(config.model)
-    MODELS[name].check_prompts(light, [row.text for row in rows], config.text_tokens)
-    return MODELS[name], rows
+    light.check([row.text for row in rows], config.text_tokens)
+    return light, rows
 
 
-def load(config, model, device):
-    """The pipeline with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
-    pipeline = model.load_pipeline(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+def load(config, family, device):
+    """The model with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
+    model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     if config.lora.path:
-        policies.attach(pipeline.transformer, config.lora, model.LORA_TARGETS)
+        policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     how = dict(units=model.SHARD_UNITS, device=device, precision=config.precision)
     weights, init = model.transformer_folder(config.model), policies.adapter_init(config.lora, config.seed)
-    fsdp_utils.prepare(pipeline.transformer, None, weights=weights, init=init, **how)
-    return pipeline
+    fsdp_utils.prepare(model.transformer, None, weights=weights, init=init, **how)
+    return model
 
 
-def from_rollouts(config, model, device) -> Callable:
+def sampling_params(config):
+    """Of images without noise in their steps."""
+    sample = config.sample
+    return SamplingParams(
+        num_steps=sample.num_steps,
+        guidance_scale=sample.guidance_scale,
+        flash_ratio=sample.flash_ratio,
+        flash_solver=sample.flash_solver,
+    )
+
+
+def from_rollouts(config, family, device) -> Callable:
     """(prompts, number of the first) -> columns of their pairs, and for each prompt why it has none, or None."""
-    pipeline, sample, group = load(config, model, device), config.sample, config.sample.num_images_per_prompt
-    pool = Pool(device, config.reward_fn, (), config.reward)
-    policy = partial(policies.predict, model, pipeline.transformer, config.precision, sample.guidance_scale)
-    how = {key: sample[key] for key in ("num_steps", "noise_level", "flash_ratio", "flash_solver")}
-    how |= dict(resolution=config.resolution, vae_batch_size=config.vae_batch_size)
+    model, group = load(config, family, device), config.sample.num_images_per_prompt
+    pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
+
+    def policy(x, t, condition, guidance_scale, size):
+        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]
         numbers, texts = range(first * group, first * group + len(rows)), [row.text for row in rows]
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
-        guided = sample.guidance_scale > 1
-        embeds = model.encode_prompts(pipeline, texts, width=config.text_tokens, guided=guided)
-        sampled = model.pipeline_with_logprob(pipeline, embeds, noise, window=range(0), velocity=policy, **how)
+        embeds = model.encode(texts, width=config.text_tokens, guided=params.guidance_scale > 1)
+        how = dict(noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size)
+        sampled = sample(model, embeds, noise, params, training_size(config), **how)
         scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
         margin = config.preferences.min_margin
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)
@@ -93,14 +101,14 @@ def from_rollouts(config, model, device) -> Callable:
     return make
 
 
-def from_images(config, model, device) -> Callable:
+def from_images(config, family, device) -> Callable:
     """(rows, number of the first) -> columns of their pairs, and for each row why it has none, or None."""
-    pipeline = model.load_pipeline(config.model, device)
+    model = family.load(config.model, device)
 
     def load_row(row: dict):
         try:
-            pair = image_pairs.load_pair(row, config.resolution)
-            model.check_prompts(pipeline, [row["prompt"]], config.text_tokens)
+            pair = image_pairs.load_pair(row, training_size(config))
+            model.check([row["prompt"]], config.text_tokens)
         except Dropped as why:
             return str(why)
         except ValueError:
@@ -116,8 +124,8 @@ def from_images(config, model, device) -> Callable:
             return {}, reasons
         images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
         texts = [row["prompt"].strip() for row in rows]
-        embeds = model.encode_prompts(pipeline, texts, width=config.text_tokens, guided=False)
-        winners, losers = (model.encode_images(pipeline, side, config.vae_batch_size) for side in images)
+        embeds = model.encode(texts, width=config.text_tokens, guided=False)
+        winners, losers = (model.encode_images(side, config.vae_batch_size) for side in images)
         kept = torch.ones(len(rows))
         scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
         return columns(texts, *scores, preferences.Pairs(winners, losers, kept, embeds, kept), kept.bool()), reasons
@@ -129,8 +137,7 @@ def columns(texts, winner_scores, loser_scores, pairs, kept) -> dict[str, list |
     """Those that differ from row to row, of the pairs that are `kept` [P] bool."""
     found = dict(prompt=texts, winner_score=winner_scores, loser_score=loser_scores)
     found |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
-    text = {name: getattr(pairs.embeds, name) for name in preferences.TEXT}
-    found |= {name: values.cpu() for name, values in text.items() if values is not None}
+    found |= {name: values.cpu() for name, values in pairs.embeds.tensors().items()}
     return pick(found, kept.nonzero().flatten().tolist())
 
 
@@ -160,7 +167,8 @@ def write_part(config, shapes: dict, found: list[dict], folder: Path, number: in
     for name, first in found[0].items() if found else ():
         parts = [some[name] for some in found]
         whole[name] = torch.cat(parts) if isinstance(first, torch.Tensor) else list(chain.from_iterable(parts))
-    alike = dict(model=config.model, resolution=config.resolution, dtype=config.preferences.dtype, negative_prompt="")
+    alike = dict(model=config.model, height=config.height, width=config.width)
+    alike |= dict(dtype=config.preferences.dtype, negative_prompt="")
     for split in preferences.SPLITS:
         held_out = [is_held_out(config, text) for text in whole.get("prompt", [])]
         rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
@@ -222,15 +230,15 @@ def finish(config, folder: Path) -> None:
 
 
 def main(config):
-    model, rows = check(config)
+    light, rows = check(config)
     ranks, folder = fsdp_utils.init_distributed(), Path(config.preferences.path)
     if not fsdp_utils.broadcast_object(claim(config, folder) if fsdp_utils.is_main() else None):
         print(f"{folder} is complete")
         return
     source, part_size = config.preferences.source, config.preferences.part_size
-    make = (from_images if source else from_rollouts)(config, model, ranks.device)
+    make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
-    shapes = model.row_shapes(config.model, config.resolution, config.text_tokens)
+    shapes = light.row_shapes(training_size(config), config.text_tokens)
     parts = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
     mine = range(ranks.rank, len(parts), ranks.world_size)
     with tqdm(total=sum(len(parts[n]) for n in mine), unit=" rows", disable=None if ranks.rank == 0 else True) as bar:

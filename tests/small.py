@@ -6,19 +6,18 @@ import runpy
 from pathlib import Path
 
 import prepare_preferences
+import torch
 import train_qwenimage
 import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
 from build_random_pipeline import build
 
-from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.diffusers_patch import models
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
-MODELS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
+MODELS = {name: models.by_name(name) for name in models.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
@@ -39,10 +38,9 @@ def config_of(name, output_dir=None, **overrides):
 
 
 def train(name, output_dir, **overrides):
-    """Run a script's main in this process, with the model that the run's name says; its run folder."""
+    """Run a script's main in this process; its run folder."""
     config = config_of(name, output_dir, **overrides)
-    words = name.split(",")[0].split("_")
-    SCRIPTS.get(words[-1], train_qwenimage).main(config, MODELS[words[1]])
+    SCRIPTS.get(name.split(",")[0].split("_")[-1], train_qwenimage).main(config)
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 
@@ -50,8 +48,16 @@ def tiny_folder(name, folder):
     """A tiny pipeline of a model: the shipped one, or one of random weights made in `folder`."""
     if name == "qwenimage":
         return "flow_grpo/assets/tiny_qwenimage"
-    build(name, str(folder / name))
+    if not (folder / name).exists():
+        build(name, str(folder / name))
     return str(folder / name)
+
+
+def loaded(name, folder, **parts):
+    """A tiny model with its weights, on the CPU; `folder` is where one of random weights is made, or lies."""
+    pipeline = MODELS[name].PIPELINE.from_pretrained(tiny_folder(name, Path(folder)), **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return MODELS[name](pipeline, torch.device("cpu"))
 
 
 def few_prompts(folder, count=24):

@@ -5,10 +5,10 @@ import pytest
 import torch
 import train_qwenimage_pr
 from bench_completions import spearman
-from small import MODELS, config_of
+from small import MODELS, config_of, loaded
 
 from flow_grpo import optimization
-from flow_grpo.diffusers_patch.sample_with_logprob import packed_tokens
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.flops import row_flops
 from flow_grpo.prompts import load_prompts
 
@@ -34,18 +34,18 @@ def test_both_epochs_draw_one_prompt(tmp_path):
 def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatch):
     """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
     how = dict(sample__guidance_scale=guidance, sample__engine="full", sample__completion_batch_size=1)
-    config, model = config_of("shapes_qwenimage_pr", tmp_path, **how), MODELS["qwenimage"]
+    config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.merge_adapter, branches = 0.0, False, config.sample.num_branches
     monkeypatch.setattr(train_qwenimage_pr, "update", train_qwenimage_pr.update)  # to be put back
     monkeypatch.setattr(optimization, "optimizer_step", optimization.optimizer_step)
-    figures = bench.epoch_figures("train_qwenimage_pr", config, model)
+    figures = bench.epoch_figures("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
-    pipeline = model.PIPELINE.from_pretrained(config.model)
-    tokens = packed_tokens(pipeline, config.resolution)
-    row = row_flops(pipeline.transformer, tokens, config.text_tokens)
+    model = loaded("qwenimage", tmp_path)
+    tokens = model.num_tokens(training_size(config))
+    row = row_flops(model.transformer, tokens, config.text_tokens)
     if guidance > 1:
-        row += row_flops(pipeline.transformer, tokens, model.encode_prompts(pipeline, [" "]).negative.embeds.shape[1])
+        row += row_flops(model.transformer, tokens, model.encode([" "]).negative.num_tokens)
     trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
     rollout = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
     update = figures["update_tflops"] * figures["time/update_s"] * 1e12

@@ -1,20 +1,19 @@
-"""The walks against loops written out by hand, with a velocity that is a formula."""
+"""The walk of a batch in lockstep against loops written out by hand, with a velocity that is a formula."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flow_grpo import rng
-from flow_grpo.diffusers_patch.denoise_with_logprob import (
-    Extrapolation,
-    asked_steps,
-    branch_with_logprob,
-    denoise_with_logprob,
-    dpm_solver,
-)
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, joined, walk
+from flow_grpo.diffusers_patch.sample_with_logprob import beginning_of_groups
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.diffusers_patch.solvers import Extrapolation, asked_steps, dpm_solver
 
 T, B, J, SHAPE = 6, 3, 4, (5, 2)
 SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.6, 0.4, 0.15, 0.0])
@@ -35,12 +34,23 @@ def start():
     """Latents, the walk's noise function, and a velocity that writes down the rows of its calls."""
     streams, calls = generators(), []
 
-    def velocity(x, t, rows):
+    def velocity(x, t, condition, guidance_scale, size):
         calls.append(len(x))
-        return formula(x, t, rows)
+        assert (guidance_scale, size) == (1.0, Size(64, 96))
+        return formula(x, t, condition.text[:, 0, 0].long())
 
     latents = rng.normal(SHAPE, streams)
     return latents, lambda num: rng.normal((num, *SHAPE), streams).flatten(0, 1), velocity, calls
+
+
+def walked(started, noisy, num_branches=0, ode_rows=1000, groups=None, prompts=None, fast=nullcontext, **flash):
+    """Latents and trace of B rows in lockstep; prompts = the numbers of their prompts."""
+    latents, noise, velocity, _ = started
+    condition = Condition(torch.tensor(prompts or range(B)).float().view(-1, 1, 1))
+    params, own = SamplingParams(T, 1.0, **HOW, **flash), dict(noisy=noisy, num_branches=num_branches, noise=noise)
+    request = Request("", condition, latents, Size(64, 96), SCHEDULER, params, **own)
+    request = request if groups is None else beginning_of_groups(request, groups)
+    return joined(list(walk(velocity, [request], Slots(B, ode_rows, filled=False), fast=fast)))
 
 
 def noisy_step(x, i, b, noise):
@@ -56,8 +66,9 @@ def ode_steps(x, steps, b):
 
 @pytest.mark.parametrize("window", [range(0), range(2), range(2, 4), range(T - 1)])
 def test_a_window_walk_is_the_loop_one_would_write(window):
-    latents, noise, velocity, calls = start()
-    found, trace = denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, **HOW)
+    started = start()
+    found, trace = walked(started, window)
+    calls = started[-1]
     assert [step.timestep.tolist() for step in trace] == [[SCHEDULER.timesteps[i].item()] * B for i in window]
     assert calls == [B] * T
     for b, stream in enumerate(generators()):
@@ -74,11 +85,9 @@ def test_a_window_walk_is_the_loop_one_would_write(window):
         torch.testing.assert_close(found[b], x[0])
 
 
-def branched(steps, batch_size=1000):
-    latents, noise, velocity, calls = start()
-    branching = dict(steps=steps, num_branches=J, batch_size=batch_size, noise=noise)
-    found, trace = branch_with_logprob(velocity, SCHEDULER, latents, **branching, **HOW)
-    return found, trace, calls
+def branched(steps, ode_rows=1000):
+    started = start()
+    return *walked(started, steps, J, ode_rows), started[-1]
 
 
 @pytest.mark.parametrize("steps", [range(T - 1), range(3), range(1, 4)])
@@ -111,14 +120,14 @@ def test_no_forward_is_made_twice_and_none_for_nothing(steps):
     assert sum(calls) == B * len(steps) + B * J * sum(T - 1 - i for i in steps)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, B * J])
-def test_the_branches_batch_size_changes_nothing_but_the_calls(batch_size):
-    found, trace, calls = branched(range(T - 1), batch_size)
+@pytest.mark.parametrize("ode_rows", [1, 5, B * J])
+def test_the_rows_of_a_forward_change_nothing_but_the_calls(ode_rows):
+    found, trace, calls = branched(range(T - 1), ode_rows)
     expected, expected_trace, expected_calls = branched(range(T - 1))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     for traced, other in zip(trace, expected_trace, strict=True):
         assert torch.equal(traced.step.log_prob, other.step.log_prob)
-    assert max(calls) == max(batch_size, B)
+    assert max(calls) == max(ode_rows, B)
     assert sum(calls) == sum(expected_calls)
 
 
@@ -127,18 +136,12 @@ GROUPS = [7, 3, 7]
 
 @pytest.mark.parametrize("window", [range(2), range(2, 4), range(3, T - 1)])
 def test_a_shared_prefix_is_walked_once_and_makes_the_same_images(window):
-    latents, noise, velocity, calls = start()
-    latents[2] = latents[0]  # as sample.same_latent has it
-    same_prompt = lambda x, t, rows: velocity(x, t, torch.tensor([0, 1, 0])[rows])  # noqa: E731
-    found, trace = denoise_with_logprob(
-        same_prompt, SCHEDULER, latents, window=window, noise=noise, groups=GROUPS, **HOW
-    )
-    assert sum(calls) == len(set(GROUPS)) * window.start + B * (T - window.start)
-    again, again_noise, _, calls = start()
-    again[2] = again[0]
-    expected, expected_trace = denoise_with_logprob(
-        same_prompt, SCHEDULER, again, window=window, noise=again_noise, **HOW
-    )
+    started, again = start(), start()
+    for latents, *_ in (started, again):
+        latents[2] = latents[0]  # as sample.same_latent has it
+    found, trace = walked(started, window, groups=GROUPS, prompts=[0, 1, 0])
+    assert sum(started[-1]) == len(set(GROUPS)) * window.start + B * (T - window.start)
+    expected, expected_trace = walked(again, window, prompts=[0, 1, 0])
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(trace[0].latents, expected_trace[0].latents)
     assert (found[0] - found[2]).abs().max() > 0.01
@@ -147,9 +150,9 @@ def test_a_shared_prefix_is_walked_once_and_makes_the_same_images(window):
 @pytest.mark.parametrize("window", [range(0), range(1), range(2, 4), range(4, 5), range(T - 1)])
 @pytest.mark.parametrize("ratio", [0.4, 1.0])
 def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
-    latents, noise, velocity, calls = start()
-    found, _ = denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, flash_ratio=ratio, **HOW)
-    assert len(calls) == window.stop + max(1, int((T - window.stop) * ratio))
+    started = start()
+    found, _ = walked(started, window, flash_ratio=ratio)
+    assert len(started[-1]) == window.stop + max(1, int((T - window.stop) * ratio))
     solver = dpm_solver(SCHEDULER, window.stop, ratio)
     assert solver.sigmas[-1] == 0
     assert solver.sigmas[0] == SIGMAS[window.stop]
@@ -175,7 +178,7 @@ def test_extrapolation_is_exact_where_the_velocity_is_linear_in_sigma(start_step
     slope, offset, x = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     velocities = scheduler.sigmas[:-1, None] * slope + offset
 
-    def walked(ratio):
+    def extrapolated(ratio):
         solver, latents, steps = Extrapolation(scheduler, start_step, ratio), x, []
         for t in solver.timesteps:
             steps.append(int((scheduler.timesteps == t).nonzero()))
@@ -184,37 +187,35 @@ def test_extrapolation_is_exact_where_the_velocity_is_linear_in_sigma(start_step
         return latents
 
     euler = x + (scheduler.sigmas.diff()[start_step:, None] * velocities[start_step:]).sum(0)
-    torch.testing.assert_close(walked(1.0), euler)
-    torch.testing.assert_close(walked(0.9), euler)
-    torch.testing.assert_close(walked(0.7), euler)
-    assert (walked(0.3) - euler).abs().max() < (walked(0.1) - euler).abs().max()
+    torch.testing.assert_close(extrapolated(1.0), euler)
+    torch.testing.assert_close(extrapolated(0.9), euler)
+    torch.testing.assert_close(extrapolated(0.7), euler)
+    assert (extrapolated(0.3) - euler).abs().max() < (extrapolated(0.1) - euler).abs().max()
 
 
 @pytest.mark.parametrize("window", [range(0), range(2, 4), range(T - 1)])
 def test_extrapolation_asks_for_a_share_of_the_velocities_and_all_of_them_are_eulers(window):
-    def walked(**flash):
-        latents, noise, velocity, calls = start()
-        return denoise_with_logprob(velocity, SCHEDULER, latents, window=window, noise=noise, **flash, **HOW)[0], calls
+    def drawn(**flash):
+        started = start()
+        return walked(started, window, **flash)[0], started[-1]
 
-    plain, _ = walked()
-    whole, calls = walked(flash_ratio=1.0, flash_solver="extrapolate")
+    plain, _ = drawn()
+    whole, calls = drawn(flash_ratio=1.0, flash_solver="extrapolate")
     torch.testing.assert_close(whole, plain)
-    half, fewer = walked(flash_ratio=0.5, flash_solver="extrapolate")
+    half, fewer = drawn(flash_ratio=0.5, flash_solver="extrapolate")
     assert len(fewer) - window.stop == max(1, round((T - window.stop) * 0.5)) <= len(calls) - window.stop
     assert half.isfinite().all()
 
 
 @pytest.mark.parametrize("steps", [range(T - 1), range(3)])
 def test_flash_branches_take_their_share_of_the_steps(steps):
-    latents, noise, velocity, calls = start()
-    branching = dict(steps=steps, num_branches=J, batch_size=1000, noise=noise, flash_ratio=0.5)
-    found, _ = branch_with_logprob(velocity, SCHEDULER, latents, **branching, **HOW)
+    started = start()
+    found, _ = walked(started, steps, J, flash_ratio=0.5)
     assert found.shape == (B, len(steps), J, *SHAPE)
-    assert sum(calls) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
+    assert sum(started[-1]) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
 
 
-def test_scored_forwards_and_only_these_are_outside_the_fast_context():
-    latents, noise, velocity, _ = start()
+def test_forwards_of_a_log_prob_and_only_these_are_outside_the_fast_context():
     inside, seen = [False], []
 
     @contextmanager
@@ -223,14 +224,18 @@ def test_scored_forwards_and_only_these_are_outside_the_fast_context():
         yield
         inside[0] = False
 
-    def watched(x, t, rows):
-        seen.append((t[0].item(), len(x), inside[0]))
-        return velocity(x, t, rows)
+    def watched():
+        latents, noise, velocity, calls = start()
 
-    denoise_with_logprob(watched, SCHEDULER, latents, window=range(2, 4), noise=noise, unscored=fast, **HOW)
+        def watch(x, t, *others):
+            seen.append((t[0].item(), len(x), inside[0]))
+            return velocity(x, t, *others)
+
+        return latents, noise, watch, calls
+
+    walked(watched(), range(2, 4), fast=fast)
     assert [fast for *_, fast in seen] == [i not in (2, 3) for i in range(T)]
     seen.clear()
-    branching = dict(steps=range(3), num_branches=J, batch_size=1000, noise=noise, unscored=fast)
-    branch_with_logprob(watched, SCHEDULER, latents, **branching, **HOW)
-    assert all(fast == (rows == B * J) for _, rows, fast in seen)
+    walked(watched(), range(3), J, fast=fast)
+    assert all(fast == (rows > B) for _, rows, fast in seen)
     assert sum(not fast for *_, fast in seen) == 3

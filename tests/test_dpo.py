@@ -9,6 +9,7 @@ import train_qwenimage_dpo as script
 from small import config_of, few_prompts, lines_of, prepare, train
 
 from flow_grpo import preferences, rng
+from flow_grpo.diffusers_patch.size import Size
 
 NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
 
@@ -174,8 +175,8 @@ def test_a_loaded_adapter_is_its_own_reference(pairs_folder, tmp_path):
         (NAME, dict(sample__num_prompts_per_epoch=7), r"7 pairs an epoch .* 1 GPUs x 2 pairs a batch .* = 4"),
         (NAME, dict(sample__batch_size=3), r"batch_size is 3; it must be even, two images to a pair"),
         (ONLINE, dict(sample__batch_size=6), r"batch_size is 6; .* a multiple of num_images_per_prompt = 4"),
-        (NAME, dict(resolution=128), r"column 'winner_latents' holds .*\[16,64\]"),
-        (NAME, dict(text_tokens=24), r"column 'embeds' holds .*\[20,64\]"),
+        (NAME, dict(height=128), r"column 'winner_latents' holds .*\[16,64\]"),
+        (NAME, dict(text_tokens=24), r"column 'text' holds .*\[20,64\]"),
         (NAME, dict(train__beta=0.1), r"train.beta is set to 0.1, but this script would ignore it"),
         (NAME, dict(train__nft_beta=0.1), r"train.nft_beta is set to 0.1, but this script would ignore it"),
         ("shapes_qwenimage", dict(train__dpo_beta=1.0), r"train.dpo_beta is set to 1.0, but this script would ignore"),
@@ -202,4 +203,4 @@ def test_fewer_pairs_than_an_update_takes_are_refused(tmp_path):
 
 def shapes_of_tiny():
     tiny = "flow_grpo/assets/tiny_qwenimage"
-    return MODELS["qwenimage"].row_shapes(tiny, 64, 20), tiny, 64
+    return MODELS["qwenimage"].without_weights(tiny).row_shapes(Size(64, 64), 20), tiny, Size(64, 64)

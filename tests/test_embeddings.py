@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from small import MODELS, lines_of, tiny_folder, train
+from small import MODELS, lines_of, loaded, train
 
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.embeddings import Cache
@@ -28,13 +28,12 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_encoded(name, guided, tmp_path):
-    model = MODELS[name]
-    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path))
+    model = loaded(name, tmp_path)
     cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 24, CPU)
     assert cache.missing([*TEXTS, TEXTS[0]]) == TEXTS
 
     def encode(text):
-        return model.encode_prompts(pipeline, [text], width=24, guided=guided)
+        return model.encode([text], width=24, guided=guided)
 
     cache.fill(TEXTS, encode)
     assert cache.missing(TEXTS) == []
@@ -51,16 +50,16 @@ def test_a_second_run_loads_no_text_encoder_and_logs_the_same(name, tmp_path, mo
     def refused(*_, **__):
         raise AssertionError("encoded twice")
 
-    loaded = []
+    parts_loaded = []
     load = loading.DiffusionPipeline.from_pretrained.__func__
-    monkeypatch.setattr(MODELS["qwenimage"], "encode_prompts", refused)
+    monkeypatch.setattr(MODELS["qwenimage"], "encode", refused)
     monkeypatch.setattr(
         loading.DiffusionPipeline,
         "from_pretrained",
-        classmethod(lambda cls, folder, **parts: (loaded.append(parts), load(cls, folder, **parts))[1]),
+        classmethod(lambda cls, folder, **parts: (parts_loaded.append(parts), load(cls, folder, **parts))[1]),
     )
     assert lines_of(train(name, tmp_path / "second", **cached)) == plain
-    assert loaded[-1]["text_encoder"] is None
+    assert parts_loaded[-1]["text_encoder"] is None
 
 
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):

@@ -281,9 +281,11 @@ def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path):
 
 
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
-    arguments = "--seeds 0 1 3 --guidance-scales 1 2 --resolutions 64 32 --best-of 1 2 --num-prompts 6 --rewards shapes"
+    arguments = "--seeds 0 1 3 --guidance-scales 1 2 --sizes 64 64x32 --best-of 1 2 --num-prompts 6 --rewards shapes"
     found, rows = evaluated(tmp_path, runs[32], *arguments.split())
-    assert [(row["guidance_scale"], row["resolution"]) for row in found["rows"]] == [(1, 64), (1, 32), (2, 64), (2, 32)]
+    assert [(row["guidance_scale"], row["size"]) for row in found["rows"]] == [
+        *((1, "64x64"), (1, "64x32"), (2, "64x64"), (2, "64x32"))
+    ]
     for row, means in zip(found["rows"], rows, strict=True):
         scores = {name: torch.tensor(column) for name, column in row["scores"].items()}
         assert all(column.shape == (6, 3) for column in scores.values())
@@ -345,7 +347,6 @@ def lora_of_another_model(folder, lora, change):
         (["{run}", "--prompts", "{plain}/nowhere"], r"nowhere' needs test_metadata.jsonl or test.txt"),
         (["{run}", "--best-of", "3"], r"--best-of \[3\]: of 2 seeds at most 2"),
         (["{run}", "--seeds", "1", "1"], r"--seeds names a value twice"),
-        (["{run}", "--resolutions", "60"], r"--resolutions \[60\]: multiples of 16"),
         (
             ["{run}", "--prompts", "{long}", "--rewards", "jpeg_compressibility"],
             r"tokens, over config.text_tokens = 20",

@@ -6,43 +6,42 @@ import json
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import bench_start
 import pytest
 import torch
-import train_qwenimage_pr
 from rounding import UNIT
-from small import ENV, MODELS, ROOT, config_of, lines_of, tiny_folder, train
+from small import ENV, MODELS, ROOT, config_of, lines_of, loaded, tiny_folder, train
 from torch import nn
 from torch._dynamo.utils import counters
 
 from flow_grpo import compiled, fsdp_utils, policies, rng, shapes
-from flow_grpo.diffusers_patch import loading, sample_with_logprob
+from flow_grpo.diffusers_patch import flow_model, loading
+from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import prepare_encode
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, joined, walk
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size
 
-QWEN, SIZE = MODELS["qwenimage"], 64
+QWEN, SIZE = MODELS["qwenimage"], Size(64, 64)
 PROMPTS = ["a photo of a red circle", "a star left of a green triangle", "two blue squares"]
 
 
-def loaded(name, tmp_path, **how):
-    """A pipeline as a run loads it."""
-    return MODELS[name].load_pipeline(tiny_folder(name, tmp_path), torch.device("cpu"), **how)
+def as_a_run(name, tmp_path, **how):
+    """A model as a run loads it."""
+    return MODELS[name].load(tiny_folder(name, tmp_path), torch.device("cpu"), **how)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_vae_in_bf16_draws_the_same_picture(name, tmp_path):
     """Of rendered shapes, where the VAE has learned to draw them, and of noise."""
-    model, plain = MODELS[name], loaded(name, tmp_path)
-    fast = loaded(name, tmp_path, vae_dtype=torch.bfloat16)
-    latents = model.initial_latents(plain, [rng.generator(0, "noise", n) for n in range(5)], SIZE, "cpu")
+    plain, fast = as_a_run(name, tmp_path), as_a_run(name, tmp_path, vae_dtype=torch.bfloat16)
+    latents = plain.noise(SIZE, [rng.generator(0, "noise", n) for n in range(5)])
     if name == "qwenimage":
         table = shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
         pictures = shapes.render(shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0)))
-        latents = model.encode_images(plain, pictures)
-    expected, found = (model.decode_latents(pipeline, latents, SIZE, 2) for pipeline in (plain, fast))
+        latents = plain.encode_images(pictures)
+    expected, found = (model.decode(latents, SIZE, 2) for model in (plain, fast))
     gap = (found - expected).abs() * 255
     assert found.dtype == torch.float32
     assert 0 < gap.mean() < (0.3 if name == "qwenimage" else 1.0)
@@ -57,29 +56,30 @@ def test_a_decoder_of_one_shape_meets_one_shape():
         shapes.append(len(part))
         return part * 0.1
 
-    plain, filled = (sample_with_logprob.decode(vae, latents, 3, fixed) for fixed in (False, True))
+    plain, filled = (flow_model.decode(vae, latents, 3, fixed) for fixed in (False, True))
     assert shapes == [3, 3, 1, 3, 3, 3]
     assert torch.equal(plain, filled)
-    assert torch.equal(sample_with_logprob.decode(vae, latents[:2], 3, True), plain[:2])
+    assert torch.equal(flow_model.decode(vae, latents[:2], 3, True), plain[:2])
 
 
 def test_only_a_compiled_decoder_needs_one_shape(tmp_path):
-    pipeline = loaded("qwenimage", tmp_path)
+    pipeline = as_a_run("qwenimage", tmp_path).pipeline
     assert not loading.fixed_shape(pipeline.vae)
     loading.compile_decoder(pipeline)
     assert loading.fixed_shape(pipeline.vae)
 
 
 def test_text_is_cut_to_a_multiple_that_holds_its_longest_row(tmp_path):
-    embeds = QWEN.encode_prompts(loaded("qwenimage", tmp_path), PROMPTS, width=20, guided=False)
-    lengths = embeds.mask.sum(1)
+    model = loaded("qwenimage", tmp_path)
+    condition = model.encode(PROMPTS, width=20, guided=False)
+    lengths = condition.mask.sum(1)
     assert 4 < lengths.max() <= 16
-    cut = embeds.trimmed(4)
-    assert cut.embeds.shape[1] == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
+    cut = condition.trimmed(4)
+    assert cut.num_tokens == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
     assert torch.equal(cut.mask.sum(1), lengths)
-    assert torch.equal(cut.padded(20).embeds, embeds.embeds)
-    assert embeds.trimmed(16).embeds.shape[1] == 16
-    without = QWEN.encode_prompts(loaded("qwenimage", tmp_path), PROMPTS[:1], guided=False)
+    assert torch.equal(cut.padded(20).text, condition.text)
+    assert condition.trimmed(16).num_tokens == 16
+    without = model.encode(PROMPTS[:1], guided=False)
     assert without.trimmed(4) is without
 
 
@@ -87,26 +87,25 @@ def test_text_is_cut_to_a_multiple_that_holds_its_longest_row(tmp_path):
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding(guidance, tmp_path):
     """In float64, where sums over fewer keys differ by 1e-15; what is left is the rounding of velocities to float32."""
-    pipeline = QWEN.PIPELINE.from_pretrained(tiny_folder("qwenimage", tmp_path), torch_dtype=torch.float64)
-    embeds = QWEN.encode_prompts(pipeline, PROMPTS, width=20)
-    how = dict(resolution=SIZE, num_steps=6, guidance_scale=guidance, noise_level=0.7, sde_type="sde")
+    model = loaded("qwenimage", tmp_path, torch_dtype=torch.float64)
+    condition, params = model.encode(PROMPTS, width=20), SamplingParams(6, guidance, 0.7)
     seen = {True: set(), False: set()}
 
-    def velocity(x, t, embeds, guidance_scale):
-        seen[len(x) == 3].add(embeds.embeds.shape[1])
-        return QWEN.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
+    def velocity(x, t, text, guidance_scale, size):
+        seen[len(x) == 3].add(text.num_tokens)
+        return model.velocity(x, t, text, guidance_scale, size)
 
     def walked(short):
         noise = [rng.generator(0, "noise", n) for n in range(3)]
         branching = dict(noisy=range(1, 4), num_branches=2, names=range(3), short=short)
-        requests = prepare_encode(QWEN, pipeline, embeds, noise, **branching, **how)
+        requests = prepare_encode(model, condition, noise, params, SIZE, **branching)
         return joined(sorted(walk(velocity, requests, Slots(3, 8)), key=lambda request: request.name))
 
     plain, trace = walked(None)
     assert seen == {True: {20}, False: {20}}
     seen[False].clear()
-    found, of_short = walked([embeds.take(slice(n, n + 1)).trimmed(4) for n in range(3)])
-    widths = {-(-length // 4) * 4 for length in embeds.mask.sum(1).tolist()}
+    found, of_short = walked([condition.take(slice(n, n + 1)).trimmed(4) for n in range(3)])
+    widths = {-(-length // 4) * 4 for length in condition.mask.sum(1).tolist()}
     assert seen == {True: {20}, False: widths}, "of branches, and of the trunks' step before the noise"
     torch.testing.assert_close(found, plain, rtol=0, atol=16 * UNIT)  # of velocities of up to 16
     for ours, theirs in zip(of_short, trace, strict=True):
@@ -114,16 +113,16 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
 
 
 def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
-    pipeline = loaded("qwenimage", tmp_path)
+    model = as_a_run("qwenimage", tmp_path)
+    pipeline = model.pipeline
     how = dict(units=QWEN.SHARD_UNITS, device=torch.device("cpu"), precision="fp32")
     lora = config_of("shapes_qwenimage").lora
     policies.attach(pipeline.transformer, lora, QWEN.LORA_TARGETS)
     folder = tiny_folder("qwenimage", tmp_path)
     weights, init = QWEN.transformer_folder(folder), policies.adapter_init(lora, 0)
     fsdp_utils.prepare(pipeline.transformer, None, weights=weights, init=init, **how)
-    embeds = QWEN.encode_prompts(pipeline, PROMPTS, width=20)
-    x = QWEN.initial_latents(pipeline, [rng.generator(0, "noise", n) for n in range(3)], SIZE, "cpu")
-    velocity = partial(QWEN.predict_velocity, pipeline.transformer, x, torch.full((3,), 500.0), embeds, 4.0)
+    x = model.noise(SIZE, [rng.generator(0, "noise", n) for n in range(3)])
+    velocity = partial(model.velocity, x, torch.full((3,), 500.0), model.encode(PROMPTS, width=20), 4.0, SIZE)
     gradients = []
     for block in pipeline.transformer.transformer_blocks:
         block.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
@@ -136,20 +135,22 @@ def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
     assert torch.equal(inside, after)
 
 
-def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path):
+def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path, monkeypatch):
     widths, dtypes = {True: set(), False: set()}, set()
+    plain_velocity, plain_decode = QWEN.velocity, QWEN.decode
 
-    def predict_velocity(transformer, x, t, embeds, guidance_scale):
-        widths[torch.is_grad_enabled()].add(embeds.embeds.shape[1])
-        return QWEN.predict_velocity(transformer, x, t, embeds, guidance_scale)
+    def velocity(model, x, t, condition, guidance_scale, size):
+        widths[torch.is_grad_enabled()].add(condition.num_tokens)
+        return plain_velocity(model, x, t, condition, guidance_scale, size)
 
-    def decode_latents(pipeline, *args):
-        dtypes.add(pipeline.vae.dtype)
-        return QWEN.decode_latents(pipeline, *args)
+    def decode(model, *args):
+        dtypes.add(model.pipeline.vae.dtype)
+        return plain_decode(model, *args)
 
-    own = dict(predict_velocity=predict_velocity, decode_latents=decode_latents)
+    monkeypatch.setattr(QWEN, "velocity", velocity)
+    monkeypatch.setattr(QWEN, "decode", decode)
     how = dict(vae_precision="bf16", sample__text_multiple=4, num_epochs=1, eval_freq=0)
-    train_qwenimage_pr.main(config_of("shapes_qwenimage_pr", tmp_path, **how), SimpleNamespace(**vars(QWEN) | own))
+    train("shapes_qwenimage_pr", tmp_path, **how)
     assert dtypes == {torch.bfloat16}
     assert widths[True] == {20}
     assert widths[False] > {20}

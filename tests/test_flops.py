@@ -2,24 +2,23 @@
 
 import pytest
 import torch
-from small import MODELS, config_of, tiny_folder
+from small import MODELS, config_of, loaded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo import policies
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.flops import row_flops
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_closed_form_counts_what_a_profiler_counts(name, tmp_path):
-    model = MODELS[name]
-    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path))
-    embeds = model.encode_prompts(pipeline, ["a photo of a red circle"] * 2, guided=False)
-    x = model.initial_latents(pipeline, [torch.Generator(), torch.Generator()], 64, "cpu")
-    tokens = x.shape[1] if x.ndim == 3 else x[0, 0].numel() // pipeline.transformer.config.patch_size**2
+    model, size = loaded(name, tmp_path), Size(64, 96)
+    condition = model.encode(["a photo of a red circle"] * 2, guided=False)
+    x, tokens = model.noise(size, [torch.Generator(), torch.Generator()]), model.num_tokens(size)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.predict_velocity(pipeline.transformer, x, torch.full((2,), 500.0), embeds, 1.0)
-    found = row_flops(pipeline.transformer, tokens, embeds.embeds.shape[1])
+        model.velocity(x, torch.full((2,), 500.0), condition, 1.0, size)
+    found = row_flops(model.transformer, tokens, condition.num_tokens)
     assert 2 * found == pytest.approx(counter.get_total_flops(), rel=1e-3)
-    policies.attach(pipeline.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    assert row_flops(pipeline.transformer, tokens, embeds.embeds.shape[1]) == found
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    assert row_flops(model.transformer, tokens, condition.num_tokens) == found

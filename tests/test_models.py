@@ -1,22 +1,24 @@
 """Every model, sampler, kind of rollout and objective on one code path; SD3.5 and FLUX.1 as tiny random pipelines."""
 
 import json
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from build_random_pipeline import build
 from rounding import UNIT
 from safetensors.torch import load_file
-from small import ENV, MODELS, ROOT, file_of, lines_of, train
+from small import ENV, MODELS, ROOT, few_prompts, file_of, lines_of, loaded, prepare, train
 from train_qwenimage import IGNORED as WINDOW_IGNORES
 
 from flow_grpo import rng
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
+from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses"]
-SIZE, STEPS = 64, 4
+SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
 OWN_GUIDANCE = {"qwenimage": "true_cfg_scale", "sd3": "guidance_scale", "flux": "guidance_scale"}
 
 
@@ -30,71 +32,64 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(params=["sd3", "flux"])
-def loaded(request, folders):
-    """(model file, its pipeline). In float64: what remains between two orders of a sum is the rounding of a velocity,
-    up to 2.5 here, to float32."""
-    model = MODELS[request.param]
-    pipeline = model.PIPELINE.from_pretrained(folders[request.param], torch_dtype=torch.float64)
-    pipeline.set_progress_bar_config(disable=True)
-    return model, pipeline
+def model(request, folders):
+    """In float64: what remains between two orders of a sum is the rounding of a velocity, up to 2.5 here, to
+    float32."""
+    return loaded(request.param, Path(folders[request.param]).parent, torch_dtype=torch.float64)
 
 
 def generators():
     return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
 
 
+@pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_without_noise_it_is_diffusers_own_pipeline(loaded, guidance_scale):
-    model, pipeline = loaded
-    size = dict(num_steps=STEPS, resolution=SIZE, guidance_scale=guidance_scale)
-    found = model.pipeline_with_logprob(
-        pipeline, PROMPTS, generators(), window=range(0), noise_level=0.0, vae_batch_size=2, **size
-    )
-    latents = model.initial_latents(pipeline, generators(), SIZE, "cpu")
-    how = dict(height=SIZE, width=SIZE, num_inference_steps=STEPS, output_type="pt", guidance_scale=guidance_scale)
-    expected = pipeline(PROMPTS, latents=latents, **how).images
-    assert found.images.shape == (3, 3, SIZE, SIZE)
+def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
+    same = dict(height=size.height, width=size.width, guidance_scale=guidance_scale)
+    how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2)
+    found = pipeline_with_logprob(model.pipeline, PROMPTS, generators(), **how, **same)
+    latents, how = model.noise(size, generators()), dict(num_inference_steps=STEPS, output_type="pt")
+    expected = model.pipeline(PROMPTS, latents=latents, **how, **same).images
+    assert found.images.shape == (3, 3, size.height, size.width)
     rounded = (7 * 4 + STEPS * 8) * UNIT  # guidance adds 4 + 3 velocities while sigma falls by 1; latents are up to 8
     torch.testing.assert_close(found.images, expected.float(), rtol=0, atol=rounded)
 
 
-def test_the_schedule_is_the_pipelines_own(loaded):
-    model, pipeline = loaded
-    ours = model.schedule(pipeline, STEPS, SIZE, "cpu")
-    pipeline(PROMPTS[:1], height=SIZE, width=SIZE, num_inference_steps=STEPS, output_type="latent")
-    assert torch.equal(ours.sigmas, pipeline.scheduler.sigmas)
-    assert torch.equal(ours.timesteps, pipeline.scheduler.timesteps)
+@pytest.mark.parametrize("size", [SIZE, Size(64, 96)], ids=str)
+def test_the_schedule_is_the_pipelines_own(model, size):
+    ours, own = model.schedule(STEPS, size), model.pipeline.scheduler
+    sides = dict(height=size.height, width=size.width)
+    model.pipeline(PROMPTS[:1], num_inference_steps=STEPS, output_type="latent", **sides)
+    assert torch.equal(ours.sigmas, own.sigmas)
+    assert torch.equal(ours.timesteps, own.timesteps)
 
 
-def test_guidance_and_prompt_are_heard_and_a_prompt_gets_what_it_gets_alone(loaded):
-    model, pipeline = loaded
-    x, t = model.initial_latents(pipeline, generators(), SIZE, "cpu"), torch.tensor([900.0, 500.0, 100.0])
-    embeds = model.encode_prompts(pipeline, PROMPTS, width=20)
+def test_guidance_and_prompt_are_heard_and_a_prompt_gets_what_it_gets_alone(model):
+    x, t = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0])
+    condition = model.encode(PROMPTS, width=20)
     with torch.no_grad():
-        found, other = (model.predict_velocity(pipeline.transformer, x, t, embeds, g) for g in (1.0, 4.0))
+        found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
         for row in range(3):
-            alone = model.encode_prompts(pipeline, PROMPTS[row : row + 1], width=20)
+            alone = model.encode(PROMPTS[row : row + 1], width=20)
             rows = slice(row, row + 1)
-            v = model.predict_velocity(pipeline.transformer, x[rows], t[rows], alone, 4.0)
+            v = model.velocity(x[rows], t[rows], alone, 4.0, SIZE)
             torch.testing.assert_close(v, other[rows], rtol=0, atol=4 * UNIT)
-        swapped = model.predict_velocity(pipeline.transformer, x, t, embeds.take(torch.tensor([1, 2, 0])), 1.0)
+        swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
     assert (found - other).abs().max() > 1e-4
     assert (found - swapped).abs().max() > 1e-4
 
 
-def test_unpacked_latents_hold_the_images_layout(loaded):
-    """A change of the image's top left corner of latents changes the picture there and not far from it."""
-    model, pipeline = loaded
-    latents = model.initial_latents(pipeline, generators()[:1], SIZE, "cpu")
-    spatial = model.unpack_latents(pipeline, latents, SIZE)
-    assert spatial.shape == (1, 16, 8, 8)
+def test_features_hold_the_images_layout(model):
+    size = Size(64, 96)
+    latents = model.noise(size, generators()[:1])
+    spatial = model.features(latents, size)
+    assert spatial.shape == (1, 16, 8, 12)
     assert spatial.flatten().sort().values.equal(latents.flatten().sort().values)
 
 
-def test_a_prompt_of_too_many_tokens_is_named(loaded):
-    model, pipeline = loaded
+def test_a_prompt_of_too_many_tokens_is_named(model):
     with pytest.raises(ValueError, match=r"has 7 tokens, over config.text_tokens = 6: 'a photo of a red circle'"):
-        model.encode_prompts(pipeline, PROMPTS, width=6)
+        model.encode(PROMPTS, width=6)
 
 
 @pytest.mark.parametrize("objective", ["clip", "guard"])
@@ -117,15 +112,14 @@ def test_every_combination_runs_with_the_rollouts_log_probs_bit_for_bit(
     assert (folder / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_the_saved_lora_is_heard_by_a_fresh_pipeline(loaded, folders, tmp_path):
-    model, pipeline = loaded
-    name = model.__name__.split(".")[-1].split("_")[0]
+def test_the_saved_lora_is_heard_by_a_fresh_pipeline(model, folders, tmp_path):
+    name, pipeline = model.NAME, model.pipeline
     how = dict(model=folders[name], train__learning_rate=1e-2, train__ema_interval=1, num_epochs=1, eval_freq=0)
     folder = train(f"pickscore_{name}", tmp_path, **how)
-    size = dict(num_steps=STEPS, resolution=SIZE, noise_level=0.0)
-    before = model.pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
+    size = dict(num_steps=STEPS, noise_level=0.0, **SIDES)
+    before = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
     pipeline.load_lora_weights(folder)
-    after = model.pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
+    after = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
     assert (after - before).abs().max() > 1e-3
 
 
@@ -168,8 +162,8 @@ def test_variants_of_a_run_combine(variants, tmp_path):
 def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(tmp_path, monkeypatch):
     """2 prompts of 4 images, batches of 4, so a group is a batch: `start` rows for it, 4 for every step from there."""
     model, rows = MODELS["qwenimage"], []
-    plain = model.predict_velocity
-    monkeypatch.setattr(model, "predict_velocity", lambda net, x, *args: (rows.append(len(x)), plain(net, x, *args))[1])
+    plain = model.velocity
+    monkeypatch.setattr(model, "velocity", lambda self, x, *args: (rows.append(len(x)), plain(self, x, *args))[1])
     how = dict(num_epochs=1, eval_freq=0, sample__sde_window_range=(1, 3), sample__sde_window_size=2)
     train("shapes_qwenimage,fast", tmp_path, **how)
     in_update = 2 * 2 * 4  # batches, window steps, images
@@ -179,15 +173,14 @@ def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(tmp_path, mo
 @pytest.mark.parametrize("start", range(STEPS * 2))
 def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     """For every place of a window of one step: .4 of the steps that are left move no pixel's mean by over 0.02."""
-    model = MODELS["qwenimage"]
-    pipeline = model.PIPELINE.from_pretrained("flow_grpo/assets/tiny_qwenimage")
+    pipeline = loaded("qwenimage", "").pipeline
     prompts = ["a photo of a red circle", "a photo of two blue squares"] * 4
-    how = dict(num_steps=2 * STEPS + 1, resolution=SIZE, guidance_scale=1.0, noise_level=0.7)
+    how = dict(num_steps=2 * STEPS + 1, **SIDES, guidance_scale=1.0, noise_level=0.7)
     walks = []
     for ratio in (0.0, 0.4):
         noise = [rng.generator(0, b) for b in range(8)]
         window = range(start, start + 1)
-        walks.append(model.pipeline_with_logprob(pipeline, prompts, noise, window=window, flash_ratio=ratio, **how))
+        walks.append(pipeline_with_logprob(pipeline, prompts, noise, window=window, flash_ratio=ratio, **how))
     assert torch.equal(walks[0].trace[0].step.log_prob, walks[1].trace[0].step.log_prob)
     assert (walks[0].images - walks[1].images).abs().mean() < 0.02
 
@@ -206,9 +199,35 @@ def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, folders, tmp_p
         train(f"pickscore_{name}", tmp_path, **how)
 
 
-def test_a_folder_of_another_model_is_refused(folders, tmp_path):
-    copy = tmp_path / "model"
-    shutil.copytree(folders["sd3"], copy)
-    assert json.loads((copy / "model_index.json").read_text())["_class_name"] == "StableDiffusion3Pipeline"
-    with pytest.raises(ValueError, match="holds a StableDiffusion3Pipeline, not a FluxPipeline"):
-        train("pickscore_flux", tmp_path / "runs", model=str(copy))
+def test_config_model_alone_picks_the_model(folders, tmp_path):
+    """The same config, with another folder."""
+    how = dict(num_epochs=1, eval_freq=0, reward_fn={"jpeg_compressibility": 1.0})
+    for name in ("sd3", "flux"):
+        lines = lines_of(train("shapes_qwenimage", tmp_path / name, model=folders[name], **how), "update")
+        assert lines[0]["parity/log_prob_abs_diff_max"] == 0
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    with pytest.raises(ValueError, match="holds a WanPipeline; there are"):
+        train("shapes_qwenimage", tmp_path / "runs", model=str(tmp_path))
+
+
+ALGORITHMS = ["", "_pr", "_nft", "_dpo,online", "_dpo"]
+SIZES = [Size(64, 96), Size(96, 64)]
+PAIRS = [(model, kind, SIZES[(m + k) % 2]) for m, model in enumerate(MODELS) for k, kind in enumerate(ALGORITHMS)]
+
+
+@pytest.mark.parametrize(("model", "kind", "size"), PAIRS, ids=str)
+def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, folders, tmp_path):
+    """Each model and algorithm at one of two sizes, evaluated at the other, where ratios are compared bit for bit."""
+    how = dict(model=folders[model], height=size.height, width=size.width, num_epochs=1, sample__guidance_scale=2.0)
+    how |= dict(eval__height=size.width, eval__width=size.height, reward_fn={"jpeg_compressibility": 1.0})
+    how |= dict(sample__engine="stepwise") if kind == "_nft" else {}
+    if kind == "_dpo":
+        data = dict(dataset=few_prompts(tmp_path / "data", 32), preferences__validation_share=0.0)
+        how |= dict(preferences__path=str(prepare("shapes_qwenimage_dpo", tmp_path / "pairs", **how | data)))
+    folder = train(f"shapes_qwenimage{kind}", tmp_path / "runs", **how)
+    updates = lines_of(folder, "update")
+    assert {line.get("parity/log_prob_abs_diff_max", 0.0) for line in updates[:1]} == {0.0}
+    assert all(line["grad_norm"] > 0 for line in updates)
+    assert len(lines_of(folder, "eval")) == 2
+    if kind in ("", "_pr"):
+        assert updates[0]["ratio_std"] == 0

@@ -21,7 +21,7 @@ AFTER = ", after a change of the weights"
 def compared(monkeypatch):
     """() -> what check_parity finds, without a compiled graph, which takes half a minute."""
     monkeypatch.setattr(check_parity, "other_graph", lambda _: torch.enable_grad())
-    return lambda name="shapes_qwenimage", **how: check_parity.check(config_of(name, **how), QWEN)[0]
+    return lambda name="shapes_qwenimage", **how: check_parity.check(config_of(name, **how))[0]
 
 
 def test_blocks_are_compiled_for_one_cause_alone():
@@ -57,13 +57,10 @@ def test_latents_stored_in_bf16_are_named(compared, monkeypatch):
 
 def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch, tmp_path):
     """Positions and width from the mask's length while sampling, from the padded width in the update."""
-    predict, sampled, drawing = QWEN.predict_velocity, sampling.sampled, []
+    predict, sampled, drawing = QWEN.velocity, sampling.sampled, []
 
-    def cut(transformer, x, t, text, scale):
-        if drawing:
-            width = int(text.mask.sum(1).max())
-            text = replace(text, embeds=text.embeds[:, :width], mask=text.mask[:, :width])
-        return predict(transformer, x, t, text, scale)
+    def cut(model, x, t, condition, scale, size):
+        return predict(model, x, t, condition.trimmed(1) if drawing else condition, scale, size)
 
     def draw(*args):
         drawing.append(True)
@@ -71,7 +68,7 @@ def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch
         drawing.clear()
 
     monkeypatch.setattr(sampling, "sampled", draw)
-    monkeypatch.setattr(QWEN, "predict_velocity", cut)
+    monkeypatch.setattr(QWEN, "velocity", cut)
     for split in ("train", "test"):  # of one length: a rollout's batches and the update's are cut alike
         lines = [{"prompt": f"a photo of a {color} circle"} for color in ("red", "blue")]
         (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -82,8 +79,8 @@ def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch
 
 def test_a_merged_adapter_is_named(compared, monkeypatch):
     def modes(run):
-        merged = policies.merged(run.pipeline.transformer)
-        return dict(scored=merged, unscored=merged)
+        merged = policies.merged(run.model.transformer)
+        return merged, merged
 
     monkeypatch.setattr(sampling, "_modes", modes)
     found = compared()
@@ -93,10 +90,10 @@ def test_a_merged_adapter_is_named(compared, monkeypatch):
 def test_what_is_kept_from_older_weights_is_named(compared, monkeypatch):
     plain, kept = runs.Run.velocity, {}
 
-    def remembered(run, x, t, embeds, guidance_scale=None):
+    def remembered(run, x, t, condition, guidance_scale=None, size=None):
         key = (x.numpy().tobytes(), t.numpy().tobytes())
         if torch.is_grad_enabled() or key not in kept:
-            kept[key] = plain(run, x, t, embeds, guidance_scale)
+            kept[key] = plain(run, x, t, condition, guidance_scale, size)
         return kept[key]
 
     monkeypatch.setattr(runs.Run, "velocity", remembered)

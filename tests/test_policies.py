@@ -9,7 +9,7 @@ from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
 
 from flow_grpo import checkpoints, fsdp_utils, policies
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import LORA_TARGETS, SHARD_UNITS
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 
 TINY = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"
 
@@ -21,9 +21,9 @@ def lora(rank=4, alpha=8, path=""):
 def pipeline_with(adapter, seed=0):
     """The tiny pipeline as a run trains it."""
     pipeline = QwenImagePipeline.from_pretrained(TINY)
-    policies.attach(pipeline.transformer, adapter, LORA_TARGETS)
+    policies.attach(pipeline.transformer, adapter, QwenImage.LORA_TARGETS)
     init = policies.adapter_init(adapter, seed) if adapter.rank else None
-    how = dict(units=SHARD_UNITS, device=torch.device("cpu"), precision="fp32", weights=None, init=init)
+    how = dict(units=QwenImage.SHARD_UNITS, device=torch.device("cpu"), precision="fp32", weights=None, init=init)
     fsdp_utils.prepare(pipeline.transformer, None, **how)
     return pipeline
 

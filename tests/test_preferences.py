@@ -14,24 +14,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from build_random_pipeline import build
 from PIL import Image
-from small import ENV, MODELS, ROOT, config_of, few_prompts, prepare
+from small import ENV, MODELS, ROOT, config_of, few_prompts, loaded, prepare, tiny_folder
 
 from flow_grpo import image_pairs, preferences, rng
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
+from flow_grpo.diffusers_patch.size import Size
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
-SHAPES = dict(latents=(16, 64), embeds=(20, 64), mask=(20,))
+SHAPES, SIZE = dict(latents=(16, 64), text=(20, 64), mask=(20,)), Size(64, 64)
 CPU = torch.device("cpu")
 
 
 def some_rows(count, **changed):
     draw = torch.Generator().manual_seed(0)
     arrays = {name: torch.randn(count, *SHAPES["latents"], generator=draw) for name in preferences.LATENTS}
-    arrays |= dict(embeds=torch.randn(count, *SHAPES["embeds"], generator=draw), mask=torch.ones(count, 20).bool())
-    alike = dict(negative_prompt="", winner_score=0.9, loser_score=0.1, model=TINY, resolution=64, dtype="float32")
+    arrays |= dict(text=torch.randn(count, *SHAPES["text"], generator=draw), mask=torch.ones(count, 20).bool())
+    alike = dict(negative_prompt="", winner_score=0.9, loser_score=0.1, model=TINY, dtype="float32")
+    alike |= dict(height=64, width=64)
     listed = {name: [value] * count for name, value in alike.items()}
     return arrays | listed | dict(prompt=[f"a photo of {i} circles" for i in range(count)]) | changed
 
@@ -42,7 +44,7 @@ def write(folder, rows, name="train_00000.parquet", dtype="float32"):
 
 
 def open_folder(folder):
-    return preferences.open_pairs(str(folder), SHAPES, TINY, 64)
+    return preferences.open_pairs(str(folder), SHAPES, TINY, SIZE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -56,9 +58,7 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     wanted = [49, 3, 20, 19, 3]
     found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
     stored = torch.float32 if dtype == "float32" else torch.bfloat16
-    for name, values in dict(
-        winner_latents=found.winners, loser_latents=found.losers, embeds=found.embeds.embeds
-    ).items():
+    for name, values in dict(winner_latents=found.winners, loser_latents=found.losers, text=found.embeds.text).items():
         assert torch.equal(values, rows[name][wanted].to(stored).float())
         assert values.dtype == torch.float32
     assert torch.equal(found.embeds.mask, rows["mask"][wanted])
@@ -88,12 +88,13 @@ def nan_at(row):
             dict(model=[TINY] * 4 + ["other"] * 5),
             r"row 4, column 'model': 'other', but this run has '.*tiny_qwenimage'",
         ),
-        (dict(resolution=[64] * 8 + [512]), r"row 8, column 'resolution': 512, but this run has 64"),
+        (dict(height=[64] * 8 + [512]), r"row 8, column 'height': 512, but this run has 64"),
+        (dict(width=[64] * 8 + [96]), r"row 8, column 'width': 96, but this run has 64"),
         (dict(dtype=["float16"] * 9), r"row 0, column 'dtype': 'float16'"),
         (dict(prompt=["a"] * 5 + [" "] + ["b"] * 3), r"row 5, column 'prompt': empty"),
         (dict(winner_score=[0.1] * 9), r"row 0, column 'winner_score': 0.1 is not above the loser's 0.1"),
     ],
-    ids=["NaN", "equal images", "model", "resolution", "dtype", "prompt", "scores"],
+    ids=["NaN", "equal images", "model", "height", "width", "dtype", "prompt", "scores"],
 )
 def test_a_wrong_row_is_named(changed, says, tmp_path):
     with pytest.raises(ValueError, match=r"train_00000.parquet, " + says):
@@ -158,20 +159,20 @@ def test_folders_that_are_no_pairs(tmp_path):
 
 def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
-    embeds = PromptEmbeds(torch.arange(8.0).view(8, 1, 1))
+    embeds = Condition(torch.arange(8.0).view(8, 1, 1))
     scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.3, 0.3, 0.35, 0.3])
     pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, 0.1)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.kept.tolist() == [1, 0]
     assert pairs.numbers.tolist() == [40, 44]
-    assert pairs.embeds.embeds.flatten().tolist() == [0, 4]
+    assert pairs.embeds.text.flatten().tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_minibatches_never_split_a_pair_and_miss_none(size):
     pairs = preferences.Pairs(
-        *torch.arange(24.0).view(2, 12, 1), torch.ones(12), PromptEmbeds(torch.ones(12, 1, 1)), torch.arange(12)
+        *torch.arange(24.0).view(2, 12, 1), torch.ones(12), Condition(torch.ones(12, 1, 1)), torch.arange(12)
     )
     updates = list(preferences.minibatches(pairs, 3, size))
     assert [len(part) for part in updates] == [-(-4 // size)] * 3
@@ -183,43 +184,42 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("models") / "sd3")
-    build("sd3", folder)
-    return {"sd3": folder, "qwenimage": TINY}
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_folder(name, folder) for name in MODELS}
 
 
-@pytest.mark.parametrize("name", ["qwenimage", "sd3"])
-def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, folders):
-    model = MODELS[name]
-    pipeline = model.PIPELINE.from_pretrained(folders[name])
-    text = model.encode_prompts(pipeline, ["a photo of a red circle"], width=20, guided=False)
-    latents = model.encode_images(pipeline, torch.rand(3, 3, 64, 64), batch_size=2)
-    found = {key: getattr(text, key) for key in preferences.TEXT}
-    found = {"latents": latents} | {key: values for key, values in found.items() if values is not None}
-    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == model.row_shapes(folders[name], 64, 20)
-    like = model.initial_latents(pipeline, [rng.generator(0, "x")], 64, "cpu")
+def model_of(name, folders):
+    return MODELS[name](MODELS[name].PIPELINE.from_pretrained(folders[name]), CPU)
+
+
+@pytest.mark.parametrize("size", [Size(64, 64), Size(64, 96)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size, folders):
+    model, light = model_of(name, folders), MODELS[name].without_weights(folders[name])
+    text = model.encode(["a photo of a red circle"], width=20, guided=False)
+    latents = model.encode_images(torch.rand(3, 3, size.height, size.width), batch_size=2)
+    found = {"latents": latents} | text.tensors()
+    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == light.row_shapes(size, 20)
+    like = model.noise(size, [rng.generator(0, "x")])
     assert latents.shape[1:] == like.shape[1:]
 
 
 def test_encoded_images_decode_to_themselves(folders):
-    model = MODELS["qwenimage"]
-    pipeline = model.PIPELINE.from_pretrained(TINY)
+    model = model_of("qwenimage", folders)
     noise = [rng.generator(0, b) for b in range(4)]
     prompts = ["a photo of a red circle", "a photo of two blue squares"] * 2
-    images = model.pipeline_with_logprob(
-        pipeline, prompts, noise, window=range(0), resolution=64, noise_level=0.0
-    ).images
-    again = model.decode_latents(pipeline, model.encode_images(pipeline, images), 64)
+    size = dict(height=64, width=64)
+    images = pipeline_with_logprob(model.pipeline, prompts, noise, window=range(0), noise_level=0.0, **size).images
+    again = model.decode(model.encode_images(images), SIZE)
     assert (again - images).abs().mean() < 0.02
     assert (again[0] - images[1]).abs().mean() > 0.05
 
 
 def test_sd3s_latents_are_scaled_as_its_decoder_unscales_them(folders):
-    model = MODELS["sd3"]
-    pipeline = model.PIPELINE.from_pretrained(folders["sd3"])
-    images, vae = torch.rand(2, 3, 64, 64), pipeline.vae
+    model = model_of("sd3", folders)
+    images, vae = torch.rand(2, 3, 64, 64), model.pipeline.vae
     mode = vae.encode(images * 2 - 1).latent_dist.mode()
-    latents = model.encode_images(pipeline, images)
+    latents = model.encode_images(images)
     torch.testing.assert_close(latents / vae.config.scaling_factor + vae.config.shift_factor, mode)
 
 
@@ -252,11 +252,11 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
     folder = prepare(
         NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0}
     )
-    pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(TINY)
+    model = loaded("qwenimage", tmp_path)
     table = pq.read_table(folder / "train_00000.parquet").to_pylist()
     read = open_folder(folder)["train"].read(list(range(len(table))), list(range(len(table))), CPU)
     for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
-        images = MODELS["qwenimage"].decode_latents(pipeline, latents, 64)
+        images = model.decode(latents, SIZE)
         scores = rewards.load("jpeg_compressibility", CPU)(images, [""] * len(images), [{}] * len(images))
         torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
 
@@ -355,11 +355,12 @@ def test_pairs_of_image_files(name, images, folders, tmp_path):
     assert report["reasons"] == REASONS
     assert [row["row"] for row in report["dropped"]] == [8, 9, 10, 11, 12, 13]
     assert sum(report["pairs"].values()) == 8
-    pairs = preferences.open_pairs(str(folder), MODELS[name].row_shapes(folders[name], 64, 20), folders[name], 64)
+    model = model_of(name, folders)
+    pairs = preferences.open_pairs(str(folder), model.row_shapes(SIZE, 20), folders[name], SIZE)
     first = pairs["train"].read([0], [0], CPU)
     number = int(pairs["train"].prompts[0].text.split()[3])
-    loaded = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", 64) for i in range(2)])
-    encoded = MODELS[name].encode_images(MODELS[name].PIPELINE.from_pretrained(folders[name]), loaded)
+    pictures = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", SIZE) for i in range(2)])
+    encoded = model.encode_images(pictures)
     torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
 
 

@@ -6,42 +6,45 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
 from peft.tuners.lora import LoraLayer
 from rounding import UNIT, rounding
+from small import loaded
 
 from flow_grpo import policies, rng, shapes
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import (
+    QwenImage,
+    pipeline_with_logprob,
+    pipeline_with_logprob_perstep,
+)
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+from flow_grpo.diffusers_patch.size import Size
 
 TINY = str(Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage")
 PROMPTS = ["a red circle", "a photo of a blue square and a green cross", "a drawing of two circles"]
-STEPS, SIZE = 4, 64
+STEPS, SIZE, SIDES = 4, Size(64, 64), dict(height=64, width=64)
 
 
 @pytest.fixture(scope="module")
-def pipeline():
-    pipeline = QwenImagePipeline.from_pretrained(TINY)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+def model():
+    return loaded("qwenimage", "")
 
 
 @pytest.fixture(scope="module")
 def exact():
     """In float64, for comparisons of forwards whose sums are made in two orders. What remains is the rounding of a
     velocity, up to 16 here, to float32: 1e-6."""
-    pipeline = QwenImagePipeline.from_pretrained(TINY, torch_dtype=torch.float64)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return loaded("qwenimage", "", torch_dtype=torch.float64)
 
 
 @pytest.fixture
-def calls(pipeline):
+def calls(model):
     """Rows of each call of the transformer."""
     rows = []
-    hook = pipeline.transformer.register_forward_hook(lambda module, args, output: rows.append(len(output[0])))
+    hook = model.transformer.register_forward_hook(lambda module, args, output: rows.append(len(output[0])))
     yield rows
     hook.remove()
 
@@ -50,31 +53,33 @@ def generators():
     return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
 
 
-def noise(pipeline):
-    return qwenimage.initial_latents(pipeline, generators(), SIZE, "cpu")
+def noise(model, size=SIZE):
+    return model.noise(size, generators())
 
 
-def velocity(pipeline, prompts, guidance_scale=1.0, width=None, rows=slice(None)):
+def velocity(model, prompts, guidance_scale=1.0, width=None, rows=slice(None)):
     """Of PROMPTS' rows at different timesteps."""
-    embeds = qwenimage.encode_prompts(pipeline, prompts, width=width, guided=guidance_scale > 1)
-    x, t = noise(pipeline)[rows], torch.tensor([900.0, 500.0, 100.0])[rows]
+    condition = model.encode(prompts, width=width, guided=guidance_scale > 1)
+    x, t = noise(model)[rows], torch.tensor([900.0, 500.0, 100.0])[rows]
     with torch.no_grad():
-        return qwenimage.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
+        return model.velocity(x, t, condition, guidance_scale, SIZE)
 
 
+@pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_without_noise_it_is_diffusers_own_pipeline(exact, guidance_scale):
+def test_without_noise_it_is_diffusers_own_pipeline(exact, guidance_scale, size):
     """Ours rounds velocities, of which guidance adds 4 + 3 while sigma falls by 1, and at each step latents of up to 8:
     9e-6 in all."""
-    pipeline, rounded = exact, (7 * 16 + STEPS * 8) * UNIT
-    how = dict(num_steps=STEPS, resolution=SIZE, guidance_scale=guidance_scale)
-    sampled = qwenimage.pipeline_with_logprob(
+    pipeline, rounded, sides = exact.pipeline, (7 * 16 + STEPS * 8) * UNIT, dict(height=size.height, width=size.width)
+    how = dict(num_steps=STEPS, guidance_scale=guidance_scale, **sides)
+    sampled = pipeline_with_logprob(
         pipeline, PROMPTS, generators(), window=range(0), noise_level=0.7, vae_batch_size=2, **how
     )
     guidance = dict(true_cfg_scale=guidance_scale, negative_prompt=[" "] * 3 if guidance_scale > 1 else None)
-    size = dict(height=SIZE, width=SIZE, num_inference_steps=STEPS, output_type="pt")
-    expected = pipeline(PROMPTS, latents=noise(pipeline), **guidance, **size).images
-    assert sampled.images.shape == (3, 3, SIZE, SIZE)
+    expected = pipeline(
+        PROMPTS, latents=noise(exact, size), num_inference_steps=STEPS, output_type="pt", **guidance, **sides
+    ).images
+    assert sampled.images.shape == (3, 3, size.height, size.width)
     assert sampled.trace == []
     torch.testing.assert_close(sampled.images, expected.float(), rtol=0, atol=rounded)
 
@@ -93,37 +98,49 @@ def test_padding_changes_no_velocity(exact, prompts):
     torch.testing.assert_close(padded, plain, rtol=0, atol=16 * UNIT)
 
 
-def test_the_prompt_is_heard(pipeline):
-    assert (velocity(pipeline, PROMPTS[:1] * 3) - velocity(pipeline, PROMPTS[1:2] * 3)).abs().max() > 0.01
+def test_the_prompt_is_heard(model):
+    assert (velocity(model, PROMPTS[:1] * 3) - velocity(model, PROMPTS[1:2] * 3)).abs().max() > 0.01
 
 
-def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(pipeline):
-    embeds = qwenimage.encode_prompts(pipeline, PROMPTS, width=40)
-    assert embeds.embeds.shape[:2] == embeds.mask.shape == (3, 40)
-    assert (embeds.embeds[~embeds.mask] == 0).all()
-    assert (embeds.embeds[embeds.mask] != 0).any(-1).all()
-    alone = qwenimage.encode_prompts(pipeline, PROMPTS[:1], guided=False)
+def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
+    condition = model.encode(PROMPTS, width=40)
+    assert condition.text.shape[:2] == condition.mask.shape == (3, 40)
+    assert (condition.text[~condition.mask] == 0).all()
+    assert (condition.text[condition.mask] != 0).any(-1).all()
+    alone = model.encode(PROMPTS[:1], guided=False)
     assert alone.mask is None
     assert alone.negative is None
-    assert len(embeds.negative.embeds) == 1
+    assert len(condition.negative.text) == 1
 
 
-def test_take_and_concat_undo_each_other(pipeline):
-    embeds = qwenimage.encode_prompts(pipeline, PROMPTS, width=40)
-    again = qwenimage.PromptEmbeds.concat([embeds.take(slice(0, 2)), embeds.take(torch.tensor([2]))])
-    assert torch.equal(again.embeds, embeds.embeds)
-    assert torch.equal(again.mask, embeds.mask)
-    assert torch.equal(again.negative.embeds, embeds.negative.embeds)
+def test_every_field_of_a_condition_is_taken_joined_and_repeated():
+    """So that a new one cannot be forgotten."""
+    rows = {name: torch.arange(3.0).view(3, 1, 1).expand(3, 4, 2) for name in TENSORS} | {
+        "mask": torch.ones(3, 4).bool()
+    }
+    whole = Condition(**rows, negative=Condition(torch.ones(1, 4, 2)))
+    again = Condition.concat([whole.take(slice(0, 2)), whole.take(torch.tensor([2]))])
+    repeated = whole.take(slice(1, 2)).expand(5)
+    assert set(whole.tensors()) == set(TENSORS)
+    for name, values in whole.tensors().items():
+        assert torch.equal(getattr(again, name), values)
+        assert torch.equal(getattr(repeated, name), values[1:2].expand_as(getattr(repeated, name)))
+        assert len(getattr(repeated, name)) == 5
+    assert again.negative is repeated.negative is whole.negative
+    wider = whole.padded(6)
+    assert wider.trimmed(2).text.shape == whole.text.shape
+    assert torch.equal(wider.pooled, whole.pooled)
+    assert wider.mask.sum() == 12
 
 
 @pytest.mark.parametrize(("guidance_scale", "forwards"), [(0.0, 1), (1.0, 1), (4.0, 2)])
-def test_a_second_forward_only_for_guidance(pipeline, calls, guidance_scale, forwards):
-    velocity(pipeline, PROMPTS, guidance_scale)
+def test_a_second_forward_only_for_guidance(model, calls, guidance_scale, forwards):
+    velocity(model, PROMPTS, guidance_scale)
     assert calls == [3] * forwards
 
 
-def test_guidance_turns_a_tokens_velocity_and_keeps_its_norm(pipeline):
-    guided, positive = velocity(pipeline, PROMPTS, 4.0), velocity(pipeline, PROMPTS)
+def test_guidance_turns_a_tokens_velocity_and_keeps_its_norm(model):
+    guided, positive = velocity(model, PROMPTS, 4.0), velocity(model, PROMPTS)
     norms = [v.double().norm(dim=-1) for v in (guided, positive)]
     torch.testing.assert_close(*norms, rtol=rounding(guided.shape[-1]), atol=0)
     assert (guided - positive).abs().max() > 0.01
@@ -131,28 +148,25 @@ def test_guidance_turns_a_tokens_velocity_and_keeps_its_norm(pipeline):
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("branches", [1, 3])
-def test_both_entry_points_return_log_probs_that_replay_bit_for_bit(pipeline, guidance_scale, branches):
-    how = dict(noise_level=0.7, sde_type="sde")
-    size = dict(num_steps=STEPS, resolution=SIZE, guidance_scale=guidance_scale)
+def test_both_entry_points_return_log_probs_that_replay_bit_for_bit(model, guidance_scale, branches):
+    how, pipeline = dict(noise_level=0.7, sde_type="sde"), model.pipeline
+    size = dict(num_steps=STEPS, guidance_scale=guidance_scale, **SIDES)
     if branches == 1:
         steps = range(1, 3)
-        sampled = qwenimage.pipeline_with_logprob(pipeline, PROMPTS, generators(), window=steps, **size, **how)
-        assert sampled.images.shape == (3, 3, SIZE, SIZE)
+        sampled = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=steps, **size, **how)
+        assert sampled.images.shape == (3, 3, 64, 64)
     else:
         steps, branching = range(STEPS - 1), dict(num_branches=branches, completion_batch_size=4)
-        sampled = qwenimage.pipeline_with_logprob_perstep(
+        sampled = pipeline_with_logprob_perstep(
             pipeline, PROMPTS, generators(), steps=steps, **branching, **size, **how
         )
-        assert sampled.images.shape == (3, len(steps), branches, 3, SIZE, SIZE)
-    scheduler = qwenimage.schedule(pipeline, STEPS, SIZE, "cpu")
-    embeds = qwenimage.encode_prompts(pipeline, PROMPTS, guided=guidance_scale > 1)
+        assert sampled.images.shape == (3, len(steps), branches, 3, 64, 64)
+    scheduler, condition = model.schedule(STEPS, SIZE), model.encode(PROMPTS, guided=guidance_scale > 1)
     assert len(sampled.trace) == len(steps)
     for i, traced in zip(steps, sampled.trace, strict=True):
         assert (traced.timestep == scheduler.timesteps[i]).all()
         with torch.no_grad():
-            v = qwenimage.predict_velocity(
-                pipeline.transformer, traced.latents, traced.timestep, embeds, guidance_scale
-            )
+            v = model.velocity(traced.latents, traced.timestep, condition, guidance_scale, SIZE)
         rows = [part.repeat_interleave(branches, 0) for part in (v, traced.timestep, traced.latents)]
         replayed = sde_step_with_logprob(scheduler, *rows, prev_sample=traced.step.prev_sample, **how)
         assert torch.equal(replayed.log_prob, traced.step.log_prob)
@@ -160,29 +174,29 @@ def test_both_entry_points_return_log_probs_that_replay_bit_for_bit(pipeline, gu
 
 def test_images_are_those_of_the_latents_returned(exact):
     """Decoded five at a time and alone: the same float64 sums, rounded to float32 at the end."""
-    pipeline = exact
-    size = dict(num_steps=STEPS, resolution=SIZE, guidance_scale=1.0, noise_level=0.7)
+    size = dict(num_steps=STEPS, guidance_scale=1.0, noise_level=0.7, **SIDES)
     branching = dict(steps=range(2), num_branches=2, vae_batch_size=5)
-    sampled = qwenimage.pipeline_with_logprob_perstep(pipeline, PROMPTS, generators(), **branching, **size)
+    sampled = pipeline_with_logprob_perstep(exact.pipeline, PROMPTS, generators(), **branching, **size)
     for where in ((0, 0, 0), (1, 0, 1), (2, 1, 0)):
-        image = qwenimage.decode_latents(pipeline, sampled.latents[where][None], SIZE)[0]
+        image = exact.decode(sampled.latents[where][None], SIZE)[0]
         torch.testing.assert_close(sampled.images[where], image, rtol=0, atol=2 * UNIT)
 
 
 def test_an_image_is_its_own_generators_whatever_its_batch(exact):
-    pipeline = exact
-    how = dict(window=range(1, 3), num_steps=STEPS, resolution=SIZE, guidance_scale=1.0, noise_level=0.7)
-    together = qwenimage.pipeline_with_logprob(pipeline, PROMPTS, generators(), **how)
-    alone = qwenimage.pipeline_with_logprob(pipeline, PROMPTS[2:], generators()[2:], **how)
+    how = dict(window=range(1, 3), num_steps=STEPS, guidance_scale=1.0, noise_level=0.7, **SIDES)
+    together = pipeline_with_logprob(exact.pipeline, PROMPTS, generators(), **how)
+    alone = pipeline_with_logprob(exact.pipeline, PROMPTS[2:], generators()[2:], **how)
     torch.testing.assert_close(together.images[2:], alone.images, rtol=0, atol=16 * UNIT)
 
 
-def test_the_schedule_is_the_pipelines_and_leaves_it_alone(pipeline):
-    before = str(pipeline.scheduler.__dict__)
-    assert len(qwenimage.schedule(pipeline, STEPS + 3, SIZE, "cpu").timesteps) == STEPS + 3
+@pytest.mark.parametrize("size", [SIZE, Size(64, 96)], ids=str)
+def test_the_schedule_is_the_pipelines_and_leaves_it_alone(model, size):
+    pipeline = model.pipeline
+    before, sides = str(pipeline.scheduler.__dict__), dict(height=size.height, width=size.width)
+    assert len(model.schedule(STEPS + 3, size).timesteps) == STEPS + 3
     assert str(pipeline.scheduler.__dict__) == before
-    scheduler = qwenimage.schedule(pipeline, STEPS, SIZE, "cpu")
-    pipeline(PROMPTS[:1], height=SIZE, width=SIZE, num_inference_steps=STEPS, true_cfg_scale=1.0, output_type="latent")
+    scheduler = model.schedule(STEPS, size)
+    pipeline(PROMPTS[:1], num_inference_steps=STEPS, true_cfg_scale=1.0, output_type="latent", **sides)
     assert torch.equal(scheduler.timesteps, pipeline.scheduler.timesteps)
     assert torch.equal(scheduler.sigmas, pipeline.scheduler.sigmas)
     assert scheduler.sigmas[-1] == 0
@@ -198,13 +212,13 @@ def renders():
 @torch.no_grad()
 def test_latent_statistics_are_used_the_right_way_round(exact, renders):
     """Latents are stored as float32: numbers up to 8 round by 5e-7."""
-    pipeline, renders = exact, renders.double()
+    pipeline, renders = exact.pipeline, renders.double()
     vae, config = pipeline.vae, pipeline.vae.config
     z = vae.encode(renders[:, :, None] * 2 - 1).latent_dist.mean
     mean, std = (torch.tensor(s).view(1, -1, 1, 1, 1) for s in (config.latents_mean, config.latents_std))
     latents = pipeline._pack_latents((z - mean) / std, 3, 16, *z.shape[3:])
     expected = (vae.decode(z).sample[:, :, 0] / 2 + 0.5).clamp(0, 1)
-    decoded = qwenimage.decode_latents(pipeline, latents, SIZE, batch_size=2)
+    decoded = exact.decode(latents, SIZE, batch_size=2)
     torch.testing.assert_close(decoded, expected.float(), rtol=0, atol=8 * UNIT)
     assert (decoded - renders).abs().mean() < 0.05
 
@@ -212,7 +226,7 @@ def test_latent_statistics_are_used_the_right_way_round(exact, renders):
 @torch.no_grad()
 def test_convolutions_in_2d_decode_the_same_picture_with_less(exact, renders):
     """In float64 two kernels of one sum differ by 1e-15 of it; 1e-9 leaves room for what the layers make of that."""
-    pipeline, renders = exact, renders.double()
+    pipeline, renders = exact.pipeline, renders.double()
     vae = copy.deepcopy(pipeline.vae)
     convolve_in_2d(vae)
     z = vae.encode(renders[:, :, None] * 2 - 1).latent_dist.mean
@@ -225,30 +239,30 @@ def test_convolutions_in_2d_decode_the_same_picture_with_less(exact, renders):
     assert vae.decode(clip).sample.isnan().any()
 
 
-def test_a_prompt_of_too_many_tokens_is_named(pipeline):
-    suffix = len(pipeline.tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
+def test_a_prompt_of_too_many_tokens_is_named(model):
+    suffix = len(model.pipeline.tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
     words = max(len(prompt.split()) for prompt in PROMPTS)
-    qwenimage.check_prompts(pipeline, PROMPTS, words + suffix)
-    for check in (qwenimage.check_prompts, lambda *args: qwenimage.encode_prompts(*args[:2], width=args[2])):
+    model.check(PROMPTS, words + suffix)
+    for check in (model.check, lambda prompts, width: model.encode(prompts, width=width)):
         with pytest.raises(ValueError, match=rf"{words + suffix} tokens.*= {words + suffix - 1}: '{PROMPTS[1]}'"):
-            check(pipeline, PROMPTS, words + suffix - 1)
+            check(PROMPTS, words + suffix - 1)
 
 
-def test_a_folder_must_hold_this_pipeline(tmp_path):
-    qwenimage.check_folder(TINY)
+def test_a_folders_pipeline_says_which_model_it_is(tmp_path):
+    assert models.model_class(TINY) is QwenImage
     with pytest.raises(ValueError, match="no diffusers folder"):
-        qwenimage.check_folder(str(tmp_path))
+        models.model_class(str(tmp_path))
     shutil.copy(Path(TINY, "model_index.json"), tmp_path)
     index = tmp_path / "model_index.json"
-    index.write_text(index.read_text().replace('"QwenImagePipeline"', '"FluxPipeline"'))
-    with pytest.raises(ValueError, match="holds a FluxPipeline, not a QwenImagePipeline"):
-        qwenimage.check_folder(str(tmp_path))
+    index.write_text(index.read_text().replace('"QwenImagePipeline"', '"WanPipeline"'))
+    with pytest.raises(ValueError, match="holds a WanPipeline; there are QwenImagePipeline, "):
+        models.model_class(str(tmp_path))
 
 
-def test_lora_targets_are_a_blocks_twelve_linear_layers(pipeline):
-    transformer = copy.deepcopy(pipeline.transformer)
+def test_lora_targets_are_a_blocks_twelve_linear_layers(model):
+    transformer = copy.deepcopy(model.transformer)
     linears = {name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)}
-    policies.attach(transformer, ConfigDict(dict(rank=2, alpha=4)), qwenimage.LORA_TARGETS)
+    policies.attach(transformer, ConfigDict(dict(rank=2, alpha=4)), QwenImage.LORA_TARGETS)
     adapted = {name for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     blocks = [f"transformer_blocks.{i}." for i in range(len(transformer.transformer_blocks))]
     for block in blocks:

@@ -6,8 +6,8 @@ from small import lines_of, train
 
 from flow_grpo import sampling
 from flow_grpo.batching import BatchPlan
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
-from flow_grpo.diffusers_patch.sample_with_logprob import PromptEmbeds
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.rollout import concat, credit, from_trace, minibatches
 
@@ -34,7 +34,7 @@ def sampled(images, step_weight="none", num_steps=STEPS, **how):
         means = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
         noisy = SDEStep(latent, -outcomes, means, *[torch.full((len(outcomes), 1, 1), std)] * 3)
         trace.append(TracedStep(1000 * rows, rows[:, None, None].expand(-1, 2, 3), noisy))
-    embeds = PromptEmbeds(image[:, None, None].expand(-1, 5, 7), mask=torch.ones(len(images), 5).bool())
+    embeds = Condition(image[:, None, None].expand(-1, 5, 7), mask=torch.ones(len(images), 5).bool())
     return from_trace(trace, embeds, images, num_trained_steps=num_steps, step_weight=step_weight, **how)
 
 
@@ -105,7 +105,7 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
             assert torch.equal(part.next_latents, outcomes[:, None, None].expand(-1, 2, 3))
             assert torch.equal(part.log_probs, -outcomes)
             assert torch.equal(part.advantages, outcomes)
-            assert torch.equal(part.embeds.embeds[:, 0, 0], image)
+            assert torch.equal(part.embeds.text[:, 0, 0], image)
             assert part.embeds.mask.shape == (len(rows), 5)
             assert part.weights.shape == part.log_probs.shape
 

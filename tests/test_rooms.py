@@ -48,46 +48,63 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "scoring.pool": {"rewards", "scoring", "scoring.wire", "scoring.client", "scoring.processes"},
     "health": set(),
     "forward": set(),
-    "image_pairs": set(),
+    "image_pairs": {PATCH + "size"},
     "windows": {"rng"},
     "prompts": {"rng"},
-    "policies": {"float8", "fsdp_utils", "offload", "rng"},
-    "embeddings": {PATCH + "sample_with_logprob"},
-    "preferences": {"prompts", PATCH + "sample_with_logprob"},
+    "policies": {"float8", "fsdp_utils", "offload", "rng", *(PATCH + n for n in ("condition", "flow_model", "size"))},
+    "embeddings": {PATCH + "condition"},
+    "preferences": {"prompts", PATCH + "condition", PATCH + "size"},
     "rollout": {"batching", "losses", "rng"},
     "dashboards": {"pictures"},
     "checkpoints": {"fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "fsdp_utils"},
-    "evaluation": {"estimates", "fsdp_utils", "prompts", "rng", "scoring.pool"},
+    "evaluation": {
+        *("estimates", "fsdp_utils", "prompts", "rng", "scoring.pool", PATCH + "denoise_with_logprob"),
+        *(PATCH + name for name in ("flow_model", "sample_with_logprob", "sampling_params", "size")),
+    },
     "saving": {"best", "checkpoints", "fsdp_utils", "offload", "policies"},
     "estimates": set(),
-    "candidates": {"best", "fsdp_utils", "policies"},
+    "candidates": {"best", "fsdp_utils", "policies", PATCH + "flow_model"},
     "measuring": {"best", "evaluation", "saving"},
     "watching": {"fsdp_utils", "health", "optimization", "saving"},
     "optimization": {"fsdp_utils", "losses", "offload", "parity", "prompts", PATCH + "sde_with_logprob", "rollout"},
     "sampling": {
         *("advantages", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
-        *(PATCH + "sample_with_logprob", PATCH + "stepwise_with_logprob"),
+        *(PATCH + "sample_with_logprob", PATCH + "denoise_with_logprob"),
     },
     "run": {
         *("batching", "best", "compiled", "dashboards", "ema", "fsdp_utils", "health", "parity", "policies"),
-        *("preferences", "prompts", "rollout", "scoring.pool", PATCH + "stepwise_with_logprob"),
+        *("preferences", "prompts", "rollout", "scoring.pool", PATCH + "denoise_with_logprob"),
+        *(PATCH + name for name in ("condition", "flow_model", "sampling_params", "size")),
     },
     "startup": {
         *("batching", "best", "checkpoints", "compiled", "dashboards", "ema", "embeddings", "evaluation", "float8"),
         *("fsdp_utils", "parity", "policies", "preferences", "prompts", "rewards", "run", "sampling", "saving"),
         *("scoring.pool", "settings", "watching", PATCH + "loading"),
+        *(PATCH + name for name in ("flow_model", "models", "size")),
     },
     "loop": {"evaluation", "fsdp_utils", "measuring", "run", "sampling", "saving", "watching"},
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
-    PATCH + "denoise_with_logprob": {PATCH + "sde_with_logprob"},
-    PATCH + "stepwise_with_logprob": {PATCH + "denoise_with_logprob", PATCH + "sde_with_logprob"},
+    PATCH + "size": set(),
+    PATCH + "condition": set(),
+    PATCH + "solvers": set(),
+    PATCH + "sampling_params": {PATCH + "sde_with_logprob", PATCH + "solvers"},
+    PATCH + "denoise_with_logprob": {
+        PATCH + name for name in ("condition", "sampling_params", "sde_with_logprob", "size", "solvers")
+    },
     PATCH + "loading": {PATCH + "single_frame_vae"},
-    PATCH + "sample_with_logprob": {"rng", PATCH + "denoise_with_logprob", PATCH + "stepwise_with_logprob"},
+    PATCH + "flow_model": {"rng", PATCH + "loading", PATCH + "condition", PATCH + "size"},
+    PATCH + "models": {PATCH + "flow_model", PATCH + "loading"},  # and each model's file, when it is asked for
+    PATCH + "sample_with_logprob": {
+        *("rng", PATCH + "denoise_with_logprob"),
+        *(PATCH + name for name in ("condition", "flow_model", "models", "sampling_params", "size")),
+    },
     **{
-        f"{PATCH}{model}_pipeline_with_logprob": {"rng", PATCH + "loading", PATCH + "sample_with_logprob"}
+        f"{PATCH}{model}_pipeline_with_logprob": {
+            PATCH + name for name in ("loading", "condition", "flow_model", "sample_with_logprob", "size")
+        }
         for model in ("qwenimage", "sd3", "flux")
     },
 }

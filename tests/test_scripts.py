@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, config_of, exported, file_of, lines_of, train
 
 from flow_grpo import prompts, rng
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
 from flow_grpo.evaluation import spread
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
@@ -162,15 +163,16 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
 
     def images(pipeline):
         pipeline.set_progress_bar_config(disable=True)
-        sampled = qwenimage.pipeline_with_logprob(
+        sampled = pipeline_with_logprob(
             pipeline,
-            qwenimage.encode_prompts(pipeline, [row.text for row in rows], width=config.text_tokens),
+            models.of_pipeline(pipeline).encode([row.text for row in rows], width=config.text_tokens),
             [rng.generator(0, "eval validation", i) for i in range(len(rows))],
             window=range(0),
             noise_level=0.0,
             num_steps=config.eval.num_steps,
             guidance_scale=config.eval.guidance_scale,
-            resolution=config.resolution,
+            height=config.height,
+            width=config.width,
         )
         pixels = sampled.images[list(shown)].mul(255).round().permute(0, 2, 3, 1)
         return pixels.repeat_interleave(2, 1).repeat_interleave(2, 2).numpy()  # the panel enlarges 64 px twice

@@ -1,40 +1,36 @@
-"""Requests in slots: whoever shares a forward and whenever they arrive, trajectories are those of the full walks."""
-
-from functools import partial
+"""Requests in slots: whoever shares a forward and whenever they arrive, trajectories are those of walks in lockstep."""
 
 import pytest
 import torch
 from rounding import UNIT
-from small import MODELS, lines_of, tiny_folder, train
+from small import MODELS, lines_of, loaded, train
 
 from flow_grpo import rng, sampling
-from flow_grpo.diffusers_patch.sample_with_logprob import post_decode, prepare_encode
-from flow_grpo.diffusers_patch.stepwise_with_logprob import Slots, joined, walk
+from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
+from flow_grpo.diffusers_patch.sample_with_logprob import post_decode, prepare_encode, sample
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size
 
-QWEN, TINY = MODELS["qwenimage"], "flow_grpo/assets/tiny_qwenimage"
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
-SIZE = 64
+SIZE = Size(64, 64)
 SLOTS = [1, 3, 8, 64]
 ROUNDED = 16 * UNIT  # forwards are in float64; what is left is the rounding of velocities of up to 16 to float32
 
 
 @pytest.fixture(scope="module")
 def single():
-    pipeline = QWEN.PIPELINE.from_pretrained(TINY)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return loaded("qwenimage", "")
 
 
 @pytest.fixture(scope="module")
-def pipeline():
-    pipeline = QWEN.PIPELINE.from_pretrained(TINY)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.transformer.double()  # a float32 forward depends on its shape in the last bits, which guidance enlarges
-    return pipeline
+def model():
+    model = loaded("qwenimage", "")
+    model.transformer.double()  # a float32 forward depends on its shape in the last bits, which guidance enlarges
+    return model
 
 
 def mix():
-    """40 requests of different prompts, steps, windows, branches, kinds of noise, guidance and solvers."""
+    """40 requests of different prompts, sizes, steps, windows, branches, kinds of noise, guidance and solvers."""
     windows = [range(0), range(0, 2), range(2, 4), range(3, 6)]
     for n in range(40):
         steps = (6, 8, 10)[n % 3]
@@ -47,50 +43,47 @@ def mix():
             dict(
                 prompt=PROMPTS[n % 4],
                 width=(20, 24)[n % 2],
-                num_steps=steps,
-                guidance_scale=(1.0, 1.0, 4.0)[n % 3],
+                size=(SIZE, Size(64, 96), Size(96, 64))[n // 2 % 3],
                 noisy=noisy,
                 num_branches=branches,
-                flash_ratio=0.5 if n % 6 == 5 else 0.0,
-                flash_solver="extrapolate" if n % 4 == 1 else "dpm",
-                how=how,
+                params=SamplingParams(
+                    num_steps=steps,
+                    guidance_scale=(1.0, 1.0, 4.0)[n % 3],
+                    flash_ratio=0.5 if n % 6 == 5 else 0.0,
+                    flash_solver="extrapolate" if n % 4 == 1 else "dpm",
+                    **how,
+                ),
             ),
         )
 
 
-def alone(pipeline, n, what, copies=1):
-    """What the entry points make of one request, or of copies of it."""
-    embeds = QWEN.encode_prompts(pipeline, [what["prompt"]] * copies, width=what["width"]).padded(32)
-    how = dict(resolution=SIZE, num_steps=what["num_steps"], **what["how"])
-    how |= {key: what[key] for key in ("guidance_scale", "flash_ratio", "flash_solver")}
-    noise = [rng.generator(0, "noise", n) for _ in range(copies)]
-    if what["num_branches"]:
-        branching = dict(steps=what["noisy"], num_branches=what["num_branches"], completion_batch_size=copies)
-        return QWEN.pipeline_with_logprob_perstep(pipeline, embeds, noise, **branching, **how)
-    return QWEN.pipeline_with_logprob(pipeline, embeds, noise, window=what["noisy"], **how)
+def alone(model, n, what, copies=1):
+    """What becomes of one request, or of copies of it, in lockstep."""
+    condition = model.encode([what["prompt"]] * copies, width=what["width"]).padded(32)
+    noise, kind = [rng.generator(0, "noise", n) for _ in range(copies)], dict(noisy=what["noisy"])
+    kind |= dict(num_branches=what["num_branches"], completion_batch_size=copies)
+    return sample(model, condition, noise, what["params"], what["size"], **kind)
 
 
 @pytest.fixture(scope="module")
-def expected(pipeline):
-    return {n: alone(pipeline, n, what) for n, what in mix()}
+def expected(model):
+    return {n: alone(model, n, what) for n, what in mix()}
 
 
-def requests_of(pipeline, n, what):
+def requests_of(model, n, what):
     """The same as a request, with the text padded to a width that all have in common."""
-    embeds = QWEN.encode_prompts(pipeline, [what["prompt"]], width=what["width"]).padded(32)
-    how = {key: what[key] for key in ("guidance_scale", "noisy", "num_branches", "num_steps")}
-    how |= {key: what[key] for key in ("flash_ratio", "flash_solver")}
-    noise = [rng.generator(0, "noise", n)]
-    return prepare_encode(QWEN, pipeline, embeds, noise, names=[n], resolution=SIZE, **how, **what["how"])
+    condition = model.encode([what["prompt"]], width=what["width"]).padded(32)
+    kind = dict(noisy=what["noisy"], num_branches=what["num_branches"], names=[n])
+    return prepare_encode(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"], **kind)
 
 
-def finished_in(pipeline, slots):
+def finished_in(model, slots):
     """The forty by number, come in random order, and the slots."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(slots)).tolist()
     wanted, used = dict(mix()), Slots(slots, slots)
-    requests = (request for n in order for request in requests_of(pipeline, n, wanted[n]))
+    requests = (request for n in order for request in requests_of(model, n, wanted[n]))
     finished = []
-    for request in walk(partial(velocity, pipeline), requests, used):
+    for request in walk(model.velocity, requests, used):
         assert sum(len(branch.latents) for branch in request.branches) == 2 * request.num_branches
         assert all(branch.finished for branch in request.branches)
         finished.append(request)
@@ -100,18 +93,18 @@ def finished_in(pipeline, slots):
 
 @torch.no_grad()
 @pytest.mark.parametrize("slots", SLOTS)
-def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, pipeline, expected):
-    finished, used = finished_in(pipeline, slots)
+def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, model, expected):
+    finished, used = finished_in(model, slots)
     for n, wanted in expected.items():
         assert_equal(*joined([finished[n]]), wanted, f"request {n}")
     assert used.rows <= used.offered
-    assert used.ticks >= used.rows / slots
+    assert used.num_forwards >= used.rows / slots
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("slots", SLOTS)
 def test_in_float32_they_do_so_bit_for_bit_where_forwards_have_one_shape(slots, single):
-    """A full walk of as many copies of a request as there are slots has the slots' shape of forward. Walks of 64 copies
+    """As many copies of a request as there are slots have, in lockstep, the slots' shape of forward. Walks of 64 copies
     take long: every fifth request then."""
     finished, _ = finished_in(single, slots)
     for n, what in list(mix())[:: 5 if slots == 64 else 1]:
@@ -123,10 +116,6 @@ def test_in_float32_they_do_so_bit_for_bit_where_forwards_have_one_shape(slots, 
             assert torch.equal(ours.latents, theirs.latents[:1]), n
             for part, whole in zip(ours.step, theirs.step):
                 assert torch.equal(part, whole[: len(part)]), n
-
-
-def velocity(pipeline, x, t, embeds, guidance_scale):
-    return QWEN.predict_velocity(pipeline.transformer, x, t, embeds, guidance_scale)
 
 
 def assert_equal(latents, trace, wanted, name):
@@ -141,20 +130,20 @@ def assert_equal(latents, trace, wanted, name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("slots", [1, 3, 64])
-def test_a_group_shares_its_steps_up_to_the_window(slots, pipeline):
+def test_a_group_shares_its_steps_up_to_the_window(slots, model):
     """The second group comes in other numbers; a window at the first step leaves nothing to share but the noise."""
     for window, shared in ((range(2, 4), 2), (range(0, 2), 0)):
-        groups, how = [0, 0, 0, 1, 1], dict(num_steps=6, resolution=SIZE, guidance_scale=1.0, noise_level=0.7)
+        groups, params = [0, 0, 0, 1, 1], SamplingParams(6, 1.0, 0.7)
         texts = [PROMPTS[group] for group in groups]
 
         def noise():
             return [rng.generator(0, "noise", row) for row in range(5)]
 
-        embeds = QWEN.encode_prompts(pipeline, texts, width=24)
-        wanted = QWEN.pipeline_with_logprob(pipeline, embeds, noise(), window=window, groups=groups, **how)
+        condition, how = model.encode(texts, width=24), dict(noisy=window, groups=groups)
+        wanted = sample(model, condition, noise(), params, SIZE, **how)
         used = Slots(slots, slots)
-        requests = prepare_encode(QWEN, pipeline, embeds, noise(), names=range(5), noisy=window, groups=groups, **how)
-        finished = sorted(walk(partial(velocity, pipeline), requests, used), key=lambda request: request.name)
+        requests = prepare_encode(model, condition, noise(), params, SIZE, names=range(5), **how)
+        finished = sorted(walk(model.velocity, requests, used), key=lambda request: request.name)
         assert_equal(*joined(finished), wanted, f"{slots} slots, window {window}")
         assert used.rows == 2 * shared + 5 * (6 - shared)
 
@@ -162,24 +151,22 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, pipeline):
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_in_slots(name, slots, tmp_path):
-    model = MODELS[name]
-    pipeline = model.PIPELINE.from_pretrained(tiny_folder(name, tmp_path), torch_dtype=torch.float64)
-    how = dict(resolution=SIZE, num_steps=5, noise_level=0.7, guidance_scale=4.0)
+    model, size = loaded(name, tmp_path, torch_dtype=torch.float64), Size(64, 96)
+    condition = model.encode(PROMPTS)
 
     def noise():
         return [rng.generator(0, "noise", b) for b in range(4)]
 
-    for entry, noisy, kind in (
-        (model.pipeline_with_logprob, dict(window=range(1, 3)), {}),
-        (model.pipeline_with_logprob, dict(window=range(1, 3)), dict(flash_ratio=0.5)),
-        (model.pipeline_with_logprob_perstep, dict(steps=range(3)), dict(num_branches=2)),
+    for kind, flash_ratio in (
+        (dict(noisy=range(1, 3)), 0.0),
+        (dict(noisy=range(1, 3)), 0.5),
+        (dict(noisy=range(3), num_branches=2), 0.0),
     ):
-        full = entry(pipeline, PROMPTS, noise(), **noisy, **kind, **how)
-        prepared = dict(noisy=next(iter(noisy.values())), names=range(4), **kind, **how)
-        requests = prepare_encode(model, pipeline, PROMPTS, noise(), **prepared)
-        predict = partial(model.predict_velocity, pipeline.transformer)
-        finished = walk(predict, requests, Slots(slots, slots))
-        parts = list(post_decode(model, pipeline, finished, resolution=SIZE, vae_batch_size=3))
+        params = SamplingParams(5, 4.0, 0.7, flash_ratio=flash_ratio)
+        full = sample(model, condition, noise(), params, size, **kind)
+        requests = prepare_encode(model, condition, noise(), params, size, names=range(4), **kind)
+        finished = walk(model.velocity, requests, Slots(slots, slots))
+        parts = list(post_decode(model, finished, vae_batch_size=3))
         assert len(parts) > 1
         for some, sampled in parts:
             rows = [request.name for request in some]

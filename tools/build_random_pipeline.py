@@ -155,12 +155,17 @@ def small_random(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> to
         return build()
 
 
+def empty(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """Without weights."""
+    with init_empty_weights():
+        return build()
+
+
 def large_random(device: torch.device) -> Callable:
     """A `make` whose weights, small and normal, never pass through host memory."""
 
     def make(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-        with init_empty_weights():
-            module = build()
+        module = empty(build, dtype)
         generator = torch.Generator(device).manual_seed(0)
         for name, parameter in list(module.named_parameters()):
             value = torch.empty(parameter.shape, device=device, dtype=dtype)

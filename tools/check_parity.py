@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from absl import app, flags
@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, startup, windows
-from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.optimization import policy_step
 from flow_grpo.rollout import Rollout, concat
 
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
 
     x: Tensor
     t: Tensor
-    embeds: Any
+    condition: Condition
     velocity: Tensor
 
 
@@ -65,9 +66,9 @@ def listen(run) -> list[Seen]:
     """Note every forward of the policy from now on."""
     seen, velocity = [], run.velocity
 
-    def heard(x, t, embeds, guidance_scale=None):
-        v = velocity(x, t, embeds, guidance_scale=guidance_scale)
-        seen.append(Seen(x, t, embeds, v.detach()))
+    def heard(x, t, condition, guidance_scale=None, size=None):
+        v = velocity(x, t, condition, guidance_scale, size)
+        seen.append(Seen(x, t, condition, v.detach()))
         return v
 
     run.velocity = heard
@@ -103,13 +104,13 @@ def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
 
     before: () -> context in which the weights are those of before their change.
     """
-    size, wider = run.plan.batch_size, rollout.embeds.embeds.shape[1] + 16
+    size, wider = run.plan.batch_size, rollout.embeds.num_tokens + 16
     found = {"no gradients": dict(mode=torch.no_grad)}
     found |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
     found["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
     if rollout.embeds.mask is not None:
         found["text padded by 16 more"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.padded(wider)))
-        found["text cut to the longest prompt"] = dict(change=cut)
+        found["text cut to the longest prompt"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.trimmed(1)))
     found["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
     if run.config.lora.rank:
         merged = policies.merged(run.pipeline.transformer)
@@ -119,13 +120,6 @@ def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
     return found | {
         f"{name} attention": dict(mode=lambda b=backend: sdpa_kernel(b)) for name, backend in BACKENDS.items()
     }
-
-
-def cut(rows):
-    """The same rows with prompts padded to the longest of them only."""
-    text = rows.embeds
-    width = int(text.mask.sum(1).max())
-    return replace(rows, embeds=replace(text, embeds=text.embeds[:, :width], mask=text.mask[:, :width]))
 
 
 @contextmanager
@@ -178,8 +172,8 @@ def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain:
     if not torch.equal(drawn, x):
         kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
         return f"latents: stored{kind}, not as the policy saw them"
-    texts = torch.stack([rollout.embeds.embeds[i] for i in here])
-    told = [call.embeds.embeds[row] for call, row in calls]
+    texts = torch.stack([rollout.embeds.text[i] for i in here])
+    told = [call.condition.text[row] for call, row in calls]
     if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(told, texts)):
         return "text: the policy saw other embeddings"
     velocities = torch.stack([call.velocity[row] for call, row in calls])
@@ -259,14 +253,14 @@ def cells(plain: Forward, found: Forward | str, limit: float) -> str:
     return " | ".join([f"{gap:.2g}" for gap in gaps] + ["yes" if gaps[-1] <= limit else "no"])
 
 
-def check(config, model, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
+def check(config, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
     """What rollouts were compared, by name, and the report."""
     branches, size = config.sample.num_branches > 1, config.sample.batch_size
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = num_prompts, size
     config.sample.num_branches, config.train.updates_per_epoch = 2 if branches else 1, 1
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = startup.start(config, model, settings.check_branches if branches else settings.check_window, ())
+        run = startup.start(config, settings.check_branches if branches else settings.check_window, ())
         config.train.objective = "guard"  # so that a rollout keeps its means
         seen, compared, before = listen(run), {}, None
         for number, when in enumerate(("", ", after a change of the weights")):
@@ -282,12 +276,13 @@ def check(config, model, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
 
 def main(config, random_weights: bool) -> int:
     if random_weights:
-        name = next(name for name in bench.MODELS if f"_{name}" in config.name)
-        model, config = bench.full_model(name), bench.full_config(config, "pr")
+        name = next(name for name in models.names() if f"_{name}" in config.name)
+        with tempfile.TemporaryDirectory() as folder, bench.registered(bench.random_model(name), "Random"):
+            config = bench.full_config(config, "pr")
+            config.model = bench.random_folder(Path(folder, "model"))
+            compared, text = check(config, num_prompts=1)
     else:
-        models = {model.PIPELINE.__name__: model for model in bench.MODELS.values()}
-        model = models[loading.pipeline_name(config.model)]
-    compared, text = check(config, model, num_prompts=1 if random_weights else 2)
+        compared, text = check(config)
     settings = f"{config.precision}, batches of {config.sample.batch_size}, compiled: {config.compile}"
     print(f"{config.name}: {settings}\n\n{text}")
     return int(max(found["gap"] for found in compared.values()) > config.train.clip_range / 10)

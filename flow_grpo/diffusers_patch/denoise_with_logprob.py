@@ -193,7 +193,7 @@ def fill(batch: list[Request], slots: Slots) -> float:
 
 
 def denoise_step(velocity: Velocity, batch: list[Request], slots: Slots, mode: Callable) -> Tensor:
-    """Velocities of a batch's rows, by one forward inside mode(), which may be filled up with copies of the last row."""
+    """Velocities of a batch's rows, by one forward inside mode(), maybe filled up with copies of the last row."""
     first, num = batch[0], sum(request.num_rows for request in batch)
     x = _joined([request.latents for request in batch])
     t = _joined([request.timestep.expand(request.num_rows) for request in batch])
@@ -302,7 +302,7 @@ def rows_of(condition: Condition, rows: Tensor) -> Condition:
 
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
-    """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per noisy step."""
+    """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per step."""
     trace = [
         TracedStep(
             _joined([part.timestep for part in parts]),

@@ -32,7 +32,7 @@ class Flux(FlowModel):
     MASKED_TEXT = False
 
     def check(self, prompts: list[str], width: int) -> None:
-        """Raises ValueError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own, as ever."""
+        """Raises ValueError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
         loading.check_lengths(prompts, lambda text: len(self.pipeline.tokenizer_2(text).input_ids), width)
 
     @torch.no_grad()

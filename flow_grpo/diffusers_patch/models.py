@@ -16,7 +16,7 @@ class Entry(NamedTuple):
     name: str  # of the class
 
 
-MODELS = {  # class of the diffusers pipeline -> model
+MODELS: dict[str, Entry | type[FlowModel]] = {  # class of the diffusers pipeline -> model, or where its class is
     "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
     "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
     "FluxPipeline": Entry("flux", "Flux"),
@@ -37,7 +37,7 @@ def model_class(folder: str) -> type[FlowModel]:
 
 def by_name(name: str) -> type[FlowModel]:
     """Of a name in configs and tools, such as the first word of a model's file."""
-    return _load(next(entry for entry in MODELS.values() if entry.file == name))
+    return _load(next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name))
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
@@ -54,8 +54,10 @@ def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
 
 def names() -> list[str]:
     """Of all models."""
-    return [entry.file for entry in MODELS.values()]
+    return [entry.file for entry in MODELS.values() if isinstance(entry, Entry)]
 
 
-def _load(entry: Entry) -> type[FlowModel]:
+def _load(entry: Entry | type[FlowModel]) -> type[FlowModel]:
+    if isinstance(entry, type):
+        return entry
     return getattr(importlib.import_module(f"flow_grpo.diffusers_patch.{entry.file}_pipeline_with_logprob"), entry.name)

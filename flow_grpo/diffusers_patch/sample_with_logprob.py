@@ -71,7 +71,10 @@ def pipeline_with_logprob(
     """
     model = models.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
-    params, size = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver), Size(height, width)
+    params, size = (
+        SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver),
+        Size(height, width),
+    )
     check_call(model, prompts, generators, size, params, "window", window)
     condition, generators = _encoded(model, prompts, scale), _listed(prompts, generators)
     how = dict(noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
@@ -110,7 +113,10 @@ def pipeline_with_logprob_perstep(
     """
     model = models.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
-    params, size = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver), Size(height, width)
+    params, size = (
+        SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver),
+        Size(height, width),
+    )
     check_call(model, prompts, generators, size, params, "steps", steps)
     if num_branches < 1 or not steps:
         raise ValueError(f"num_branches is {num_branches} at {steps}; there must be a branch, and a step to leave at")
@@ -128,7 +134,7 @@ def check_call(
     name: str,
     steps: range,
 ) -> None:
-    """Raises ValueError for what an entry point cannot have been meant to do; `name` is that of the argument `steps`."""
+    """Raises ValueError for what an entry point cannot have been meant to do; `name` is the argument of `steps`."""
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise ValueError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
@@ -196,12 +202,12 @@ def sample(
         noise=partial(drawn.noise, slice(None)),
     )
     if groups is not None:
-        request = _beginning_of_groups(request, groups)
+        request = beginning_of_groups(request, groups)
     slots = Slots(num, completion_batch_size or num, filled=False)
     return _decoded(model, list(walk(velocity or model.velocity, [request], slots, exact, fast)), vae_batch_size)
 
 
-def _beginning_of_groups(request: Request, groups: list[int]) -> Request:
+def beginning_of_groups(request: Request, groups: list[int]) -> Request:
     """What the groups of a request's rows share until its noise begins: the first row of each."""
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     device = request.latents.device

@@ -38,7 +38,7 @@ class StableDiffusion3(FlowModel):
             raise ValueError(f"an image of {size} pixels is too large: this model draws up to {largest} pixels a side")
 
     def check(self, prompts: list[str], width: int) -> None:
-        """Raises ValueError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own, as ever."""
+        """Raises ValueError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
         loading.check_lengths(prompts, lambda text: len(self.pipeline.tokenizer_3(text).input_ids), width)
 
     @torch.no_grad()
