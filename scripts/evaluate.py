@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -106,9 +106,7 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     how = dict(width=config.text_tokens, guided=max(scales) > 1)
     embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], **how))
 
-    def velocity(x, t, condition, guidance_scale, size):
-        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
-
+    velocity = partial(policies.predict, model, config.precision)
     silent = not fsdp_utils.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
     parts = dict(model=model, velocity=velocity, pool=pool, bar=bar)

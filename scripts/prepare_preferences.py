@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -81,8 +82,7 @@ def from_rollouts(config, family, device) -> Callable:
     model, group = load(config, family, device), config.sample.num_images_per_prompt
     pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
 
-    def policy(x, t, condition, guidance_scale, size):
-        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
+    policy = partial(policies.predict, model, config.precision)
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]

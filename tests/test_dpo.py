@@ -9,6 +9,7 @@ import train_qwenimage_dpo as script
 from small import config_of, few_prompts, lines_of, prepare, train
 
 from flow_grpo import preferences, rng
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 
 NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
@@ -203,4 +204,4 @@ def test_fewer_pairs_than_an_update_takes_are_refused(tmp_path):
 
 def shapes_of_tiny():
     tiny = "flow_grpo/assets/tiny_qwenimage"
-    return MODELS["qwenimage"].without_weights(tiny).row_shapes(Size(64, 64), 20), tiny, Size(64, 64)
+    return QwenImage.without_weights(tiny).row_shapes(Size(64, 64), 20), tiny, Size(64, 64)

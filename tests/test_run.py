@@ -59,7 +59,8 @@ def test_a_field_is_written_by_those_that_its_comment_names_and_by_nobody_else()
 
 
 def test_every_way_to_write_a_field_is_seen():
-    source = "def f(run):\n    run.a, run.b = 1, 2\n    run.c += 1\n    run.d.append(1)\n    run.e[-1] = 0\n    run.g == 1"
+    lines = "run.a, run.b = 1, 2", "run.c += 1", "run.d.append(1)", "run.e[-1] = 0", "run.g == run.h"
+    source = "\n    ".join(("def f(run):", *lines))
     assert actual({"x.py": source}) == {name: {"f"} for name in "abcde"}
 
 
