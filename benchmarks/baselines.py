@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo import candidates, estimates, fsdp_utils
+from flow_grpo import candidates, distributed, estimates
 from flow_grpo.scoring.pool import Pool
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -31,7 +31,7 @@ def scored(split, scales, num_noises, settings):
     policies, common = evaluate.configured(args)
     chosen, seeds = evaluate.chosen_prompts(args, common), evaluate.seeds_of(args, common)
     (family,) = evaluate.check(args, policies, common, chosen)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
     model = candidates.load(policies[0], family, ranks.device)

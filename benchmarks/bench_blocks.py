@@ -21,7 +21,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransf
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import compiled, flops, fsdp_utils, policies
+from flow_grpo import compiled, distributed, flops, fsdp_utils, policies
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
@@ -156,7 +156,7 @@ def load(blocks: int, sizes: dict, device) -> QwenImage:
 
 def measure(tiny: bool):
     """Yields a line for each case; the tiny model has one of each."""
-    device = fsdp_utils.init_distributed().device
+    device = distributed.init_distributed().device
     blocks, size, rows = (2, Size(64, 64), 4) if tiny else (6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
     model, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks

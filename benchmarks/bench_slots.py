@@ -17,7 +17,7 @@ import time
 import torch
 from bench import TINY, random_model
 
-from flow_grpo import fsdp_utils, rng
+from flow_grpo import distributed, rng
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, joined, walk
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ def measure(model, size: Size, num_requests: int) -> dict:
 
 @torch.no_grad()
 def main(args) -> None:
-    device = fsdp_utils.init_distributed().device
+    device = distributed.init_distributed().device
     if args.size == "full":
         model = random_model(args.model).load("", device)
     else:

@@ -17,7 +17,7 @@ import torch
 from absl import app
 from ml_collections import config_flags
 
-from flow_grpo import fsdp_utils, rng
+from flow_grpo import rng
 from flow_grpo.batching import BatchPlan
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
@@ -65,7 +65,7 @@ def update(run, x_0, embeds, generator):
     loss = flow_matching_loss(run.pipeline, x_0, embeds.text, embeds.mask, generator)
     run.num_forwards += len(x_0)
     run.meter.add(loss=loss)
-    fsdp_utils.backward(loss * run.loss_scale.item(), run.pipeline.transformer)
+    (loss * run.loss_scale.item()).backward()
 
 
 def main(config):

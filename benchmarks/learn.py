@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import learn_record
+import torch
 
 from flow_grpo import checkpoints
 from flow_grpo.pictures import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1, 2, 3)
-NUM_POINTS = 20  # evaluations of a run, about
-NUM_EPOCHS = 10_000  # more than any run has time for
+NUM_POINTS = 10  # evaluations of a run, about
+NUM_EPOCHS = 5_000  # more than any run has time for
 PAIRS, BASE = "pairs", "base"  # folders of the preparation of pairs and of the baselines
 
 
@@ -40,39 +41,47 @@ class Trained(NamedTuple):
     config: str
     settings: dict[str, float | int | bool | str]  # by dotted name
     epoch_s: float  # roughly, without evaluation: how often to evaluate follows from it
+    gpu_epoch_s: float  # the same where ten runs share a GPU
     gpu_batch_size: int  # sample.batch_size of --gpu
 
 
 GRPO, PR, NFT, DPO = (f"scripts/train_qwenimage{kind}.py" for kind in ("", "_pr", "_nft", "_dpo"))
 AVERAGE = {"train.ema_decay": 0.95, "train.ema_interval": 1}
 GROUPS = {"sample.num_prompts_per_epoch": 36, "sample.num_images_per_prompt": 8, "sample.batch_size": 36}
-STEPS = {"train.learning_rate": 3e-4, "train.updates_per_epoch": 4}
+STEPS = {"lora.rank": 0, "train.learning_rate": 1e-4, "train.updates_per_epoch": 4}
 WINDOW = GROUPS | STEPS | AVERAGE
 ALL_STEPS = WINDOW | {"sample.sde_window_size": 0}
-LORA_NFT = {"lora.rank": 32, "train.learning_rate": 1e-3, "train.beta": 1.0, "train.updates_per_epoch": 1}
+OWN = {"train.flow_matching_weight": 0.1, "train.beta": 0.25, "train.learning_rate": 5e-4}
+RISING = OWN | {"train.flow_matching_warmup": 100}
+LORA_OWN = RISING | {"lora.rank": 32, "train.learning_rate": 2e-3}
 GUIDED = {"train.beta": 0.1, "train.reference_guidance_scale": 3.0}
 RENDERS = AVERAGE | {"lora.rank": 0, "train.learning_rate": 3e-4, "train.updates_per_epoch": 4, "sample.batch_size": 64}
 SHAPES = "config/grpo.py:shapes_qwenimage"
+NFT_SHAPES, DPO_SHAPES = "config/nft.py:shapes_qwenimage_nft", "config/dpo.py:shapes_qwenimage_dpo"
 RUNS = (
-    Trained("grpo", "Flow-GRPO, noise in all steps", GRPO, SHAPES, ALL_STEPS, 10, 288),
-    Trained("window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, WINDOW | {"sample.sde_window_size": 2}, 5, 72),
-    Trained("mixgrpo", "MixGRPO, window of 4 steps", GRPO, f"{SHAPES},mixgrpo", WINDOW, 7, 288),
-    Trained("fast", "Flow-GRPO-Fast, window of 2 steps", GRPO, f"{SHAPES},fast", WINDOW, 5, 72),
-    Trained("guard", "GRPO-Guard, noise in all steps", GRPO, f"{SHAPES},guard", ALL_STEPS, 10, 288),
-    Trained("guided", "Flow-GRPO held to the guided base", GRPO, SHAPES, ALL_STEPS | GUIDED, 15, 288),
-    Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 72),
-    Trained("nft", "DiffusionNFT, all weights", NFT, "config/nft.py:shapes_qwenimage_nft", {}, 6, 288),
-    Trained("nft_lora", "DiffusionNFT, LoRA", NFT, "config/nft.py:shapes_qwenimage_nft", LORA_NFT, 6, 288),
-    Trained("dpo_online", "DPO, online", DPO, "config/dpo.py:shapes_qwenimage_dpo,online", {}, 8, 128),
-    Trained("dpo", "DPO, offline", DPO, "config/dpo.py:shapes_qwenimage_dpo", {}, 4, 128),
-    Trained("renders", "supervised, on renders", "benchmarks/finetune_on_renders.py", SHAPES, RENDERS, 3, 256),
+    Trained("grpo", "Flow-GRPO, noise in all steps", GRPO, SHAPES, ALL_STEPS, 10, 1.2, 288),
+    Trained(
+        "window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, WINDOW | {"sample.sde_window_size": 2}, 5, 0.9, 288
+    ),
+    Trained("mixgrpo", "MixGRPO, window of 4 steps", GRPO, f"{SHAPES},mixgrpo", WINDOW, 7, 1.0, 288),
+    Trained("fast", "Flow-GRPO-Fast, window of 2 steps", GRPO, f"{SHAPES},fast", WINDOW, 5, 0.9, 288),
+    Trained("guard", "GRPO-Guard, noise in all steps", GRPO, f"{SHAPES},guard", ALL_STEPS, 10, 1.2, 288),
+    Trained("guided", "Flow-GRPO held to the guided base", GRPO, SHAPES, ALL_STEPS | GUIDED, 15, 1.5, 288),
+    Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 5, 72),
+    Trained("nft", "DiffusionNFT, all weights", NFT, NFT_SHAPES, {}, 6, 1.2, 288),
+    Trained("nft_own", "the same + flow matching", NFT, NFT_SHAPES, OWN, 6, 1.2, 288),
+    Trained("nft_rising", "the same, its weight rising", NFT, NFT_SHAPES, RISING, 6, 1.2, 288),
+    Trained("nft_lora", "the same, LoRA", NFT, NFT_SHAPES, LORA_OWN, 6, 1.2, 288),
+    Trained("dpo_online", "DPO, online", DPO, f"{DPO_SHAPES},online", {}, 8, 1.5, 128),
+    Trained("dpo", "DPO, offline", DPO, DPO_SHAPES, {}, 4, 0.7, 128),
+    Trained("renders", "supervised, on renders", "benchmarks/finetune_on_renders.py", SHAPES, RENDERS, 3, 0.7, 256),
 )
 GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
 
 
 def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool | str]:
     """Every setting of one run of the study."""
-    every = max(1, round(args.seconds / NUM_POINTS / run.epoch_s))
+    every = max(1, round(args.seconds / NUM_POINTS / (run.gpu_epoch_s if args.gpu else run.epoch_s)))
     settings = dict(run.settings) | evaluation_of(args)
     settings |= {"eval_freq": every, "eval.test_freq": every, "save_freq": every, "keep_checkpoints": 1}
     settings |= {"eval.best_by": learn_record.FIGURE, "num_epochs": NUM_EPOCHS, "seed": seed, "resume_from": "latest"}
@@ -116,21 +125,24 @@ def base_command(args) -> list[str]:
     return [sys.executable, *map(str, words), "--set", *settings, *args.set]
 
 
-def execute(command: list[str], log: Path, num_threads: int) -> int:
-    """Run a command, its words appended to a file; its exit status."""
-    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": str(ROOT)}
+def execute(command: list[str], log: Path, num_threads: int, number: int) -> int:
+    """Run a command, its words appended to a file; its exit status. Several GPUs are dealt by its number."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": paths}
+    if count := torch.cuda.device_count():
+        env["CUDA_VISIBLE_DEVICES"] = str(number % count)
     with log.open("a") as file:
         return subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 
 
-def job(name: str, command: list[str], args) -> bool:
+def job(number: int, name: str, command: list[str], args) -> bool:
     """Run what is not finished, and say how it ended; whether it is finished now."""
     folder, log = args.out / name, args.out / f"{name}.log"
     if learn_record.is_finished(read_metrics(folder)):
         print(f"{name}: finished before", flush=True)
         return True
     start, threads = time.monotonic(), max(1, (os.cpu_count() or 1) // args.parallel)
-    status = execute(command, log, threads)
+    status = execute(command, log, threads, number)
     finished = learn_record.is_finished(read_metrics(folder))
     how = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
     print(f"{name}: {how}, {time.monotonic() - start:.0f} s", flush=True)
@@ -146,7 +158,7 @@ def prepare_pairs(args) -> bool:
     if read_metrics(folder):
         return True
     start = time.monotonic()
-    status = execute(command + flags_of(settings, args.set), args.out / f"{PAIRS}.log", os.cpu_count() or 1)
+    status = execute(command + flags_of(settings, args.set), args.out / f"{PAIRS}.log", os.cpu_count() or 1, 0)
     if status == 0:
         learn_record.write_pairs_line(folder, path / "report.json", time.monotonic() - start)
     print(f"{PAIRS}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
@@ -167,7 +179,8 @@ def train(args) -> int:
         if ready or run.name != "dpo"
     ]
     with ThreadPoolExecutor(args.parallel) as pool:
-        return sum(not finished for finished in pool.map(lambda job_: job(job_[0], job_[1](), args), jobs))
+        finished = pool.map(lambda number: job(number, jobs[number][0], jobs[number][1](), args), range(len(jobs)))
+        return list(finished).count(False)
 
 
 def draw(args) -> None:

@@ -178,6 +178,8 @@ def train():
     train.reference_interval = 0  # updates until the policy becomes its own reference, again and again; 0 = never
     train.reference_guidance_scale = 0.0  # of the first reference: above sample's, the policy learns it; 0 = sample's
     train.shared_noise = False  # train_*_nft.py: the images of a group are noised alike, to the same levels
+    train.flow_matching_weight = 0.0  # train_*_nft.py: of flow matching on the run's own images, good and bad alike
+    train.flow_matching_warmup = 0  # train_*_nft.py: updates over which that weight rises from 0
     train.nft_beta = 1.0  # train_*_nft.py: share of the trained policy in the mixture that is compared with x_0
     train.old_decay_schedule = 1  # train_*_nft.py: how the sampling policy follows; losses.old_policy_decay's 0 | 1 | 2
     train.dpo_beta = 1000.0  # train_*_dpo.py: how sharply a pair's difference of velocity errors decides

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flow_grpo import checkpoints, fsdp_utils
+from flow_grpo import checkpoints, distributed
 
 NAME, FILE = "best", "evaluation.json"
 STATE = "checkpoint"  # folder of the training state, where config.eval.keep_state asks for it
@@ -64,12 +64,12 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
         OSError: it could not be written, e.g. the disk is full. The old one is intact.
     """
     tmp = run_folder / f".tmp-{NAME}"
-    fsdp_utils.on_main(_start, run_folder, tmp)
+    distributed.on_main(_start, run_folder, tmp)
     try:
         fill(tmp)
-        fsdp_utils.on_main(_publish, run_folder, tmp, evaluation)
+        distributed.on_main(_publish, run_folder, tmp, evaluation)
     except Exception:
-        fsdp_utils.on_main(shutil.rmtree, tmp, True)
+        distributed.on_main(shutil.rmtree, tmp, True)
         raise
 
 
@@ -82,12 +82,12 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Eva
     Returns:
         The best evaluation; and what to tell the user, if anything.
     """
-    fsdp_utils.on_main(_restore, run_folder, checkpoint)
-    best = fsdp_utils.broadcast_object(read(run_folder) if fsdp_utils.is_main() else None)
+    distributed.on_main(_restore, run_folder, checkpoint)
+    best = distributed.broadcast_object(read(run_folder) if distributed.is_main() else None)
     if best is None or best.comparable(wanted):
         return best, ""
     aside = run_folder / f"{NAME}_epoch_{best.epoch:06d}"
-    fsdp_utils.on_main(_set_aside, run_folder, aside)
+    distributed.on_main(_set_aside, run_folder, aside)
     return None, f"other settings of config.eval than before: the best policy so far is now in {aside}"
 
 

@@ -20,7 +20,7 @@ from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from flow_grpo import fsdp_utils, stored_weights
+from flow_grpo import distributed, fsdp_utils, stored_weights
 from flow_grpo.ema import Ema
 
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
@@ -36,7 +36,7 @@ def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Em
 
     Add what else the script trains under names of your own. Learning rates are not among them: they are the config's.
     """
-    learned = fsdp_utils.learned_parameters(transformer)
+    learned = fsdp_utils.trainable_parameters(transformer)
     names = {p: name for name, p in learned.items()}
     state = {f"model/{name}": p.detach() for name, p in learned.items()}
     for group in optimizer.param_groups:
@@ -84,17 +84,17 @@ def save(
         raise ValueError(f"keep = {keep} would remove the checkpoint just written; keep at least 1")
     folder = Path(folder)
     tmp = folder / f".tmp-epoch_{epoch:06d}"
-    fsdp_utils.on_main(_start, folder, tmp)
+    distributed.on_main(_start, folder, tmp)
     try:
         _write(state, tmp)
         if extra_files is not None:
             extra_files(tmp)
         progress = {"epoch": epoch, "step": step, "torch": torch.__version__}
-        fsdp_utils.on_main(_publish, tmp, progress, config)
+        distributed.on_main(_publish, tmp, progress, config)
     except Exception:
-        fsdp_utils.on_main(shutil.rmtree, tmp, True)
+        distributed.on_main(shutil.rmtree, tmp, True)
         raise
-    fsdp_utils.on_main(_prune, folder, epoch, keep)
+    distributed.on_main(_prune, folder, epoch, keep)
     return folder / f"epoch_{epoch:06d}"
 
 
@@ -158,7 +158,7 @@ def find(folder: Path | str, which: str = "latest") -> Path | None:
 def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
     """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads."""
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
-    fsdp_utils.on_main(_save_lora, pipeline, folder, adapter, weights)
+    distributed.on_main(_save_lora, pipeline, folder, adapter, weights)
 
 
 def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[str, Tensor]) -> None:
@@ -174,7 +174,7 @@ def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[st
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
     """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`."""
     weights = fsdp_utils.full_state_dict(transformer, trainable_only=False)
-    fsdp_utils.on_main(_save_transformer, transformer, Path(folder), weights)
+    distributed.on_main(_save_transformer, transformer, Path(folder), weights)
 
 
 def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:

@@ -56,12 +56,6 @@ class Ema:
         assert not self.is_applied
         return self.shadows
 
-    @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange weights and shadows, tensor by tensor, so that no second copy of the model is needed."""
         self.is_applied = not self.is_applied
-        offload.wait_for_offloaded(self.parameters.values())
-        for name, p in self.parameters.items():
-            weight = p.clone()
-            p.copy_(self.shadows[name])
-            self.shadows[name].copy_(weight)
+        offload.exchange(self.parameters, self.shadows)

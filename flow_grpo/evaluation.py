@@ -11,10 +11,10 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import estimates, fsdp_utils, rng
+from flow_grpo import distributed, estimates, rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sample_with_logprob import sample
+from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import evaluation_size
 from flow_grpo.prompts import Split
@@ -65,7 +65,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[
         parts += [(start, pending, dict(zip(here.tolist(), panel)))] if counts else []
     parts = [(start, pending.result(), panel) for start, pending, panel in parts]
     sampler.pool.clock.pop()  # time that no rollout hid
-    parts = sorted(fsdp_utils.gather_objects(parts), key=lambda part: part[0])
+    parts = sorted(distributed.gather_objects(parts), key=lambda part: part[0])
     values = {name: torch.cat([part[1][name] for part in parts]).view(len(seeds), -1) for name in parts[0][1]}
     return Scores(values, {number: image for part in parts for number, image in part[2].items()})
 
@@ -108,16 +108,14 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
     """Images of (seed, number of the prompt) rows, and their scores to be."""
     config, asked = sampler.config, [split.prompts[number] for _, number in rows]
     texts = [prompt.text for prompt in asked]
-    sampled = sample(
+    start = Start(
         sampler.model,
         sampler.embed(texts),
         [noise(split.name, seed, number) for seed, number in rows],
         SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
         evaluation_size(config),
-        noisy=range(0),
-        velocity=sampler.velocity,
-        vae_batch_size=config.vae_batch_size,
     )
+    sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
     metadata = [prompt.metadata for prompt in asked]
     return sampled.images, sampler.pool.submit(sampled.images, texts, metadata, everything=True)
 
@@ -155,7 +153,7 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
         logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
     run.board.log("eval", logged, **where)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
-    run.board.log_images("eval", torch.stack(list(scores.images.values())), texts, rewards, **where)
+    run.board.log_images(torch.stack(list(scores.images.values())), texts, rewards, **where)
     return figures
 
 

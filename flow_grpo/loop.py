@@ -1,8 +1,6 @@
 """What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
-from torch import Tensor
-
-from flow_grpo import fsdp_utils, measuring, watching
+from flow_grpo import distributed, measuring, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -19,9 +17,9 @@ def log_epoch(run: Run, epoch: int) -> None:
     `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
     run.epoch = epoch + 1
-    run.epoch_figures |= run.gaps.pop(_over_ranks)
-    run.epoch_figures["forwards"] = sum(fsdp_utils.gather_objects([run.num_forwards]))
-    run.epoch_figures["memory/peak_gib"] = fsdp_utils.peak_memory_gib(run.device)
+    run.epoch_figures |= run.gaps.pop(distributed.over_ranks)
+    run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
+    run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
     run.epoch_figures, run.num_forwards, run.on_policy = {}, 0, True
@@ -31,12 +29,7 @@ def log_epoch(run: Run, epoch: int) -> None:
 def _out_of_time(run: Run) -> bool:
     """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
     limit = run.config.max_hours
-    return bool(limit) and fsdp_utils.broadcast_object(run.hours >= limit)
-
-
-def _over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """StepGaps.pop's reduction."""
-    return fsdp_utils.gather(sums[None]).sum(0), fsdp_utils.gather(maxima[None]).amax(0)
+    return bool(limit) and distributed.broadcast_object(run.hours >= limit)
 
 
 def finish(run: Run) -> None:
@@ -51,4 +44,4 @@ def finish(run: Run) -> None:
     if run.pool:
         run.pool.close()
     run.board.finish()
-    fsdp_utils.close()
+    distributed.close()

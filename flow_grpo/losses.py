@@ -95,6 +95,20 @@ def nft_loss(
     return (reward_prob * good + (1 - reward_prob) * bad) / beta
 
 
+def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
+    """Flow matching on the policy's own images, good and bad alike, [B], with nft_loss's self-normalised distance.
+
+    NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
+    the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
+    epoch. This loss adds a constant to all advantages: it stops that, and leaves the difference of good and bad.
+
+    Args:
+        velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
+        sigma: [B].
+    """
+    return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
+
+
 def _normalised_distance(found: Tensor, x_0: Tensor) -> Tensor:
     error = (found - x_0).flatten(1)
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)

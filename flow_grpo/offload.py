@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.fsdp_utils import DTensor
+from flow_grpo import fsdp_utils
 
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
@@ -15,11 +15,21 @@ def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
         torch.cuda.synchronize()
 
 
+@torch.no_grad()
+def exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
+    """Exchange weights with others of the same names and layout, tensor by tensor: no second copy of the model."""
+    wait_for_offloaded(weights.values())
+    for name, weight in weights.items():
+        present = weight.clone()
+        weight.copy_(others[name])
+        others[name].copy_(present)
+
+
 def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
     for p, state in optimizer.state.items():
         for key in _moments(p, state):
-            moment = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
+            moment = fsdp_utils.local_part(state[key])
             state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
                 moment, non_blocking=True
             )
@@ -31,14 +41,11 @@ def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `offload_optimizer_state`, if it was called."""
     for p, state in optimizer.state.items():
         for key in _moments(p, state):
-            moment = state[key].to(p.device, non_blocking=True)
-            if isinstance(p, DTensor) and not isinstance(moment, DTensor):
-                how = dict(run_check=False, shape=p.shape, stride=p.stride())
-                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
-            state[key] = moment
+            moment = fsdp_utils.local_part(state[key]).to(p.device, non_blocking=True)
+            state[key] = fsdp_utils.from_local_part(moment, p)
 
 
 def _moments(p: nn.Parameter, state: dict[str, Any]) -> list[str]:
     """Keys of the parameter-shaped state; the step count stays where the optimizer wants it."""
-    shapes = (p.shape, p.to_local().shape if isinstance(p, DTensor) else p.shape)
+    shapes = p.shape, fsdp_utils.local_part(p).shape
     return [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim and value.shape in shapes]

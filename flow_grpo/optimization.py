@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, losses, offload, parity, prompts
+from flow_grpo import distributed, fsdp_utils, losses, offload, parity, prompts
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.rollout import Minibatch, Rollout
 
@@ -60,13 +60,13 @@ def recompute_log_probs(run: "Run", rollout: Rollout) -> None:
             if rollout.means is not None:
                 rollout.means.flatten(0, 1)[there] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
     gap = rollout.log_probs - noted
-    gaps = fsdp_utils.gather(gap.abs().flatten())
+    gaps = distributed.gather(gap.abs().flatten())
     run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gaps.mean().item()}
     run.epoch_figures |= {"parity/recomputed_abs_diff_max": gaps.max().item()}
     if cap := run.config.train.importance_cap:
         weights = gap.exp().clamp(max=cap)
         rollout.kept *= weights
-        run.epoch_figures["parity/importance_weight_mean"] = fsdp_utils.gather(weights.flatten()).mean().item()
+        run.epoch_figures["parity/importance_weight_mean"] = distributed.gather(weights.flatten()).mean().item()
 
 
 def score_rows(run: "Run", rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
@@ -106,7 +106,7 @@ def accumulate(run: "Run", loss: Tensor, rows, step: SDEStep | None = None) -> N
     loss = loss * rows.kept
     run.losses.append((loss.detach(), rows))
     share = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
-    fsdp_utils.backward(share, run.pipeline.transformer)
+    share.backward()
     run.meter.add(loss=loss)
     if step is not None:
         compared = step.log_prob, rows.log_probs, run.config.train.clip_range
@@ -156,7 +156,7 @@ def optimizer_step(run: "Run") -> None:
         run.reference.follow(run.step)
     run.losses.clear()
     figures = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
-    run.board.log("update", run.meter.pop(_over_ranks) | figures, epoch=run.epoch, step=run.step)
+    run.board.log("update", run.meter.pop(distributed.over_ranks) | figures, epoch=run.epoch, step=run.step)
 
 
 def learning_rate(run: "Run") -> float:
@@ -192,9 +192,3 @@ def _name_the_row(run: "Run") -> None:
                 f"the loss is {loss[bad[0]].item()} for image {image} ({text!r}), trained step {step}, in update "
                 f"{run.step + 1}; no weight has moved, and the last checkpoint in {run.folder} is intact"
             )
-
-
-def _over_ranks(sums: Tensor, counts: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Meter.pop's reduction: sums and counts add up over the ranks, maxima compete."""
-    sums, counts, maxima = (fsdp_utils.gather(part[None]) for part in (sums, counts, maxima))
-    return sums.sum(0), counts.sum(0), maxima.amax(0)

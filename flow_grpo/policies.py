@@ -174,11 +174,11 @@ class Reference:
             with adapters_off(self.transformer):
                 yield
             return
-        _exchange(self.weights, self.copies)
+        offload.exchange(self.weights, self.copies)
         try:
             yield
         finally:
-            _exchange(self.weights, self.copies)
+            offload.exchange(self.weights, self.copies)
 
     def guidance_at(self, step: int, of_policy: float) -> float:
         """The guidance scale of the reference's forwards after `step` optimizer steps."""
@@ -195,12 +195,3 @@ class Reference:
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
         return self.copies if self.interval else {}
-
-
-@torch.no_grad()
-def _exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
-    offload.wait_for_offloaded(weights.values())
-    for name, weight in weights.items():
-        present = weight.clone()
-        weight.copy_(others[name])
-        others[name].copy_(present)

@@ -14,12 +14,13 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import batching, best, compiled, fsdp_utils, health, policies, prompts
-from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.ema import Ema
+from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.rollout import Minibatch
 from flow_grpo.scoring.pool import Pool

@@ -10,11 +10,11 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, health, policies, prompts, rng
+from flow_grpo import distributed, fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, Velocity, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, post_decode, prepare_encode, sample
+from flow_grpo.diffusers_patch.sample_with_logprob import Branching, Sampled, Start, post_decode, prepare_encode, sample
 from flow_grpo.rollout import Rollout, from_trace
 from flow_grpo.scoring.pool import Pending
 
@@ -82,13 +82,13 @@ def _together(run: "Run") -> tuple[Callable, Callable]:
     last = []
 
     def velocity(x, t, condition, guidance_scale, size):
-        fsdp_utils.any_rank(True)
+        distributed.any_rank(True)
         last[:] = x, t, condition, guidance_scale, size
         return run.velocity(x, t, condition, guidance_scale, size)
 
     @torch.no_grad()
     def wait():
-        while fsdp_utils.any_rank(False):
+        while distributed.any_rank(False):
             run.velocity(*last)
 
     return velocity, wait
@@ -102,8 +102,9 @@ def _modes(run: "Run") -> tuple[Callable, Callable]:
     return run.exact, policies.merged(run.model.transformer, settings.merged_precision)
 
 
-def _noise(run: "Run", epoch: int, batch: prompts.Batch) -> list[torch.Generator]:
-    return [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
+def _start(run: "Run", epoch: int, batch: prompts.Batch) -> Start:
+    generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
+    return Start(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size)
 
 
 def _in_batches(
@@ -113,25 +114,19 @@ def _in_batches(
     exact, fast = _modes(run)
     for batch in batches(run, epoch):
         drawn = walk_of(batch)
-        yield (
-            batch,
-            sample(
-                run.model,
-                run.embed(batch.prompts),
-                _noise(run, epoch, batch),
-                run.sampling_params,
-                run.size,
-                noisy=drawn.noisy,
-                num_branches=drawn.num_branches,
-                velocity=velocity,
-                latents=drawn.latents,
-                groups=drawn.groups,
-                completion_batch_size=run.config.sample.completion_batch_size if drawn.num_branches else None,
-                vae_batch_size=run.config.vae_batch_size,
-                exact=exact,
-                fast=fast,
-            ),
+        branching = Branching(drawn.num_branches, run.config.sample.completion_batch_size)
+        images = sample(
+            _start(run, epoch, batch),
+            noisy=drawn.noisy,
+            branching=branching if drawn.num_branches else None,
+            velocity=velocity,
+            latents=drawn.latents,
+            groups=drawn.groups,
+            vae_batch_size=run.config.vae_batch_size,
+            exact=exact,
+            fast=fast,
         )
+        yield batch, images
 
 
 def _in_slots(
@@ -155,11 +150,7 @@ def _requests(
     run: "Run", epoch: int, batch: prompts.Batch, drawn: Walk, short: list[Condition] | None
 ) -> list[Request]:
     return prepare_encode(
-        run.model,
-        run.embed(batch.prompts),
-        _noise(run, epoch, batch),
-        run.sampling_params,
-        run.size,
+        _start(run, epoch, batch),
         noisy=drawn.noisy,
         names=[(batch, row) for row in range(len(batch.images))],
         num_branches=drawn.num_branches,
@@ -225,8 +216,8 @@ def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[s
     run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
     order = torch.tensor([image for some in scored for image in some.images]).argsort()
     everyone = {name: torch.cat([some[name] for some in scores])[order] for name in scores[0]}
-    everyone = {name: fsdp_utils.gather(values).flatten() for name, values in everyone.items()}
-    groups = fsdp_utils.gather(torch.cat([some.groups for some in scored])[order]).flatten()
+    everyone = {name: distributed.gather(values).flatten() for name, values in everyone.items()}
+    groups = distributed.gather(torch.cat([some.groups for some in scored])[order]).flatten()
     for name, share in run.pool.masked_shares(everyone).items():
         run.epoch_figures[f"reward/{name}_masked_share"] = share
     for name, values in everyone.items():
@@ -252,4 +243,4 @@ def advantages(run: "Run", everyone: dict[str, Tensor], groups: Tensor) -> tuple
     if config.train.filter_groups:
         kept[scored] *= kept_rows(everyone, weights, groups)
     kept /= kept.mean().clamp(min=1 / len(kept))
-    return fsdp_utils.mine(values), fsdp_utils.mine(kept)
+    return distributed.local_rows(values), distributed.local_rows(kept)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flow_grpo import best, checkpoints, fsdp_utils, offload, policies
+from flow_grpo import best, checkpoints, distributed, fsdp_utils, offload, policies
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -29,7 +29,7 @@ def save(run: "Run") -> None:
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
             export(run, folder)
-        fsdp_utils.on_main(best.link, run.folder, folder)
+        distributed.on_main(best.link, run.folder, folder)
 
     with run.board.timed("save"):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)

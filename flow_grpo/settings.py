@@ -29,7 +29,10 @@ RATIO = tuple(  # of train_*.py and train_*_pr.py alone
     f"train.{key}"
     for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight", "target_update_size")
 )
-NFT = ("train.nft_beta", "train.old_decay_schedule", "train.shared_noise")  # of train_*_nft.py alone
+NFT = tuple(  # of train_*_nft.py alone
+    f"train.{key}"
+    for key in ("nft_beta", "old_decay_schedule", "shared_noise", "flow_matching_weight", "flow_matching_warmup")
+)
 DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
     *("train.dpo_beta", "eval.num_pairs", "eval.noises_per_pair"),
     *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
@@ -52,7 +55,7 @@ AT_LEAST = {  # smallest value of a number
     "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
     "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
     "train.weight_decay": 0, "train.warmup_updates": 0, "train.target_update_size": 0,
-    "train.reference_guidance_scale": 0,
+    "train.reference_guidance_scale": 0, "train.flow_matching_weight": 0, "train.flow_matching_warmup": 0,
     "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
     "health.max_roll_backs": 0, "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0,
     "health.loss_rise": 0,

@@ -14,6 +14,7 @@ from flow_grpo import (
     best,
     checkpoints,
     compiled,
+    distributed,
     float8,
     fsdp_utils,
     policies,
@@ -22,7 +23,7 @@ from flow_grpo import (
     settings,
     watching,
 )
-from flow_grpo.dashboards import Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading, models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -30,6 +31,7 @@ from flow_grpo.diffusers_patch.size import evaluation_size, training_size
 from flow_grpo.ema import Ema
 from flow_grpo.embeddings import Cache
 from flow_grpo.evaluation import evaluates, part_of
+from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
 from flow_grpo.saving import best_candidate, state
@@ -89,11 +91,11 @@ def start(
     check_settings(config, check, ignored)
     family = models.model_class(config.model)
     texts = _check_files(config, family, stored_prompts)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = fsdp_utils.broadcast_object(_choose_folder(config) if fsdp_utils.is_main() else None)
+    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
     run = _load(config, family, ranks, folder, plan, texts, shadows, reference)
     if checkpoint:
         _resume(run, checkpoint)
@@ -113,7 +115,7 @@ def check_settings(config: ConfigDict, check: Callable[[ConfigDict], None], igno
 def _load(
     config: ConfigDict,
     family: type[FlowModel],
-    ranks: fsdp_utils.Ranks,
+    ranks: distributed.Ranks,
     folder: Path,
     plan: batching.BatchPlan,
     texts: Prompts,
@@ -136,7 +138,7 @@ def _load(
         test_prompts=texts.test,
         pool=pool,
         **_load_learner(config, model, mesh, ranks.device, shadows, reference)._asdict(),
-        board=Dashboard(folder, config, folder.name, fsdp_utils.is_main(), _synchronize(ranks.device)),
+        board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
@@ -260,7 +262,7 @@ def _open_cache(
     ]
     splits = (texts.choosing, texts.test) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
-    return cache, fsdp_utils.broadcast_object(cache.missing([*drawn, *evaluated]))
+    return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
 def _is_guided(config: ConfigDict) -> bool:
@@ -280,9 +282,9 @@ def _embedder(
     if cache is None:
         return lru_cache(maxsize=1024)(encode)
     if missing:
-        cache.fill(fsdp_utils.deal(missing), encode)
+        cache.fill(distributed.shard_list(missing), encode)
         loading.drop_text_encoders(model.pipeline)
-    fsdp_utils.barrier()
+    distributed.barrier()
     return lru_cache(maxsize=1024)(cache.read)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flow_grpo import fsdp_utils, health, optimization, saving
+from flow_grpo import distributed, health, optimization, saving
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -16,10 +16,10 @@ STEERING_LIMIT = 1.5  # by which train.target_update_size changes the learning r
 
 def watch(run: "Run", epoch: int) -> None:
     """Add the signs of health to the epoch's figures; where one exceeds its limit, do what health.action says."""
-    signs = fsdp_utils.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
+    signs = distributed.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
     run.signs.clear()
     run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, signs)}
-    verdict = fsdp_utils.broadcast_object(_judge(run, epoch) if fsdp_utils.is_main() else None)
+    verdict = distributed.broadcast_object(_judge(run, epoch) if distributed.is_main() else None)
     action = run.config.health.action
     done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
     if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
@@ -27,7 +27,7 @@ def watch(run: "Run", epoch: int) -> None:
         run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
     run.alarms = verdict.alarms
     if run.config.train.target_update_size:
-        run.learning_rate_factor *= fsdp_utils.broadcast_object(_steering(run) if fsdp_utils.is_main() else None)
+        run.learning_rate_factor *= distributed.broadcast_object(_steering(run) if distributed.is_main() else None)
         run.learning_rate_factor = min(run.learning_rate_factor, 1.0)
     run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
@@ -41,7 +41,7 @@ def resume(run: "Run") -> None:
     epochs = [line for line in lines if line["kind"] == "epoch"]
     factor = epochs[-1]["health/learning_rate_factor"] if epochs else 1.0
     num_roll_backs = sum("health/rolled_back_to" in line for line in epochs)
-    run.learning_rate_factor, run.num_roll_backs = fsdp_utils.broadcast_object((factor, num_roll_backs))
+    run.learning_rate_factor, run.num_roll_backs = distributed.broadcast_object((factor, num_roll_backs))
 
 
 def _judge(run: "Run", epoch: int) -> health.Verdict:

@@ -22,11 +22,12 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, estimates, evaluation, fsdp_utils, policies, prompts, rewards
+from flow_grpo import candidates, distributed, estimates, evaluation, policies, prompts, rewards
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, evaluation_size
 from flow_grpo.pictures import contact_sheet, fit
+from flow_grpo.pixels import to_uint8
 from flow_grpo.scoring.pool import Pool, check_rewards
 
 
@@ -107,7 +108,7 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], **how))
 
     velocity = partial(policies.predict, model, config.precision)
-    silent = not fsdp_utils.is_main()
+    silent = not distributed.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
     parts = dict(model=model, velocity=velocity, pool=pool, bar=bar)
     parts |= dict(
@@ -173,7 +174,7 @@ def shown(estimate):
 def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
-    pixels = [scores.images[i].clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy() for i in numbers]
+    pixels = [to_uint8(scores.images[i]) for i in numbers]
     captions, figures = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
     contact_sheet([fit(Image.fromarray(p)) for p in pixels], captions, figures).save(folder / f"{number}_{name}.png")
@@ -205,10 +206,10 @@ def main(args):
     found, common = configured(args)
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
     families = check(args, found, common, split)
-    ranks = fsdp_utils.init_distributed()
+    ranks = distributed.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
-    folder = new_folder(args.out) if fsdp_utils.is_main() else None
+    folder = new_folder(args.out) if distributed.is_main() else None
     for candidate, family in zip(found, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = candidates.load(candidate, family, ranks.device, before)
@@ -226,7 +227,7 @@ def main(args):
         (folder / "table.md").write_text(table)
         print(f"{table}\n{folder} holds every score, this table and the images.")
     pool.close()
-    fsdp_utils.close()
+    distributed.close()
 
 
 def parser():

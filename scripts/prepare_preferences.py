@@ -24,9 +24,9 @@ from absl import app
 from ml_collections import config_flags
 from tqdm import tqdm
 
-from flow_grpo import fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
+from flow_grpo import distributed, fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
 from flow_grpo.diffusers_patch import models
-from flow_grpo.diffusers_patch.sample_with_logprob import sample
+from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
@@ -89,8 +89,8 @@ def from_rollouts(config, family, device) -> Callable:
         numbers, texts = range(first * group, first * group + len(rows)), [row.text for row in rows]
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
         embeds = model.encode(texts, width=config.text_tokens, guided=params.guidance_scale > 1)
-        how = dict(noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size)
-        sampled = sample(model, embeds, noise, params, training_size(config), **how)
+        start = Start(model, embeds, noise, params, training_size(config))
+        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size)
         scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
         margin = config.preferences.min_margin
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)
@@ -231,8 +231,8 @@ def finish(config, folder: Path) -> None:
 
 def main(config):
     light, rows = check(config)
-    ranks, folder = fsdp_utils.init_distributed(), Path(config.preferences.path)
-    if not fsdp_utils.broadcast_object(claim(config, folder) if fsdp_utils.is_main() else None):
+    ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
+    if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
     source, part_size = config.preferences.source, config.preferences.part_size
@@ -252,9 +252,9 @@ def main(config):
             dropped = [dict(row=row, why=why) for row, why in zip(parts[number], reasons) if why]
             state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
             state.with_suffix(".tmp").replace(state)
-    fsdp_utils.barrier()
-    fsdp_utils.on_main(finish, config, folder)
-    fsdp_utils.close()
+    distributed.barrier()
+    distributed.on_main(finish, config, folder)
+    distributed.close()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from absl import app
 from ml_collections import ConfigDict, config_flags
 from torch import Tensor
 
-from flow_grpo import fsdp_utils, losses, preferences, rng, sampling
+from flow_grpo import distributed, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch.models import model_class
 from flow_grpo.diffusers_patch.size import training_size
@@ -96,7 +96,7 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
         torch.stack(latents),
         run.embed(texts),
         numbers,
-        fsdp_utils.mine(rewards["avg"]),
+        distributed.local_rows(rewards["avg"]),
         group=run.plan.group_size,
         margin=run.config.preferences.min_margin,
     )
@@ -163,7 +163,7 @@ def validate(run: Run, source: Source, epoch: int) -> None:
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
                 values = figures(run, errors_of(run, pairs, source.levels, streams))
                 measured += [{name: value.cpu() for name, value in values.items()}] if counts else []
-    measured = fsdp_utils.gather_objects(measured)
+    measured = distributed.gather_objects(measured)
     means = {f"validation/{key}": torch.cat([part[key] for part in measured]).mean().item() for key in measured[0]}
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
@@ -175,7 +175,7 @@ def main(config: ConfigDict) -> None:
         if is_due(config.eval_freq, epoch):
             validate(run, source, epoch)
         pairs = read(run, source.train, epoch) if source.train else rollout(run, epoch)
-        pairs.kept /= fsdp_utils.gather(pairs.kept).mean().clamp(min=1e-6)
+        pairs.kept /= distributed.gather(pairs.kept).mean().clamp(min=1e-6)
         for inner in range(config.train.inner_epochs):
             updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
             optimise(run, updates, partial(update, levels=source.levels, epoch=epoch, inner=inner))

@@ -56,6 +56,12 @@ def noise_of(run: Run, image: int) -> int:
     return image - image % run.plan.group_size if run.config.train.shared_noise else image
 
 
+def own_share(run: Run) -> float:
+    """The weight of flow matching on the run's own images in the next update (train.flow_matching_weight)."""
+    train = run.config.train
+    return train.flow_matching_weight * min((run.step + 1) / (train.flow_matching_warmup + 1), 1.0)
+
+
 def velocities(run: Run, rows: CleanMinibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of the old policy, of the reference (None where train.beta is 0) and, with gradients, of the trained one."""
     with torch.no_grad():
@@ -77,6 +83,8 @@ def update(run: Run, rows: CleanMinibatch, epoch: int, inner: int) -> None:
     old, reference, velocity = velocities(run, rows, x_t)
     good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
     loss = 5 * losses.nft_loss(velocity, old, x_t, rows.latents, sigma, good, train.nft_beta)
+    if share := own_share(run):
+        loss = loss + 5 * share * losses.own_flow_matching_loss(velocity, x_t, rows.latents, sigma)
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), advantage_abs_mean=rows.advantages.abs())
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)

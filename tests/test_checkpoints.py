@@ -18,7 +18,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, fsdp_utils, offload
+from flow_grpo import checkpoints, distributed, fsdp_utils, offload
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -108,14 +108,14 @@ def full_disk_on_rank_1(folder, rank):
 
 
 def main(folder):
-    rank = fsdp_utils.init_distributed().rank
+    rank = distributed.init_distributed().rank
     seen = {lora: two_ranks(folder, lora) for lora in (True, False)}
     seen["full disk"] = full_disk_on_rank_1(folder, rank)
     seen["offloaded"] = saved_while_offloaded(folder)
     torch.save(seen, folder / f"rank{rank}.pt")
-    fsdp_utils.barrier()
+    distributed.barrier()
     (folder / "done").touch()
-    fsdp_utils.close()
+    distributed.close()
 
 
 def saves_until(folder, first, last):

@@ -12,7 +12,9 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from flow_grpo import dashboards
-from flow_grpo.dashboards import METRICS, Dashboard, Meter
+from flow_grpo.dashboards import Dashboard
+from flow_grpo.distributed import over_ranks
+from flow_grpo.metrics import METRICS, Meter, metrics_table
 
 CONFIG = {"project": "shapes", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
 
@@ -47,20 +49,20 @@ def test_meter_means_are_over_rows_however_batches_were_cut():
         meter.add(loss=batch.requires_grad_())
         meter.add_max(peak=batch)
     meter.add(learning_rate=0.5)
-    popped = meter.pop()
+    popped = meter.pop(over_ranks)
     assert popped == pytest.approx({"loss": values.mean().item(), "peak": values.max().item(), "learning_rate": 0.5})
-    assert meter.pop() == {}
+    assert meter.pop(over_ranks) == {}
 
 
 def test_meter_resolves_the_spread_of_a_ratio_near_one():
     ratio, meter = 1 + 1e-5 * normal(1000).double(), Meter()
     for batch in ratio.split(300):
         meter.add_spread(ratio=batch)
-    popped = meter.pop()
+    popped = meter.pop(over_ranks)
     assert popped["ratio_std"] == pytest.approx(ratio.std(correction=0).item(), rel=1e-4)
     assert popped["ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-12)
     meter.add_spread(ratio=torch.tensor([1.0, torch.nan]))
-    assert meter.pop()["ratio_std"] != 0
+    assert meter.pop(over_ranks)["ratio_std"] != 0
 
 
 def test_meter_over_two_ranks_equals_one():
@@ -73,8 +75,8 @@ def test_meter_over_two_ranks_equals_one():
     sent = []
     ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
 
-    def reduce(sums, counts, maxima):
-        return sums + sent[0], counts + sent[1], torch.maximum(maxima, sent[2])
+    def reduce(sums, maxima):
+        return sums + sent[0], torch.maximum(maxima, sent[1])
 
     assert ranks[0].pop(reduce) == pytest.approx(
         {
@@ -128,7 +130,7 @@ def test_a_name_that_nobody_explained_is_refused_with_its_neighbour(tmp_path, bo
 
 
 def test_readmes_table_has_a_row_of_four_cells_per_metric():
-    rows = dashboards.metrics_table().splitlines()
+    rows = metrics_table().splitlines()
     assert [row.split("`")[1] for row in rows[2:]] == list(METRICS)
     assert {row.count("|") for row in rows} == {5}
     assert all(metric.meaning and metric.expect for metric in METRICS.values())
@@ -176,8 +178,8 @@ def tiles(page, picture_size, columns, rows):
 
 
 def test_contact_sheet_shows_every_image_enlarged(tmp_path, board):
-    board.log_images("epoch", draw(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
-    page = Image.open(tmp_path / "images" / "epoch_000010.png").convert("RGB")
+    board.log_images(draw(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
+    page = Image.open(tmp_path / "images" / "eval_000010.png").convert("RGB")
     assert page.size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
     assert tiles(page, 128, 4, (14, 14 + 176)) == 6
     pixel = draw(6)[0, :, 3, 5].mul(255).round().int().tolist()
@@ -186,8 +188,8 @@ def test_contact_sheet_shows_every_image_enlarged(tmp_path, board):
 
 
 def test_large_images_are_shrunk_for_the_sheet_and_whole_in_wandb(tmp_path, board):
-    board.log_images("epoch", draw(1, size=512), ["a"], [0.5], epoch=0, step=0)
-    assert Image.open(tmp_path / "images" / "epoch_000000.png").width == 14 + 2 * (256 + 14) - (256 + 14)
+    board.log_images(draw(1, size=512), ["a"], [0.5], epoch=0, step=0)
+    assert Image.open(tmp_path / "images" / "eval_000000.png").width == 14 + 2 * (256 + 14) - (256 + 14)
     (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.jpg")
     assert Image.open(sent).size == (512, 512)
 
@@ -195,8 +197,8 @@ def test_large_images_are_shrunk_for_the_sheet_and_whole_in_wandb(tmp_path, boar
 def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
     prompts = ["a red circle", "two blue squares", "a star left of a triangle"]
     for epoch in (0, 10, 20):
-        board.log_images("eval", draw(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
-    board.log_images("eval", draw(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)  # resumed from epoch 10
+        board.log_images(draw(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
+    board.log_images(draw(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)  # resumed from epoch 10
     page = Image.open(dashboards.plot_samples(tmp_path))
     tops = [14 + 15 + 14 + row * (128 + 4 + 15 + 14) for row in range(3)]
     assert page.size == (14 + 3 * (128 + 14), tops[-1] + 128 + 4 + 15 + 14)
@@ -228,7 +230,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     board.truncate(0)
     with board.timed("rollout"):
         board.log("epoch", {"reward/avg": 1.0}, epoch=0, step=0)
-    board.log_images("eval", draw(1), ["a"], [1.0], epoch=0, step=0)
+    board.log_images(draw(1), ["a"], [1.0], epoch=0, step=0)
     assert list(board.bar([1], "images")) == [1]
     board.finish()
     assert list(tmp_path.iterdir()) == []

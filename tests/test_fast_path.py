@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from flow_grpo import compiled, fsdp_utils, policies, rng, shapes
 from flow_grpo.diffusers_patch import flow_model, loading
 from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import prepare_encode
+from flow_grpo.diffusers_patch.sample_with_logprob import Start, prepare_encode
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 
@@ -98,7 +98,7 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
     def walked(short):
         noise = [rng.generator(0, "noise", n) for n in range(3)]
         branching = dict(noisy=range(1, 4), num_branches=2, names=range(3), short=short)
-        requests = prepare_encode(model, condition, noise, params, SIZE, **branching)
+        requests = prepare_encode(Start(model, condition, noise, params, SIZE), **branching)
         return joined(sorted(walk(velocity, requests, Slots(3, 8)), key=lambda request: request.name))
 
     plain, trace = walked(None)

@@ -11,7 +11,6 @@ from rounding import rounding
 from safetensors.torch import load_file, save_file
 from two_ranks import (
     CPU,
-    LORA,
     MAX_NORM,
     TINY,
     UNITS,
@@ -24,7 +23,7 @@ from two_ranks import (
     velocity,
 )
 
-from flow_grpo import compiled, fsdp_utils, offload, stored_weights
+from flow_grpo import compiled, distributed, fsdp_utils, offload, stored_weights
 from flow_grpo.fsdp_utils import DTensor
 
 STEPS = range(3)
@@ -81,9 +80,9 @@ def compiled_units(weights, mesh):
     return sum("forward" in vars(module) for module in transformer.modules())
 
 
-def gradients_there(weights, mesh):
-    """Of a loss with two forwards, as guidance has them: how many weights have a sharded gradient when the backward of
-    the first begins, and at the end."""
+def gradients_of_two_forwards(weights, mesh):
+    """Of a loss with two forwards, as guidance has them: the gradients, and how many weights have one when the backward
+    of the first forward begins, and at the end."""
     transformer, counts = build(weights, mesh, lora=False), []
     sharded = list(transformer.parameters())  # a module has others while it computes
 
@@ -91,10 +90,12 @@ def gradients_there(weights, mesh):
         counts.append(sum(p.grad is not None for p in sharded))
 
     first, second = (velocity(transformer, torch.full((2, 24, 64), x)) for x in (0.0, 1.0))
-    transformer.cuts[0][0][0].register_hook(count)
-    fsdp_utils.backward((first - second).square().mean(), transformer)
+    first.register_hook(count)
+    first += 1  # a script may write into what it gets
+    (first - second).square().mean().backward()
     count()
-    return counts
+    whole = {n: fsdp_utils.full_tensor(p.grad) for n, p in transformer.named_parameters() if p.grad is not None}
+    return {"counts": counts, "gradients": whole}
 
 
 def agreement(rank):
@@ -102,27 +103,27 @@ def agreement(rank):
         raise OSError("no space on rank 0")
 
     try:
-        fsdp_utils.on_main(fail)
+        distributed.on_main(fail)
     except (OSError, RuntimeError) as error:
         message = str(error)
     rows = torch.arange(6).view(2, 3) + 10 * rank
     return {
-        "gather": fsdp_utils.gather(rows.T),  # not contiguous
-        "mine": fsdp_utils.mine(fsdp_utils.gather(rows)) - rows,
-        "objects": fsdp_utils.gather_objects(["a", {"b": 1}][: rank + 1]),
-        "broadcast": fsdp_utils.broadcast_object({"run": rank}),
+        "gather": distributed.gather(rows.T),  # not contiguous
+        "mine": distributed.local_rows(distributed.gather(rows)) - rows,
+        "objects": distributed.gather_objects(["a", {"b": 1}][: rank + 1]),
+        "broadcast": distributed.broadcast_object({"run": rank}),
         "error": message,
     }
 
 
 def main(folder):
-    rank, world_size, device = fsdp_utils.init_distributed()
+    rank, world_size, device = distributed.init_distributed()
     assert (world_size, device) == (2, CPU)
     meshes = {name: fsdp_utils.make_mesh(mode, device, size) for name, (mode, size) in LAYOUTS.items()}
     seen = {(n, lora): trained(folder / "base", m, lora) for n, m in meshes.items() for lora in (True, False)}
     seen |= {("offload", lora): trained(folder / "base", meshes["shard"], lora, offload=True) for lora in (True, False)}
     seen["compiled units"] = compiled_units(folder / "base", meshes["shard"])
-    seen["gradients there"] = gradients_there(folder / "base", meshes["shard"])
+    seen["two forwards"] = gradients_of_two_forwards(folder / "base", meshes["shard"])
     seen["offload"] = {n: trained_with_offload(folder / "base", meshes[n]) for n in ("replicate", "shard")}
     seen["loaded"] = {p: loaded(folder / "split", meshes["shard"], p, True) for p in ("fp32", "bf16")}
     seen["new weights"] = new_weights_are_used(folder / "base", meshes["shard"])
@@ -130,9 +131,9 @@ def main(folder):
     with pytest.raises(ValueError, match="2 ranks do not divide into groups of shard_size = 3"):
         fsdp_utils.make_mesh("hybrid", device, 3)
     torch.save(seen, folder / f"rank{rank}.pt")
-    fsdp_utils.barrier()
+    distributed.barrier()
     (folder / "done").touch()
-    fsdp_utils.close()
+    distributed.close()
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +161,20 @@ def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     assert ranks[1][layout, lora]["weights"] == {}
 
 
+def test_a_plain_backward_through_sharded_weights_gives_the_gradients_of_one_rank(folder, ranks):
+    expected = gradients_of_two_forwards(folder / "base", None)["gradients"]
+    for rank in ranks:
+        torch.testing.assert_close(rank["two forwards"]["gradients"], expected, atol=1e-6, rtol=1e-5)
+
+
 def test_sharded_gradients_are_reduced_forward_by_forward(ranks):
     for rank in ranks:
-        before, after = rank["gradients there"]
-        assert before == after == 71
+        assert rank["two forwards"]["counts"] == [71, 71]
+
+
+def test_a_step_without_any_gradient_is_refused():
+    with pytest.raises(ValueError, match="no trained weight has a gradient"):
+        fsdp_utils.clip_grad_norm([torch.nn.Parameter(torch.ones(2))], 1.0)
 
 
 def test_sharded_units_are_compiled(ranks):
@@ -219,16 +230,6 @@ def test_frozen_weights_take_the_precision_and_learned_ones_stay_float32(folder,
     torch.testing.assert_close(full["weights"], expected, atol=0, rtol=0)
 
 
-def test_a_frozen_adapter_keeps_float32_and_is_part_of_the_state():
-    transformer = QwenImageTransformer2DModel(**TINY).requires_grad_(False)
-    transformer.add_adapter(LORA, adapter_name="old")
-    transformer.requires_grad_(False)
-    fsdp_utils.prepare(transformer, None, units=UNITS, device=CPU, precision="bf16", weights=None, init=adapter_weights)
-    state = fsdp_utils.full_state_dict(transformer)
-    assert state
-    assert all("lora_" in name and w.dtype == torch.float32 for name, w in state.items())
-
-
 def test_weights_written_between_forwards_are_seen(ranks):
     assert ranks[0]["new weights"]
     assert ranks[1]["new weights"]
@@ -247,10 +248,10 @@ def test_ranks_agree(ranks):
 
 def test_without_torchrun_there_is_one_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert fsdp_utils.init_distributed()[:2] == (0, 1)
+    assert distributed.init_distributed()[:2] == (0, 1)
     assert fsdp_utils.make_mesh("shard", CPU) is None
-    assert fsdp_utils.gather_objects([1]) == [1]
-    assert fsdp_utils.peak_memory_gib(CPU) > 0.1
+    assert distributed.gather_objects([1]) == [1]
+    assert distributed.peak_memory_gib(CPU) > 0.1
 
 
 def test_unknown_layouts_are_refused():

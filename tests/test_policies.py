@@ -152,7 +152,7 @@ def test_a_saved_adapter_is_where_the_next_run_starts(tmp_path):
     adapter = lora(path=tmp_path)
     policies.check_lora(adapter)
     second = pipeline_with(adapter, seed=1)
-    weights, again = (fsdp_utils.learned_parameters(p.transformer) for p in (first, second))
+    weights, again = (fsdp_utils.trainable_parameters(p.transformer) for p in (first, second))
     assert weights.keys() == again.keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert torch.equal(velocity(first.transformer), velocity(second.transformer))

@@ -4,15 +4,15 @@ import re
 
 from small import ROOT, train
 
-from flow_grpo.dashboards import metrics_table
+from flow_grpo.metrics import metrics_table
 
 README = (ROOT / "README.md").read_text()
 FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "tools", "docs")
 
 
 def test_the_table_of_metrics_is_the_programs():
-    table = README.split("<!-- metrics: python -m flow_grpo.dashboards -->")[1].split("<!-- /metrics -->")[0]
-    assert table.strip() == metrics_table(), "paste what `python -m flow_grpo.dashboards` prints"
+    table = README.split("<!-- metrics: python -m flow_grpo.metrics -->")[1].split("<!-- /metrics -->")[0]
+    assert table.strip() == metrics_table(), "paste what `python -m flow_grpo.metrics` prints"
 
 
 def test_every_path_that_is_named_exists():

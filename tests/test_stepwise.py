@@ -7,7 +7,7 @@ from small import MODELS, lines_of, loaded, train
 
 from flow_grpo import rng, sampling
 from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import post_decode, prepare_encode, sample
+from flow_grpo.diffusers_patch.sample_with_logprob import Branching, Start, post_decode, prepare_encode, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 
@@ -43,7 +43,7 @@ def mix():
             dict(
                 prompt=PROMPTS[n % 4],
                 width=(20, 24)[n % 2],
-                size=(SIZE, Size(64, 96), Size(96, 64))[n // 2 % 3],
+                size={7: Size(64, 96), 13: Size(96, 64)}.get(n % 20, SIZE),
                 noisy=noisy,
                 num_branches=branches,
                 params=SamplingParams(
@@ -60,9 +60,10 @@ def mix():
 def alone(model, n, what, copies=1):
     """What becomes of one request, or of copies of it, in lockstep."""
     condition = model.encode([what["prompt"]] * copies, width=what["width"]).padded(32)
-    noise, kind = [rng.generator(0, "noise", n) for _ in range(copies)], dict(noisy=what["noisy"])
-    kind |= dict(num_branches=what["num_branches"], completion_batch_size=copies)
-    return sample(model, condition, noise, what["params"], what["size"], **kind)
+    noise = [rng.generator(0, "noise", n) for _ in range(copies)]
+    branching = Branching(what["num_branches"], copies) if what["num_branches"] else None
+    start = Start(model, condition, noise, what["params"], what["size"])
+    return sample(start, noisy=what["noisy"], branching=branching)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def requests_of(model, n, what):
     """The same as a request, with the text padded to a width that all have in common."""
     condition = model.encode([what["prompt"]], width=what["width"]).padded(32)
     kind = dict(noisy=what["noisy"], num_branches=what["num_branches"], names=[n])
-    return prepare_encode(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"], **kind)
+    return prepare_encode(Start(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"]), **kind)
 
 
 def finished_in(model, slots):
@@ -140,9 +141,9 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, model):
             return [rng.generator(0, "noise", row) for row in range(5)]
 
         condition, how = model.encode(texts, width=24), dict(noisy=window, groups=groups)
-        wanted = sample(model, condition, noise(), params, SIZE, **how)
+        wanted = sample(Start(model, condition, noise(), params, SIZE), **how)
         used = Slots(slots, slots)
-        requests = prepare_encode(model, condition, noise(), params, SIZE, names=range(5), **how)
+        requests = prepare_encode(Start(model, condition, noise(), params, SIZE), names=range(5), **how)
         finished = sorted(walk(model.velocity, requests, used), key=lambda request: request.name)
         assert_equal(*joined(finished), wanted, f"{slots} slots, window {window}")
         assert used.rows == 2 * shared + 5 * (6 - shared)
@@ -157,14 +158,12 @@ def test_every_model_makes_the_same_in_slots(name, slots, tmp_path):
     def noise():
         return [rng.generator(0, "noise", b) for b in range(4)]
 
-    for kind, flash_ratio in (
-        (dict(noisy=range(1, 3)), 0.0),
-        (dict(noisy=range(1, 3)), 0.5),
-        (dict(noisy=range(3), num_branches=2), 0.0),
-    ):
+    for noisy, num_branches, flash_ratio in ((range(1, 3), 0, 0.0), (range(1, 3), 0, 0.5), (range(3), 2, 0.0)):
         params = SamplingParams(5, 4.0, 0.7, flash_ratio=flash_ratio)
-        full = sample(model, condition, noise(), params, size, **kind)
-        requests = prepare_encode(model, condition, noise(), params, size, names=range(4), **kind)
+        branching, kind = Branching(num_branches, 4) if num_branches else None, dict(noisy=noisy, names=range(4))
+        full = sample(Start(model, condition, noise(), params, size), noisy=noisy, branching=branching)
+        start = Start(model, condition, noise(), params, size)
+        requests = prepare_encode(start, num_branches=num_branches, **kind)
         finished = walk(model.velocity, requests, Slots(slots, slots))
         parts = list(post_decode(model, finished, vae_batch_size=3))
         assert len(parts) > 1

@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from flow_grpo import fsdp_utils
+from flow_grpo import distributed, fsdp_utils
 from flow_grpo.ema import Ema
 
 TINY = dict(
@@ -96,8 +96,8 @@ def train(transformer, optimizer, steps: range, ema: Ema | None = None) -> list[
     for step in steps:
         rows = torch.randn(2, 4, 24, 64, generator=torch.Generator().manual_seed(step))
         for half in rows:
-            loss = (velocity(transformer, fsdp_utils.mine(half)) - 1).square().mean().div(2)
-            fsdp_utils.backward(loss, transformer)
+            loss = (velocity(transformer, distributed.local_rows(half)) - 1).square().mean().div(2)
+            loss.backward()
         fsdp_utils.average_gradients(parameters)
         norms.append(float(fsdp_utils.clip_grad_norm(parameters, MAX_NORM)))
         optimizer.step()

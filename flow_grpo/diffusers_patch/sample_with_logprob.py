@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
@@ -28,6 +28,45 @@ class Sampled:
     images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
     latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
     trace: list[TracedStep]  # one per noisy step, in order
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The normal draws of B images, in the order of their steps."""
+
+    latents: Tensor  # [B, ...], the first ones
+    generators: list[torch.Generator]
+
+    def noise(self, rows: slice, num: int) -> Tensor:
+        """[rows * num, ...], the next draws of these rows."""
+        shape = (num, *self.latents.shape[1:])
+        return rng.normal(shape, self.generators[rows], self.latents.device).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Start:
+    """B prompts about to be sampled."""
+
+    model: FlowModel
+    condition: Condition  # B rows
+    generators: list[torch.Generator]  # B; each draws its image's noise, then its steps' in order
+    params: SamplingParams
+    size: Size
+
+    def draws(self, latents: Tensor | None) -> Draws:
+        """Their draws; `latents` may take the place of the first ones."""
+        return Draws(self.model.noise(self.size, self.generators) if latents is None else latents, self.generators)
+
+    def schedule(self) -> Any:
+        """A scheduler with timesteps set."""
+        return self.model.schedule(self.params.num_steps, self.size)
+
+
+class Branching(NamedTuple):
+    """Branches that leave a trunk."""
+
+    num_branches: int  # at each step
+    completion_batch_size: int  # rows per forward on their way to the image
 
 
 @torch.no_grad()
@@ -52,33 +91,23 @@ def pipeline_with_logprob(
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
 
     Args:
-        pipeline: Qwen-Image's, Stable Diffusion 3's or FLUX.1's.
-        prompts: one text or B, or B rows of a model's `encode`.
-        generators: B CPU generators; each draws its image's noise, then its steps' in order. Or one for all.
+        prompts: one text, B texts, or B rows of a model's `encode`.
+        generators: one CPU generator for all, or B; each draws its image's noise, then its steps' in order.
         window: the noisy steps, within range(num_steps); range(0) for a deterministic image.
-        noise_level: eta of the noisy steps; 0 is the ODE.
+        noise_level: eta of the noisy steps; `sde_type` as in sde_step_with_logprob.
         height, width: pixels, multiples of 16.
         guidance_scale: None = the model's published one; at most 1 = no second forward.
-        sde_type: of the noisy steps, see sde_step_with_logprob.
-        flash_ratio: above 0, what follows the window takes this share of its forwards (MixGRPO-Flash).
-        flash_solver: "dpm" or "extrapolate", see solvers.py.
+        flash_ratio: above 0, what follows the window takes this share of its forwards, by `flash_solver` of solvers.py.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
         groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
-        vae_batch_size: images per decode.
 
     Raises:
         ValueError: before anything is encoded, for a value that cannot be meant.
     """
-    model = models.of_pipeline(pipeline)
-    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
-    params, size = (
-        SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver),
-        Size(height, width),
-    )
-    check_call(model, prompts, generators, size, params, "window", window)
-    condition, generators = _encoded(model, prompts, scale), _listed(prompts, generators)
-    how = dict(noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
-    return sample(model, condition, generators, params, size, **how)
+    scale = _guidance_scale(pipeline, guidance_scale)
+    params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
+    start = _checked_start(pipeline, prompts, generators, params, Size(height, width), window, "window")
+    return sample(start, noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
 
 
 @torch.no_grad()
@@ -111,37 +140,41 @@ def pipeline_with_logprob_perstep(
     Raises:
         ValueError: before anything is encoded, for a value that cannot be meant.
     """
-    model = models.of_pipeline(pipeline)
-    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
-    params, size = (
-        SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver),
-        Size(height, width),
-    )
-    check_call(model, prompts, generators, size, params, "steps", steps)
     if num_branches < 1 or not steps:
         raise ValueError(f"num_branches is {num_branches} at {steps}; there must be a branch, and a step to leave at")
-    condition, generators = _encoded(model, prompts, scale), _listed(prompts, generators)
-    how = dict(noisy=steps, num_branches=num_branches, vae_batch_size=vae_batch_size)
-    return sample(model, condition, generators, params, size, completion_batch_size=completion_batch_size, **how)
+    scale = _guidance_scale(pipeline, guidance_scale)
+    params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
+    start = _checked_start(pipeline, prompts, generators, params, Size(height, width), steps, "steps")
+    branching = Branching(num_branches, completion_batch_size)
+    return sample(start, noisy=steps, branching=branching, vae_batch_size=vae_batch_size)
 
 
-def check_call(
-    model: FlowModel,
+def _guidance_scale(pipeline: DiffusionPipeline, chosen: float | None) -> float:
+    return models.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
+
+
+def _checked_start(
+    pipeline: DiffusionPipeline,
     prompts: str | list[str] | Condition,
     generators: torch.Generator | list[torch.Generator],
-    size: Size,
     params: SamplingParams,
-    name: str,
+    size: Size,
     steps: range,
-) -> None:
-    """Raises ValueError for what an entry point cannot have been meant to do; `name` is the argument of `steps`."""
+    name: str,
+) -> Start:
+    """Encode what can have been meant; `name` is that of the argument `steps`. Raises ValueError before that."""
+    model, count = models.of_pipeline(pipeline), _num_rows(prompts)
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise ValueError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
     if steps and steps.stop > params.num_steps:
         raise ValueError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
-    if not isinstance(generators, torch.Generator) and len(generators) != _num_rows(prompts):
-        raise ValueError(f"{len(generators)} generators for {_num_rows(prompts)} prompts; give one for each, or one")
+    generators = [generators] * count if isinstance(generators, torch.Generator) else generators
+    if len(generators) != count:
+        raise ValueError(f"{len(generators)} generators for {count} prompts; give one for each, or one for all")
+    if not isinstance(prompts, Condition):
+        prompts = model.encode([prompts] if isinstance(prompts, str) else prompts, guided=params.guidance_scale > 1)
+    return Start(model, prompts, generators, params, size)
 
 
 def _num_rows(prompts: str | list[str] | Condition) -> int:
@@ -150,61 +183,44 @@ def _num_rows(prompts: str | list[str] | Condition) -> int:
     return 1 if isinstance(prompts, str) else len(prompts)
 
 
-def _encoded(model: FlowModel, prompts: str | list[str] | Condition, guidance_scale: float) -> Condition:
-    if isinstance(prompts, Condition):
-        return prompts
-    return model.encode([prompts] if isinstance(prompts, str) else prompts, guided=guidance_scale > 1)
-
-
-def _listed(
-    prompts: str | list[str] | Condition, generators: torch.Generator | list[torch.Generator]
-) -> list[torch.Generator]:
-    return [generators] * _num_rows(prompts) if isinstance(generators, torch.Generator) else generators
-
-
 @torch.no_grad()
 def sample(
-    model: FlowModel,
-    condition: Condition,
-    generators: list[torch.Generator],
-    params: SamplingParams,
-    size: Size,
+    start: Start,
     *,
     noisy: range,
-    num_branches: int = 0,
+    branching: Branching | None = None,
     velocity: Velocity | None = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
-    completion_batch_size: int | None = None,
     vae_batch_size: int = 8,
     exact: Callable = nullcontext,
     fast: Callable = nullcontext,
 ) -> Sampled:
-    """Images of B prompts that walk in lockstep, or with `num_branches` their trunks' branches.
+    """Images of B prompts that walk in lockstep, or with `branching` their trunks' branches.
 
     Args:
         noisy: the window, or the steps at which branches leave.
         velocity: the policy; None = the model's own.
-        completion_batch_size: rows per forward of branches; None = as many as prompts.
         exact: context of the forwards whose velocity enters a log-prob; `fast` of the others.
     """
-    drawn = _Draws(model.noise(size, generators) if latents is None else latents, generators)
-    scheduler, num = model.schedule(params.num_steps, size), len(drawn.latents)
+    drawn = start.draws(latents)
     request = Request(
         None,
-        condition,
+        start.condition,
         drawn.latents,
-        size,
-        scheduler,
-        params,
+        start.size,
+        start.schedule(),
+        start.params,
         noisy=noisy,
-        num_branches=num_branches,
+        num_branches=branching.num_branches if branching else 0,
         noise=partial(drawn.noise, slice(None)),
     )
     if groups is not None:
         request = beginning_of_groups(request, groups)
-    slots = Slots(num, completion_batch_size or num, filled=False)
-    return _decoded(model, list(walk(velocity or model.velocity, [request], slots, exact, fast)), vae_batch_size)
+    num = len(drawn.latents)
+    slots = Slots(num, branching.completion_batch_size if branching else num, filled=False)
+    finished = list(walk(velocity or start.model.velocity, [request], slots, exact, fast))
+    return _decoded(start.model, finished, vae_batch_size)
 
 
 def beginning_of_groups(request: Request, groups: list[int]) -> Request:
@@ -220,11 +236,7 @@ def beginning_of_groups(request: Request, groups: list[int]) -> Request:
 
 @torch.no_grad()
 def prepare_encode(
-    model: FlowModel,
-    condition: Condition,
-    generators: list[torch.Generator],
-    params: SamplingParams,
-    size: Size,
+    start: Start,
     *,
     noisy: range,
     names: Iterable[Any],
@@ -241,18 +253,16 @@ def prepare_encode(
         scheduler: with timesteps set, for requests to share; None = one for these.
         short: [B] as in Request.
     """
-    scheduler = scheduler or model.schedule(params.num_steps, size)
-    drawn = _Draws(model.noise(size, generators) if latents is None else latents, generators)
-    requests = []
+    scheduler, drawn, requests = scheduler or start.schedule(), start.draws(latents), []
     for row, name in enumerate(names):
         rows = slice(row, row + 1)
         request = Request(
             name,
-            condition.take(rows),
+            start.condition.take(rows),
             drawn.latents[rows],
-            size,
+            start.size,
             scheduler,
-            params,
+            start.params,
             noisy=noisy,
             num_branches=num_branches,
             noise=partial(drawn.noise, rows),
@@ -296,16 +306,3 @@ def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> 
     shape = latents.shape[: 3 if finished[0].num_branches else 1]
     images = model.decode(latents.flatten(0, len(shape) - 1), finished[0].size, vae_batch_size)
     return Sampled(images.unflatten(0, shape), latents, trace)
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """The normal draws of B images, in the order of their steps."""
-
-    latents: Tensor  # [B, ...], the first ones
-    generators: list[torch.Generator]
-
-    def noise(self, rows: slice, num: int) -> Tensor:
-        """[rows * num, ...], the next draws of these rows."""
-        shape = (num, *self.latents.shape[1:])
-        return rng.normal(shape, self.generators[rows], self.latents.device).flatten(0, 1)

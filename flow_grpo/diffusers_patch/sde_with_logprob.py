@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SDE_TYPES = ("sde", "dance", "cps", "cps_gaussian", "ode")
+SDE_TYPES = ("sde", "dance", "cps", "cps_gaussian")
 
 
 class SDEStep(NamedTuple):
@@ -36,7 +36,7 @@ def sde_step_with_logprob(
         noise_level: eta; 0 is the plain ODE step, whatever `sde_type`.
         sde_type: "sde" Flow-GRPO (arXiv:2505.05470), "dance" DanceGRPO (arXiv:2505.07818), "cps" Flow-CPS
             (arXiv:2509.05952; its log_prob is the published -(x' - mean)^2, no Gaussian density), "cps_gaussian" the
-            same step with its Gaussian log_prob, "ode".
+            same step with its Gaussian log_prob.
         prev_sample: score this outcome instead of drawing one.
         noise: standard normal draw, [B, ...]; needed when drawing a noisy step.
 
@@ -47,7 +47,7 @@ def sde_step_with_logprob(
         raise ValueError(f"sde_type is {sde_type!r}; there are: {', '.join(SDE_TYPES)}")
     x, v = sample.float(), model_output.float()
     sigma, sigma_next = _sigmas_at(scheduler, timestep, x)
-    if sde_type == "ode" or noise_level == 0:
+    if noise_level == 0:
         mean, std_dev_t = x + v * (sigma_next - sigma), torch.zeros_like(sigma)
         return SDEStep(mean, mean.new_zeros(len(mean)), mean, std_dev_t, std_dev_t, sigma_next - sigma)
     if prev_sample is None and noise is None:

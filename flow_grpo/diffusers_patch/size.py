@@ -29,10 +29,11 @@ class Size:
     @classmethod
     def parse(cls, text: str) -> "Size":
         """From "768x512", height first, or "512" for a square."""
-        height, _, width = text.partition("x")
-        if not height.isdecimal() or not (width or height).isdecimal():
+        height, *others = text.split("x")
+        width = others[0] if others else height
+        if not (height.isdecimal() and width.isdecimal() and len(others) < 2):
             raise ValueError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
-        return cls(int(height), int(width or height))
+        return cls(int(height), int(width))
 
 
 def training_size(config) -> Size:

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import CLIPModel, CLIPProcessor
 
+from flow_grpo.pixels import to_uint8
+
 BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
     """[B, 3, H, W] in [0, 1] -> B pictures of 8 bits a channel."""
-    pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    pixels = to_uint8(images)
     return [Image.fromarray(image) for image in pixels]
 
 

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flow_grpo.pixels import to_uint8
+
 RANGE = (-math.inf, 0.0)
 
 
@@ -18,7 +20,7 @@ def load(device: torch.device) -> Callable[..., Tensor]:
     """Nothing to load; encodes on the CPU."""
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        pixels = images.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        pixels = to_uint8(images)
         return torch.tensor([-_jpeg_bytes(Image.fromarray(picture)) / 1000 for picture in pixels])
 
     return score

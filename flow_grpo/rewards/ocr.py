@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flow_grpo.pixels import to_uint8
+
 RANGE = (0.0, 1.0)
 SURPLUS_COST = 0.1  # of a character beyond the target's number, in edits
 QUOTED = re.compile(r'["“”„«»]([^"“”„«»]+)["“”„«»]')
@@ -107,7 +109,7 @@ def load(device: torch.device | str, threads: int | None = None) -> Callable[...
     def score(images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> {"score", "exact", "surplus"}, each [B] float32. See `grade`."""
         targets = [target_of(p, m) for p, m in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
-        pixels = images.detach().float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        pixels = to_uint8(images)
         grades = [grade(read(picture), target) for picture, target in zip(pixels, targets, strict=True)]
         return {key: torch.tensor([g[key] for g in grades]) for key in ("score", "exact", "surplus")}
 

@@ -2,6 +2,8 @@
 
 Only clean shapes count: of one colour of the palette, of one of the four outlines, whole, apart from each other and not
 tiny. Anything else is an unknown object, which satisfies no clause, so that pictures between two answers earn nothing.
+
+A picture that is no square is looked at in the middle of one, undistorted: its longer side has SIDE pixels.
 """
 
 import functools
@@ -16,7 +18,7 @@ from torch.nn.functional import interpolate
 from flow_grpo.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, signed_distances
 
 RANGE = (0.0, 1.0)
-SIDE = 64  # pixels; every picture is looked at in this size
+SIDE = 64  # pixels; every picture is looked at with a longer side of this
 SPECK_AREA = 0.002  # of the picture; less is dirt, not an object
 SMALLEST_AREA = 0.014  # of the picture; the smallest shape that is ever rendered has 0.0187
 COLOR_DISTANCE = 0.25  # RGB, of an object's mean; half the way between the two nearest colours is 0.31
@@ -41,7 +43,7 @@ class Detection(NamedTuple):
 
     kind: str | None  # of SHAPES; None: an unknown object, not a clean shape
     color: str | None  # of COLORS; None: an unknown object
-    center: tuple[float, float]  # x and y, 0 to 1, y down
+    center: tuple[float, float]  # x and y, 0 to 1, y down, in the square around the picture
     area: float  # of the picture
 
 
@@ -77,19 +79,43 @@ class Objects(NamedTuple):
     whole: Tensor  # [N] bool, touches no side of the picture
 
 
-def _frames(images: Tensor) -> Tensor:
-    """[B, 3, R, R] of any R -> [B, 3, F, F] f32: in SIDE pixels, with HALO pixels of background around them."""
-    if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
-        raise ValueError(f"shapes are looked for in square pictures [B, 3, R, R], not {list(images.shape)}")
-    images = images.float()
-    if images.shape[-1] != SIDE:
-        images = interpolate(images, (SIDE, SIDE), mode="area" if images.shape[-1] > SIDE else "bilinear")
+class Box(NamedTuple):
+    """Where a picture lies in its frame."""
+
+    rows: range
+    columns: range
+
+    @property
+    def area(self) -> int:
+        """Pixels."""
+        return len(self.rows) * len(self.columns)
+
+    def within(self, margin: int) -> tuple[slice, slice]:
+        """The picture and `margin` pixels around it."""
+        return tuple(slice(side.start - margin, side.stop + margin) for side in self)
+
+
+def _box(height: int, width: int) -> Box:
+    """Of a picture whose longer side becomes SIDE pixels, in the middle of its square."""
+    lengths = [max(1, round(SIDE * side / max(height, width))) for side in (height, width)]
+    starts = [HALO + (SIDE - length) // 2 for length in lengths]
+    return Box(*(range(start, start + length) for start, length in zip(starts, lengths)))
+
+
+def _frames(images: Tensor) -> tuple[Tensor, Box]:
+    """[B, 3, H, W] -> [B, 3, F, F] f32, with background around the picture, and where that lies."""
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"shapes are looked for in pictures [B, 3, H, W], not {list(images.shape)}")
+    images, box = images.float(), _box(*images.shape[2:])
+    size = len(box.rows), len(box.columns)
+    if images.shape[2:] != size:
+        images = interpolate(images, size, mode="area" if max(images.shape[2:]) > SIDE else "bilinear")
     frames = PALETTE[0].to(images.device).view(3, 1, 1).repeat(len(images), 1, FRAME, FRAME)
-    frames[:, :, HALO:-HALO, HALO:-HALO] = images
-    return frames
+    frames[:, :, *box.within(0)] = images
+    return frames, box
 
 
-def _objects(inside: Tensor) -> Objects:
+def _objects(inside: Tensor, box: Box) -> Objects:
     """Regions of the pixels [B, F, F] that are no background; pixels that touch at a corner belong together."""
     numbered, count = ndimage.label(inside.cpu().numpy(), structure=IN_PLANE)
     device = inside.device
@@ -102,7 +128,8 @@ def _objects(inside: Tensor) -> Objects:
     area = torch.bincount(number, minlength=count).double()
     sums = [torch.bincount(number, weights=axis.double(), minlength=count) for axis in (column, row)]
     whole = torch.ones(count, dtype=torch.bool, device=device)
-    whole[number[((row == HALO) | (row == FRAME - HALO - 1) | (column == HALO) | (column == FRAME - HALO - 1))]] = False
+    (top, *_, bottom), (left, *_, right) = box
+    whole[number[((row == top) | (row == bottom) | (column == left) | (column == right))]] = False
     return Objects(
         regions=regions,
         core=regions * surrounded,
@@ -179,7 +206,7 @@ def _sampled(coverage: Tensor, points: Tensor) -> Tensor:
 
 
 def detect(images: Tensor) -> list[list[Detection]]:
-    """The objects of each picture [B, 3, R, R] in [0, 1]: connected regions nearer to a colour than to the background.
+    """The objects of each picture [B, 3, H, W] in [0, 1]: connected regions nearer to a colour than to the background.
 
     Pictures are looked at AT_ONCE together, on their own device; one's objects do not depend on its neighbours.
     """
@@ -188,14 +215,17 @@ def detect(images: Tensor) -> list[list[Detection]]:
 
 
 def _detect(images: Tensor) -> list[list[Detection]]:
-    frames = _frames(images)
+    frames, box = _frames(images)
     palette = PALETTE.to(frames.device)
     distances = (palette**2).sum(1)[:, None] / 2 - palette @ frames.flatten(2)  # squared, halved, less what is common
     background = distances[:, 0] <= functools.reduce(torch.minimum, distances[:, 1:].unbind(1))  # [B, F * F]
-    objects = _objects(~background.unflatten(1, (FRAME, FRAME)))
+    objects = _objects(~background.unflatten(1, (FRAME, FRAME)), box)
+    near = torch.zeros(FRAME, FRAME, dtype=torch.bool, device=frames.device)
+    near[box.within(HALO)] = True  # of a square, all
+    background = background & near.flatten()
     mean = (frames.flatten(2) @ background.float()[:, :, None])[..., 0] / background.sum(1)[:, None]
     neutral = (mean - palette[0]).norm(dim=-1) < TINT
-    area = objects.area / SIDE**2
+    area = objects.area / box.area
     colors = _colors(frames, objects) * (neutral[objects.picture] & objects.whole & (area >= SMALLEST_AREA))
     kinds = torch.full_like(colors, -1)
     colored = colors.nonzero().flatten()
@@ -262,7 +292,7 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
 
 
 def load(device):
-    """Returns the scorer: images [B, 3, R, R] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
+    """Returns the scorer: images [B, 3, H, W] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
 
     def score(images, prompts, metadata):
         if metadata is None:

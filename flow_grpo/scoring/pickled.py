@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from flow_grpo.pixels import to_uint8
 from flow_grpo.scoring.client import Server
 from flow_grpo.scoring.wire import BadAnswer
 
@@ -76,6 +77,6 @@ class PickleServer:
 
 def _jpeg(image: Tensor) -> bytes:
     buffer = io.BytesIO()
-    pixels = image.float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+    pixels = to_uint8(image)
     Image.fromarray(pixels).save(buffer, "jpeg")
     return buffer.getvalue()

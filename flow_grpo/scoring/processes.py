@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from flow_grpo import fsdp_utils
+from flow_grpo import distributed
 
 START_S = 600  # a large model may be slow to load
 
@@ -21,8 +21,8 @@ def start_server(name: str, device: str, options: dict, batch_size: int) -> tupl
     Raises:
         RuntimeError: it did not come up; with what it said.
     """
-    process = _start(name, device, options, batch_size) if fsdp_utils.is_main() else None
-    url = fsdp_utils.broadcast_object(_address(process) if process else None)
+    process = _start(name, device, options, batch_size) if distributed.is_main() else None
+    url = distributed.broadcast_object(_address(process) if process else None)
     if url.startswith("http"):
         return url, (process.terminate if process else lambda: None)
     raise RuntimeError(f"reward {name!r} did not start in a process on {device}: {url}")

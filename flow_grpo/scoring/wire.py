@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flow_grpo.pixels import to_uint8
+
 TYPES = {"npy": "application/x-npy", "png": "image/png"}
 
 
@@ -27,7 +29,7 @@ def pack_image(image: Tensor, form: str) -> bytes:
     if form == "npy":
         np.save(buffer, image.float().cpu().numpy(), allow_pickle=False)
     else:
-        pixels = image.float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+        pixels = to_uint8(image)
         Image.fromarray(pixels).save(buffer, "png", compress_level=1)
     return buffer.getvalue()
 

@@ -1,0 +1,138 @@
+"""Ranks: how they meet, exchange values and agree. The only module that calls torch.distributed's collectives."""
+
+import os
+import resource
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks(NamedTuple):
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def init_distributed() -> Ranks:
+    """Join the ranks that torchrun started; rank 0 of 1 without torchrun."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        return Ranks(0, 1, device)
+    # gloo beside nccl, so that objects and CPU tensors travel without touching the GPU. The timeout covers the longest
+    # one-sided wait: rank 0 writing a checkpoint, or one rank's slow reward server.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def close() -> None:
+    """Leave, all ranks together."""
+    if dist.is_initialized():
+        barrier()  # under gloo a rank that leaves early aborts the others
+        dist.destroy_process_group()
+
+
+def is_initialized() -> bool:
+    """Whether torchrun started this process, be it as the only rank."""
+    return dist.is_initialized()
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def on_main(function: Callable, *args: Any) -> None:
+    """Call on rank 0 while the others wait. An exception there is raised on every rank, so that none waits for ever."""
+    error = None
+    if is_main():
+        try:
+            function(*args)
+        except Exception as caught:
+            error = caught
+    message = broadcast_object(error and repr(error))
+    if message:
+        raise error or RuntimeError(f"rank 0 raised {message}")
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """[b, ...] on every rank -> [world * b, ...], in rank order, on every rank."""
+    if not dist.is_initialized():
+        return tensor
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+def local_rows(tensor: Tensor) -> Tensor:
+    """The inverse of `gather`: this rank's rows."""
+    return tensor if not dist.is_initialized() else tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def average(tensor: Tensor) -> Tensor:
+    """The ranks' mean, in place: one all-reduce."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    return tensor
+
+
+def over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums added up over the ranks, and the largest of their maxima; shapes as they were."""
+    return gather(sums[None]).sum(0), gather(maxima[None]).amax(0)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether some rank says so; all ranks must call."""
+    if not dist.is_initialized():
+        return flag
+    highest = torch.tensor(int(flag))
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return bool(highest)
+
+
+def shard_list(values: list) -> list:
+    """This rank's share of a list, every world-th."""
+    return values[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else values
+
+
+def gather_objects(values: list) -> list:
+    """The ranks' lists one after the other, in rank order, on every rank. Lengths may differ."""
+    if not dist.is_initialized():
+        return values
+    lists = [None] * dist.get_world_size()
+    dist.all_gather_object(lists, values)
+    return [value for part in lists for value in part]
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank so far: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
