@@ -59,10 +59,10 @@ def add_gradients(model: FlowModel, condition: Condition, sampled: Sampled, adva
         (loss.mean() / len(sampled.trace)).backward()
 
 
-def train(num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
-    """The mean reward of each epoch's images."""
+def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
+    """The mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
     pipeline = QwenImagePipeline.from_pretrained("flow_grpo/assets/tiny_qwenimage")
-    model, score = models.of_pipeline(pipeline), rewards.load("shapes", "cpu")
+    model, score = models.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
     optimizer = torch.optim.AdamW(pipeline.transformer.parameters(), LEARNING_RATE)
     prompts = load_prompts("dataset/shapes", "train")[:num_prompts]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
@@ -70,7 +70,7 @@ def train(num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
     groups, condition, means = torch.arange(num_prompts).repeat_interleave(group_size), model.encode(texts), []
     for epoch in range(num_epochs):
         sampled = sample(model, condition, epoch)
-        scores = score(sampled.images, texts, metadata)["score"]
+        scores = rewards.as_scores(score(sampled.images, texts, metadata))["score"]
         add_gradients(model, condition, sampled, group_advantages(scores, groups))
         torch.nn.utils.clip_grad_norm_(pipeline.transformer.parameters(), 1.0)
         optimizer.step()
@@ -81,4 +81,4 @@ def train(num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(num_epochs=60, num_prompts=8, group_size=8)
+    train("shapes", num_epochs=60, num_prompts=8, group_size=8)
