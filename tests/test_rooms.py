@@ -90,8 +90,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *(PATCH + name for name in ("condition", "flow_model", "sampling_params", "size")),
     },
     "startup": {
-        *("batching", "best", "checkpoints", "compiled", "dashboards", "distributed", "ema", "embeddings", "evaluation"),
-        *("float8", "fsdp_utils", "metrics", "parity", "policies", "prompts", "rewards", "run", "saving"),
+        *("batching", "best", "checkpoints", "compiled", "dashboards", "distributed", "ema", "embeddings"),
+        *("evaluation", "float8", "fsdp_utils", "metrics", "parity", "policies", "prompts", "rewards", "run", "saving"),
         *("scoring.pool", "settings", "watching"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
