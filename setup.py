@@ -13,6 +13,6 @@ setup(
     extras_require={
         "ocr": OCR,
         "hpsv2": ["open_clip_torch>=3.3,<4"],
-        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.5", *OCR],
+        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.5", "setuptools>=77", *OCR],
     },
 )

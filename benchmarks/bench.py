@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -30,13 +29,13 @@ from pathlib import Path
 
 import torch
 import yaml
+from flops import matrix_rate, row_flops
 
-from flow_grpo import loop, optimization, preferences, prompts
+from flow_grpo import configs, loop, optimization, preferences, prompts
 from flow_grpo.diffusers_patch import loading, models
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
-from flow_grpo.flops import matrix_rate, row_flops
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 
@@ -99,7 +98,7 @@ def random_folder(folder: Path) -> str:
 
 def config_of(name: str, kind: str = "pr"):
     """A run's config by its name."""
-    return runpy.run_path(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py")["get_config"](name)
+    return configs.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
 
 
 def full_config(config, kind: str):

@@ -16,12 +16,13 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import flops
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import compiled, distributed, flops, fsdp_utils, policies
+from flow_grpo import compiled, distributed, fsdp_utils, policies
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d

@@ -15,11 +15,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from absl import app
-from ml_collections import config_flags
 from torch import Tensor
 
-from flow_grpo import settings, startup
+from flow_grpo import checks, command_line, startup
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
@@ -62,7 +60,7 @@ def main(config) -> None:
     config.eval_freq = config.save_freq = 0
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = startup.start(config, settings.check_branches, ())
+        run = startup.start(config, checks.PR)
         own = config.precision
         rewards_of(run, own, EXACT)  # warms up
         exact, exact_s = rewards_of(run, own, EXACT)
@@ -79,5 +77,4 @@ def main(config) -> None:
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Whose branches to draw.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage_pr")

@@ -12,7 +12,6 @@ over, and scores what `shapes` scores. Second epochs count.
 import argparse
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -64,7 +63,9 @@ def train(folder: Path, reward_fn: dict, **reward) -> tuple[dict, dict]:
     """The second epoch's line, and the weights that were trained."""
     import train_qwenimage
 
-    config = runpy.run_path("config/grpo.py")["get_config"]("shapes_qwenimage")
+    from flow_grpo import configs
+
+    config = configs.load("config/grpo.py:shapes_qwenimage")
     config.num_epochs, config.eval_freq, config.save_freq, config.output_dir = 2, 0, 0, str(folder)
     config.sample.batch_size, config.reward_fn = 4, reward_fn
     for key, value in reward.items():

@@ -14,27 +14,29 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from absl import app
-from ml_collections import config_flags
 
-from flow_grpo import rng
+from flow_grpo import checks, command_line, rng, settings
 from flow_grpo.batching import BatchPlan
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimizer_step
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, NFT, RATIO
 from flow_grpo.startup import start
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from build_tiny_qwenimage import clean_latents, flow_matching_loss, rendered
 
-IGNORED = (
-    *(*NFT, *DPO, *RATIO, "embeddings_cache"),
-    *(f"sample.{key}" for key in ("guidance_scale", "noise_level", "sde_type", "global_std", "same_latent")),
-    *(f"sample.{key}" for key in ("num_branches", "flash_ratio", "engine", "merge_adapter")),
-    *(f"train.{key}" for key in ("adv_clip_max", "beta", "filter_groups", "inner_epochs", "timestep_fraction")),
+RENDERS = checks.Script(
+    settings.GRPO,
+    check=lambda sample: None,  # nothing of it is read but batch_size
+    ignored=(
+        *(*settings.ignored_by(settings.GRPO), "embeddings_cache"),
+        *(setting.key for setting in settings.SETTINGS if setting.scripts == settings.RATIO),
+        *(f"sample.{key}" for key in ("guidance_scale", "global_std", "same_latent")),
+        *(f"sample.{key}" for key in ("num_branches", "flash_ratio", "engine", "merge_adapter")),
+        *(f"train.{key}" for key in ("adv_clip_max", "beta", "filter_groups", "inner_epochs", "timestep_fraction")),
+    ),
 )
 
 
@@ -42,12 +44,10 @@ def plan_renders(config, world_size):
     """Every picture is a group of its own. Raises ValueError on several ranks, which would draw the same pictures."""
     if world_size > 1:
         raise ValueError(f"finetune_on_renders.py runs on one GPU, not on {world_size}")
+    if config.height != 64 or config.width != 64:
+        raise ValueError(f"config.height and config.width are {config.height} and {config.width}; renders are 64 x 64")
     updates, size = config.train.updates_per_epoch, config.sample.batch_size
     return BatchPlan(updates * size, 1, size, updates, 1, 1, updates)
-
-
-def check_sample(sample):
-    """Nothing of it is read but batch_size."""
 
 
 def renders(run, metadata, epoch):
@@ -69,7 +69,7 @@ def update(run, x_0, embeds, generator):
 
 
 def main(config):
-    run = start(config, check_sample, IGNORED, make_plan=plan_renders)
+    run = start(config, RENDERS, make_plan=plan_renders)
     metadata = [{"prompt": prompt.text} | prompt.metadata for prompt in run.train_prompts]
     embed_one = lru_cache(maxsize=None)(run.embed_one)  # the run's own keeps 1024, a third of them
     for epoch in range(run.epoch, config.num_epochs):
@@ -89,5 +89,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage")

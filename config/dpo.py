@@ -1,18 +1,17 @@
 """Runs of train_*_dpo.py and prepare_preferences.py: --config config/dpo.py:NAME, or with variants NAME,online,smoke.
 
-A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
+A function here is an experiment and overrides defaults of docs/settings.md. Override further on the command line,
+--config.seed=7.
 """
 
-import runpy
-from pathlib import Path
-
-GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
-base, select = GRPO["base"], GRPO["select"]
+from config import grpo
+from flow_grpo.configs import select
+from flow_grpo.settings import DPO, default_config
 
 
 def shapes_qwenimage_dpo():
     """Offline DPO on the shipped tiny model, from pairs of its own images; minutes on two CPU cores."""
-    config = forward(base())
+    config = forward(default_config())
     config.preferences.path = "runs/preferences_shapes_qwenimage"
     config.num_epochs, config.eval_freq, config.save_freq = 60, 20, 20
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
@@ -26,7 +25,7 @@ def shapes_qwenimage_dpo():
 
 def pickscore_qwenimage_dpo():
     """Offline DPO on Qwen-Image, 512 px."""
-    config = forward(GRPO["qwenimage_512"](base()))
+    config = forward(grpo.qwenimage_512(default_config()))
     config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_qwenimage", "bfloat16"
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size = 8
@@ -35,7 +34,7 @@ def pickscore_qwenimage_dpo():
 
 def pickscore_sd3_dpo():
     """Offline DPO on SD3.5-medium, 512 px."""
-    config = forward(GRPO["sd3_512"](base()))
+    config = forward(grpo.sd3_512(default_config()))
     config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_sd3", "bfloat16"
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size = 16
@@ -44,7 +43,8 @@ def pickscore_sd3_dpo():
 
 def forward(config):
     """What every run shares: settings of noisy steps stay at their defaults, since nothing reads them."""
-    config.sample.noise_level = base().sample.noise_level
+    config.algorithm = DPO
+    config.sample.noise_level = default_config().sample.noise_level
     config.train.learning_rate, config.train.weight_decay = 1e-5, 0.0
     return config
 
@@ -59,15 +59,15 @@ def online(config):
 
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, few pairs, fewer steps."""
-    config = GRPO["smoke"](config)
+    config = grpo.smoke(config)
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
     config.preferences.dtype = "float32"
-    config.sample.sde_window_range = base().sample.sde_window_range
+    config.sample.sde_window_range = default_config().sample.sde_window_range
     return config
 
 
 RUNS = (shapes_qwenimage_dpo, pickscore_qwenimage_dpo, pickscore_sd3_dpo)
-VARIANTS = (smoke, online)
+VARIANTS = (online, smoke)
 
 
 def get_config(name="shapes_qwenimage_dpo"):

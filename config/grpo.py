@@ -1,23 +1,22 @@
 """Runs of train_*.py and train_*_pr.py: --config config/grpo.py:NAME, with variants NAME,mixgrpo,guard or NAME,smoke.
 
-A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
+A function here is an experiment and overrides defaults of docs/settings.md. Override further on the command line,
+--config.seed=7.
 """
 
-import runpy
-from pathlib import Path
-
-BASE = runpy.run_path(str(Path(__file__).with_name("base.py")))
-base, select = BASE["get_config"], BASE["select"]
+from flow_grpo.configs import select
+from flow_grpo.settings import PR, default_config
 
 
 def shapes_qwenimage():
     """Flow-GRPO with a windowed SDE on the shipped tiny model."""
-    return base()
+    return default_config()
 
 
 def shapes_qwenimage_pr():
     """Per-step branch exploration on the shipped tiny model, minutes on two CPU cores."""
-    config = base()
+    config = default_config()
+    config.algorithm = PR
     config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.sample.noise_level, config.sample.num_branches = 1.0, 6
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
@@ -33,7 +32,7 @@ def shapes_qwenimage_pr():
 
 def pickscore_qwenimage():
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
-    config = slots_512(qwenimage_512(base()))
+    config = slots_512(qwenimage_512(default_config()))
     config.sample.num_prompts_per_epoch = 32
     config.sample.num_images_per_prompt = 16
     config.sample.batch_size = 8
@@ -42,12 +41,12 @@ def pickscore_qwenimage():
 
 def pickscore_qwenimage_pr():
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
-    return branching(slots_512(qwenimage_512(base())))
+    return branching(slots_512(qwenimage_512(default_config())))
 
 
 def pickscore_sd3():
     """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
-    config = sd3_512(base())
+    config = sd3_512(default_config())
     config.compile = True
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.sde_window_size = 12, 0
@@ -67,12 +66,12 @@ def pickscore_sd3_fast():
 
 def pickscore_sd3_pr():
     """TempFlow-GRPO on SD3.5-medium, 512 px."""
-    return branching(sd3_512(base()))
+    return branching(sd3_512(default_config()))
 
 
 def pickscore_flux():
     """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
-    config = flux_512(base())
+    config = flux_512(default_config())
     config.compile = True
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.sde_window_size = 12, 0
@@ -81,7 +80,7 @@ def pickscore_flux():
 
 def pickscore_flux_pr():
     """TempFlow-GRPO on FLUX.1-dev, 512 px."""
-    return branching(flux_512(base()))
+    return branching(flux_512(default_config()))
 
 
 def qwenimage_512(config):
@@ -132,6 +131,7 @@ def large(config, model):
 
 def branching(config):
     """4 trunks per prompt, 6 branches at every step but the last."""
+    config.algorithm = PR
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
     config.sample.num_branches, config.sample.completion_batch_size = 6, 24
     config.compile, config.sample.engine, config.train.step_weight = True, "stepwise", "sqrt3"
@@ -180,7 +180,7 @@ def guard(config):
 
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
-    tiny = base()
+    tiny = default_config()
     if config.model in TINY_MODELS:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     config.model = TINY_MODELS.get(config.model, tiny.model)
@@ -210,7 +210,7 @@ RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
-VARIANTS = (smoke, mixgrpo, flash, fast, stepwise, guard, large_gpu)
+VARIANTS = (mixgrpo, flash, fast, stepwise, guard, large_gpu, smoke)  # in this order, whatever the command line's is
 
 
 def get_config(name="shapes_qwenimage"):

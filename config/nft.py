@@ -1,18 +1,17 @@
 """Runs of train_*_nft.py: --config config/nft.py:NAME, or NAME,smoke for seconds.
 
-A function here is an experiment and overrides config/base.py. Override further on the command line, --config.seed=7.
+A function here is an experiment and overrides defaults of docs/settings.md. Override further on the command line,
+--config.seed=7.
 """
 
-import runpy
-from pathlib import Path
-
-GRPO = runpy.run_path(str(Path(__file__).with_name("grpo.py")))
-base, select = GRPO["base"], GRPO["select"]
+from config import grpo
+from flow_grpo.configs import select
+from flow_grpo.settings import NFT, default_config
 
 
 def shapes_qwenimage_nft():
     """DiffusionNFT of all weights of the shipped tiny model, held to its guided base: `make demo`."""
-    config = forward(base())
+    config = forward(default_config())
     config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.lora.rank = 0
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
@@ -28,7 +27,7 @@ def shapes_qwenimage_nft():
 
 def pickscore_qwenimage_nft():
     """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
-    config = forward(GRPO["slots_512"](GRPO["qwenimage_512"](base())))
+    config = forward(grpo.slots_512(grpo.qwenimage_512(default_config())))
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
     config.sample.batch_size = 8
     return config
@@ -36,7 +35,7 @@ def pickscore_qwenimage_nft():
 
 def pickscore_sd3_nft():
     """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
-    config = forward(GRPO["sd3_512"](base()))
+    config = forward(grpo.sd3_512(default_config()))
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size = 12
     return config
@@ -44,7 +43,7 @@ def pickscore_sd3_nft():
 
 def pickscore_flux_nft():
     """DiffusionNFT on FLUX.1-dev, 512 px; its guidance is an input, not a second forward, and stays at 3.5."""
-    config = forward(GRPO["flux_512"](base()))
+    config = forward(grpo.flux_512(default_config()))
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.num_steps = 12, 10
@@ -53,21 +52,23 @@ def pickscore_flux_nft():
 
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
-    config.sample.sde_window_size = 0
-    config.sample.noise_level = base().sample.noise_level  # nothing reads it
+    config.algorithm, config.sample.sde_window_size = NFT, 0
+    config.sample.noise_level = default_config().sample.noise_level  # nothing reads it
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
     config.sample.global_std = True
     config.train.beta = 1e-4
     return config
 
 
-def smoke(config):
-    """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
-    return GRPO["smoke"](config)
+def long(config):
+    """For more than 100 epochs: flow matching on the run's own images, its weight rising, and a faster rate."""
+    config.train.flow_matching_weight, config.train.flow_matching_warmup = 0.1, 100
+    config.train.learning_rate, config.train.beta = 5e-4, 0.25
+    return config
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (smoke, GRPO["flash"], GRPO["stepwise"], GRPO["large_gpu"])
+VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from accelerate import init_empty_weights
 from ml_collections import ConfigDict
 from safetensors import SafetensorError, safe_open
 
-from flow_grpo import best, fsdp_utils, policies
+from flow_grpo import best, fsdp_utils, policies, settings, shipped
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
@@ -45,11 +44,6 @@ class Adapter(NamedTuple):
         return tuple(sorted({name.split(".lora_")[0] for name in self.shapes}))
 
 
-def default_config() -> ConfigDict:
-    """The defaults of every setting."""
-    return runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
-
-
 def is_run(folder: Path) -> bool:
     """Whether it is a run's folder."""
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
@@ -57,7 +51,7 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = default_config(), json.loads((folder / "config.json").read_text())
+    config, stored = settings.default_config(), json.loads((folder / "config.json").read_text())
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():
@@ -77,7 +71,7 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
     Raises:
         ValueError: it is nothing that could be evaluated.
     """
-    folder = Path(name)
+    folder = Path(shipped.find(name))
     if is_run(folder):
         return _of_run(name, folder, weights)
     if (folder / policies.LORA_FILE).is_file():
@@ -151,7 +145,8 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
 
 def _empty(folder: str, family: type[FlowModel]) -> torch.nn.Module:
     with init_empty_weights():
-        return family.TRANSFORMER.from_config(family.TRANSFORMER.load_config(folder, subfolder="transformer"))
+        config = family.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
+        return family.TRANSFORMER.from_config(config)
 
 
 def load(

@@ -1,6 +1,6 @@
 """What the numbers that a run logs are called and mean, and how they are averaged until they are logged.
 
-`python -m flow_grpo.metrics` prints README's table.
+`python -m flow_grpo.metrics` prints the table of docs/metrics.md.
 """
 
 import difflib

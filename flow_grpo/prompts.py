@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flow_grpo import rng
+from flow_grpo import rng, shipped
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def load_prompts(folder: str, split: str) -> list[Prompt]:
 
 def find_file(folder: str | Path, split: str) -> Path | None:
     """The file of a split; None if there is none."""
+    folder = shipped.find(str(folder))
     return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
 
 

@@ -1,246 +1,366 @@
-"""What a config may say, beyond the counts that must divide (batching.py). Checked before any weight is loaded."""
+"""Every setting: one entry with its default, unit, meaning, limits, and which scripts read it.
+
+The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any machine. The experiment is stated here
+(prompts, images, updates per epoch); how it divides over the GPUs is arithmetic (flow_grpo/batching.py). From this
+table follow the default config, what a value may be, what a script refuses because it would ignore it, what a resumed
+run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs/settings.md` writes.
+"""
 
 import math
-import runpy
-from pathlib import Path
+import sys
+from dataclasses import dataclass
+from typing import Any
 
-CHOICES = {
-    "precision": ("fp32", "bf16", "fp16"),
-    "vae_precision": ("fp32", "bf16"),
-    "fsdp.mode": ("replicate", "shard", "hybrid"),
-    "sample.engine": ("full", "stepwise"),
-    "sample.flash_solver": ("dpm", "extrapolate"),
-    "sample.merged_precision": ("", "fp8"),
-    "sample.sde_type": ("sde", "dance", "cps", "cps_gaussian"),
-    "sample.sde_window_schedule": ("random", "progressive", "decay", "exp_decay"),
-    "train.old_log_prob": ("rollout", "recompute"),
-    "train.objective": ("clip", "guard"),
-    "train.reward_aggregation": ("sum", "gdpo"),
-    "train.old_decay_schedule": (0, 1, 2),
-    "reward.backend": ("inline", "thread", "process"),
-    "reward.on_failure": ("fail", "mask"),
-    "reward.image_format": ("npy", "png"),
-    "preferences.dtype": ("float32", "bfloat16"),
-    "health.action": ("log", "lower_learning_rate", "stop", "roll_back"),
-    "train.step_weight": ("none", "sqrt3", "mean_one"),
-    "train.learning_rate_schedule": ("constant", "linear", "cosine"),
+from ml_collections import ConfigDict
+
+GRPO, PR, NFT, DPO = "grpo", "pr", "nft", "dpo"  # values of config.algorithm
+SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
+ALL, ONLINE = (GRPO, PR, NFT, DPO), (GRPO, PR, NFT)  # ONLINE: with advantages of images just sampled
+RATIO = (GRPO, PR)  # with noise in the rollout, and ratios of probabilities in the loss
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting."""
+
+    key: str  # dotted
+    default: Any
+    meaning: str
+    unit: str = ""
+    choices: tuple = ()  # all values there are; () = no such list
+    least: float = -math.inf  # of a number, which must be finite in any case
+    most: float = math.inf
+    scripts: tuple[str, ...] = ALL  # that read it; another one refuses a value that is not the default
+    may_differ: bool = False  # a resumed run may change it, since it does not change the mathematics
+
+
+SECTIONS = {
+    "": "The run",
+    "reward": "How rewards are scored; what `reward.args` says of one reward goes before what is said here",
+    "lora": "The adapter that is trained",
+    "fsdp": "How weights lie over the GPUs",
+    "sample": "The rollout",
+    "train": "The update",
+    "preferences": "Pairs of a better and a worse image, and how prepare_preferences.py makes them",
+    "eval": "The evaluation: deterministic, with averaged weights",
+    "health": "Alarms, each against the run itself, and what follows them; 0 = no limit; see [health](health.md)",
 }
-RATIO = tuple(  # of train_*.py and train_*_pr.py alone
-    f"train.{key}"
-    for key in ("objective", "old_log_prob", "importance_cap", "clip_range", "step_weight", "target_update_size")
+
+# fmt: off
+SETTINGS = (
+    Setting("algorithm", GRPO, "the script that the config is for; another one refuses it", choices=ALL,
+            may_differ=True),  # a checkpoint without it may be resumed
+    Setting("name", "base", "of this config; set by the file that made it", may_differ=True),
+    Setting("run_name", "", 'folder under output_dir; "" = name', may_differ=True),
+    Setting("output_dir", "runs", "where run folders are made", may_differ=True),
+    Setting("project", "flow_grpo", "in wandb, which is offline unless WANDB_MODE=online", may_differ=True),
+    Setting("resume_from", "",
+            '"" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint\'s folder', may_differ=True),
+    Setting("seed", 42, "names every random draw of the run"),
+    Setting("num_epochs", 100, "rollout + update rounds", least=1, may_differ=True),
+    Setting("max_hours", 0.0, unit="h", least=0, may_differ=True,
+            meaning="end after the epoch in which the run, or what is resumed of it, is this old; 0 = no limit"),
+    Setting("save_freq", 10, "between checkpoints; the last epoch is always saved; 0 = only the last", unit="epochs",
+            least=0, may_differ=True),
+    Setting("keep_checkpoints", 2, "newest ones that stay", least=1, may_differ=True),
+    Setting("eval_freq", 10, "between evaluations; before the first and after the last always; 0 = never",
+            unit="epochs", least=0, may_differ=True),
+    Setting("model", "flow_grpo/assets/tiny_qwenimage", "diffusers folder or hub id"),
+    Setting("dataset", "dataset/shapes",
+            "folder with {train,validation,test}_metadata.jsonl or .txt; it need not have validation"),
+    Setting("reward_fn", {"shapes": 1.0}, "file in flow_grpo/rewards -> weight; 0 = not used"),
+    Setting("height", 64, "of an image; a multiple of 16", unit="pixels", least=16),
+    Setting("width", 64, "of an image; a multiple of 16", unit="pixels", least=16),
+    Setting("text_tokens", 20, "every prompt embedding is padded to this width, in rollout and update alike",
+            unit="tokens", least=1),
+    Setting("embeddings_cache", "",
+            'folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none', may_differ=True),
+    Setting("precision", "fp32", "of the transformer; trained weights are stored in fp32",
+            choices=("fp32", "bf16", "fp16")),
+    Setting("vae_precision", "fp32", "of the VAE that draws: bf16 is faster, on average less than 0.3 of 255 away",
+            choices=("fp32", "bf16"), may_differ=True),
+    Setting("compile", False, "transformer blocks and the decoder: slow to start the first time", may_differ=True),
+    Setting("vae_batch_size", 32, "images per decode", unit="images", least=1, may_differ=True),
+
+    Setting("reward.args", {}, "NAME -> any setting of this section but max_pending, and the options of its load()"),
+    Setting("reward.url", "", "of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087"),
+    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks",
+            choices=("inline", "thread", "process"), may_differ=True),
+    Setting("reward.device", "", 'of a thread\'s or a process\'s model, such as "cuda:7"; "" = the rank\'s own',
+            may_differ=True),
+    Setting("reward.batch_size", 32, "per request", unit="images", least=1),
+    Setting("reward.max_pending", 1024, "of a rank that wait for a score; the rollout waits for room", unit="images",
+            least=1, may_differ=True),
+    Setting("reward.on_failure", "fail", "mask: leave the image out of its group", choices=("fail", "mask")),
+    Setting("reward.max_masked_share", 0.05, "of an epoch's images; more is an error", least=0, most=1),
+    Setting("reward.token", "", "for a server that asks for one", may_differ=True),
+    Setting("reward.image_format", "npy", "to a server: npy has every bit, png has 8 bits and a tenth of the size",
+            choices=("npy", "png")),
+    Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, may_differ=True),
+    Setting("reward.timeout_s", 120.0, "of one request", unit="s", least=0, may_differ=True),
+    Setting("reward.retry_s", 300.0, "how long a server may be away", unit="s", least=0, may_differ=True),
+
+    Setting("lora.rank", 32, "0 = train the full weights", least=0),
+    Setting("lora.alpha", 64, "scale of the adapter, times its rank", least=1),
+    Setting("lora.path", "", 'a diffusers LoRA folder to start from; "" = a fresh adapter'),
+
+    Setting("fsdp.mode", "replicate", "hybrid: shard inside groups of shard_size, replicate across them",
+            choices=("replicate", "shard", "hybrid"), may_differ=True),
+    Setting("fsdp.shard_size", 0, "of a hybrid group", unit="ranks", least=0, may_differ=True),
+    Setting("fsdp.activation_checkpointing", False,
+            "store each block's input alone for the backward: a third more compute", may_differ=True),
+    Setting("fsdp.activation_memory", 1.0,
+            "compiled blocks: share of the other activations that is stored; what costs least is recomputed",
+            least=0, most=1, may_differ=True),
+    Setting("fsdp.offload_weights", False,
+            "sharded weights stay in host memory, one GPU's too; a block's come when it computes", may_differ=True),
+    Setting("fsdp.offload_optimizer", False, "optimizer state in host memory while images are sampled",
+            may_differ=True),
+
+    Setting("sample.num_steps", 10, "denoising steps of a rollout", least=2),
+    Setting("sample.guidance_scale", 1.0, "above 1 costs a second forward per step"),
+    Setting("sample.noise_level", 0.7, "eta of the SDE step", least=0, scripts=RATIO),
+    Setting("sample.sde_type", "sde", "formula of a noisy step; cps_gaussian is cps with its true log-density",
+            choices=("sde", "dance", "cps", "cps_gaussian"), scripts=RATIO),
+    Setting("sample.num_prompts_per_epoch", 16, "on all GPUs together", least=1),
+    Setting("sample.num_images_per_prompt", 8, "group size; in train_*_pr.py: trunks per prompt", least=1),
+    Setting("sample.batch_size", 16, "per forward and GPU wherever a log-prob is computed: rollout and update alike",
+            unit="rows", least=1),
+    Setting("sample.global_std", False, "advantages over the std of the whole epoch instead of the group's own"),
+    Setting("sample.sde_window_size", 2, "steps sampled with noise and trained; 0 = all but the last", unit="steps",
+            least=0, scripts=(GRPO, NFT)),  # train_*_nft.py asks for 0
+    Setting("sample.sde_window_range", (0, 5), "the window lies in steps [first, last)", scripts=(GRPO,)),
+    Setting("sample.sde_window_schedule", "random", "how the window moves: random = per batch",
+            choices=("random", "progressive", "decay", "exp_decay"), scripts=(GRPO,)),
+    Setting("sample.sde_window_interval", 25, "between a schedule's moves; decay's and exp_decay's longest",
+            unit="updates", least=1, scripts=(GRPO,)),
+    Setting("sample.sde_window_stride", 1, "of a move; from the end of the range back to its start", unit="steps",
+            least=1, scripts=(GRPO,)),
+    Setting("sample.same_latent", False, "a group starts from one noise and is one image until the window",
+            scripts=(GRPO,)),
+    Setting("sample.num_branches", 1, "noisy branches per step of a trunk, at least 2; 1 in the other scripts", least=1,
+            scripts=ONLINE),
+    Setting("sample.completion_batch_size", 128, "per forward and GPU of the branches' way to the image",
+            unit="rows", least=1, scripts=(PR,), may_differ=True),
+    Setting("sample.flash_ratio", 0.0, "above 0: after the noise, only this share of the forwards that are left",
+            least=0, most=1),
+    Setting("sample.flash_solver", "dpm",
+            "dpm = DPM-Solver++ on a coarser grid, extrapolate = all steps, some without a forward",
+            choices=("dpm", "extrapolate")),
+    Setting("sample.engine", "full", "full: a batch's rows walk together, stepwise: each row or branch in a slot",
+            choices=("full", "stepwise"), may_differ=True),
+    Setting("sample.text_multiple", 0,
+            "stepwise: width of text where no log-prob is computed, a multiple of this; 0 = text_tokens",
+            unit="tokens", least=0, may_differ=True),
+    Setting("sample.merge_adapter", False,
+            "faster forwards where no log-prob is computed, for a copy of the adapted weights"),
+    Setting("sample.merged_precision", "",
+            'of that copy and its products: "" = as the weights\' own, fp8 = faster, other images',
+            choices=("", "fp8")),
+
+    Setting("train.learning_rate", 3e-4, "the highest of the run", least=0),
+    Setting("train.learning_rate_schedule", "constant", "linear and cosine fall to 0 at the end of num_epochs",
+            choices=("constant", "linear", "cosine")),
+    Setting("train.warmup_updates", 0, "before them the rate rises from 0 in equal parts", unit="updates", least=0),
+    Setting("train.target_update_size", 0.0,
+            "ratio_std of an epoch's last update in clip ranges; above it the rate falls; 0 = off",
+            least=0, scripts=RATIO),
+    Setting("train.adam_beta1", 0.9, "AdamW's"),
+    Setting("train.adam_beta2", 0.999, "AdamW's"),
+    Setting("train.adam_eps", 1e-8, "AdamW's"),
+    Setting("train.weight_decay", 1e-4, "AdamW's", least=0),
+    Setting("train.max_grad_norm", 1.0, "longer gradients are scaled down to it", least=0),
+    Setting("train.updates_per_epoch", 2, "optimizer steps per epoch and inner epoch", unit="updates", least=1),
+    Setting("train.inner_epochs", 1, "passes over one rollout, reshuffled", least=1),
+    Setting("train.objective", "clip", "guard: ratios normalised per step, GRPO-Guard", choices=("clip", "guard"),
+            scripts=RATIO),
+    Setting("train.old_log_prob", "rollout",
+            "of the ratio: noted by the rollout, or recomputed by one more forward per row",
+            choices=("rollout", "recompute"), scripts=RATIO),
+    Setting("train.importance_cap", 0.0,
+            "above 0, with recompute: also weigh by min(recomputed / noted probability, this)", least=0, scripts=RATIO),
+    Setting("train.clip_range", 1e-4, "of the ratio; log-probs are means over elements, so ratios stay near 1", least=0,
+            scripts=RATIO),
+    Setting("train.adv_clip_max", 5.0, "advantages lie within plus and minus this", least=0, scripts=ONLINE),
+    Setting("train.reward_aggregation", "sum", "sum of weighted rewards, or gdpo: of their advantages",
+            choices=("sum", "gdpo"), scripts=ONLINE),
+    Setting("train.filter_groups", False,
+            "leave groups whose rewards are all alike out of the mean that is the loss", scripts=ONLINE),
+    Setting("train.beta", 0.0,
+            "weight of the KL to the reference policy; train_*_nft.py: of the squared distance to it",
+            least=0, scripts=ONLINE),
+    Setting("train.reference_interval", 0,
+            "until the policy becomes its own reference, again and again; 0 = never", unit="updates", least=0),
+    Setting("train.reference_guidance_scale", 0.0,
+            "of the first reference: above sample's, the policy learns it; 0 = sample's", least=0, scripts=ONLINE),
+    Setting("train.shared_noise", False, "the images of a group are noised alike, to the same levels", scripts=(NFT,)),
+    Setting("train.flow_matching_weight", 0.0, "of flow matching on the run's own images, good and bad alike", least=0,
+            scripts=(NFT,)),
+    Setting("train.flow_matching_warmup", 0, "over which that weight rises from 0", unit="updates", least=0,
+            scripts=(NFT,)),
+    Setting("train.nft_beta", 1.0, "share of the trained policy in the mixture that is compared with x_0", least=1e-6,
+            scripts=(NFT,)),
+    Setting("train.old_decay_schedule", 1, "how the sampling policy follows; see losses.old_policy_decay",
+            choices=(0, 1, 2), scripts=(NFT,)),
+    Setting("train.dpo_beta", 1000.0, "how sharply a pair's difference of velocity errors decides", least=0,
+            scripts=(DPO,)),
+    Setting("train.step_weight", "none", "sqrt3: sqrt(3) * transition_std, mean_one: transition_std / its mean",
+            choices=("none", "sqrt3", "mean_one"), scripts=RATIO),
+    Setting("train.timestep_fraction", 1.0, "keep the first part of the trained steps", least=1e-6, most=1,
+            scripts=ONLINE),
+    Setting("train.ema_decay", 0.9, "min((1 + n) / (10 + n), this) after n averagings", least=0),
+    Setting("train.ema_interval", 8, "optimizer steps between averagings; before the first the average is the weights",
+            unit="updates", least=1),
+
+    Setting("preferences.path", "",
+            'folder of parquet files from prepare_preferences.py; "" = online, of images just sampled', scripts=(DPO,)),
+    Setting("preferences.source", "",
+            'to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files', scripts=(DPO,)),
+    Setting("preferences.min_margin", 0.0, "own rollouts, online: the winner's reward is higher by more than this",
+            least=0, scripts=(DPO,)),
+    Setting("preferences.validation_share", 0.1, "of the prompts, whose pairs are held out", least=0, scripts=(DPO,)),
+    Setting("preferences.max_dropped_share", 0.2,
+            "more of the source than this left out is an error, once all is written", least=0, scripts=(DPO,)),
+    Setting("preferences.part_size", 256, "of the source per file", unit="pairs", least=1, scripts=(DPO,)),
+    Setting("preferences.dtype", "float32", "of what is stored", choices=("float32", "bfloat16"), scripts=(DPO,)),
+
+    Setting("eval.rewards", (), "names of rewards that are measured too but not trained on: they show what is hacked",
+            may_differ=True),
+    Setting("eval.num_prompts", 272, "of the validation and of the test prompts, at most, evenly spread; 0 = none",
+            unit="prompts", least=0, may_differ=True),
+    Setting("eval.noises_per_prompt", 1, "images of a prompt, always from the same noises", least=1, may_differ=True),
+    Setting("eval.best_by", "avg", "name of the eval/ figure whose highest value makes the policy in best/",
+            may_differ=True),
+    Setting("eval.keep_state", False, "best/checkpoint holds what training needs to go on from the best policy",
+            may_differ=True),
+    Setting("eval.test_freq", 0, "between tests; before the first and after the last always; 0 = only these",
+            unit="epochs", least=0, may_differ=True),
+    Setting("eval.height", 0, "of an image; 0 = as in training", unit="pixels", least=0, may_differ=True),
+    Setting("eval.width", 0, "of an image; 0 = as in training", unit="pixels", least=0, may_differ=True),
+    Setting("eval.num_steps", 10, "deterministic denoising steps", least=1, may_differ=True),
+    Setting("eval.guidance_scale", 1.0, "above 1 costs a second forward per step", may_differ=True),
+    Setting("eval.batch_size", 64, "per forward and GPU", unit="rows", least=1, may_differ=True),
+    Setting("eval.num_pairs", 256, "held-out ones, evenly spread", unit="pairs", least=1, scripts=(DPO,),
+            may_differ=True),
+    Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
+            scripts=(DPO,), may_differ=True),
+    Setting("eval.num_panel_images", 12, "shown in wandb and samples.png", unit="images", least=1, may_differ=True),
+
+    Setting("health.action", "log",
+            "log: print, lower_learning_rate: halve it, stop: save and end, roll_back: to the best weights",
+            choices=("log", "lower_learning_rate", "stop", "roll_back"), may_differ=True),
+    Setting("health.max_roll_backs", 3, "roll_back: each halves the learning rate; once more is stop", least=0,
+            may_differ=True),
+    Setting("health.reward_drop", 3.0, "of the training reward below its best (5 epochs' means), less luck",
+            unit="standard errors", least=0, may_differ=True),
+    Setting("health.eval_drop", 3.0, "of the evaluation below its best", unit="standard errors", least=0,
+            may_differ=True),
+    Setting("health.reference_distance", 2.0,
+            "of reference_distance or kl_reference; a velocity's own mean square is about 2", least=0, may_differ=True),
+    Setting("health.loss_rise", 1.5, "of policy_loss, 5 epochs' mean, over the first 5; not where ratios are clipped",
+            unit="factor", least=0, may_differ=True),
+    Setting("health.update_size", 10.0, "ratio_std of an epoch's last update, 5 epochs' mean; not with guard",
+            unit="clip ranges", least=0, may_differ=True),
+    Setting("health.epochs_without_signal", 3, "in a row", unit="epochs", least=0, may_differ=True),
+    Setting("health.latent_rms_change", 1.5, "either way, of health/latent_rms since the first epoch", unit="factor",
+            least=0, may_differ=True),
+    Setting("health.high_frequency_change", 2.0, "upwards, of health/high_frequency", unit="factor", least=0,
+            may_differ=True),
+    Setting("health.diversity_change", 5.0, "downwards, of health/diversity", unit="factor", least=0, may_differ=True),
+    Setting("health.grad_norm_spike", 10.0,
+            "largest gradient norm of an epoch over the median of the 20 updates before it", unit="factor", least=0,
+            may_differ=True),
 )
-NFT = tuple(  # of train_*_nft.py alone
-    f"train.{key}"
-    for key in ("nft_beta", "old_decay_schedule", "shared_noise", "flow_matching_weight", "flow_matching_warmup")
-)
-DPO = (  # of train_*_dpo.py and prepare_preferences.py alone
-    *("train.dpo_beta", "eval.num_pairs", "eval.noises_per_pair"),
-    *("preferences.path", "preferences.source", "preferences.min_margin", "preferences.validation_share"),
-    *("preferences.max_dropped_share", "preferences.part_size", "preferences.dtype"),
-)
-MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
-AT_LEAST = {  # smallest value of a number
-    "num_epochs": 1, "max_hours": 0,
-    "save_freq": 0, "keep_checkpoints": 1, "eval_freq": 0, "text_tokens": 1,
-    "height": 16, "width": 16, "eval.height": 0, "eval.width": 0,
-    "vae_batch_size": 1, "lora.rank": 0, "lora.alpha": 1, "fsdp.shard_size": 0, "fsdp.activation_memory": 0,
-    "sample.num_steps": 2, "sample.text_multiple": 0,
-    "sample.num_prompts_per_epoch": 1, "sample.num_images_per_prompt": 1, "sample.batch_size": 1,
-    "sample.sde_window_size": 0, "sample.sde_window_interval": 1, "sample.sde_window_stride": 1,
-    "sample.flash_ratio": 0, "sample.num_branches": 1, "sample.completion_batch_size": 1, "sample.noise_level": 0,
-    "train.learning_rate": 0, "train.updates_per_epoch": 1, "train.inner_epochs": 1, "train.clip_range": 0,
-    "train.adv_clip_max": 0, "train.beta": 0, "train.nft_beta": 1e-6, "train.dpo_beta": 0, "reward.batch_size": 1,
-    "reward.max_pending": 1, "reward.max_masked_share": 0, "reward.in_flight": 1, "reward.timeout_s": 0,
-    "reward.retry_s": 0, "train.reference_interval": 0, "preferences.min_margin": 0,
-    "preferences.validation_share": 0, "preferences.max_dropped_share": 0, "preferences.part_size": 1,
-    "train.importance_cap": 0, "eval.num_pairs": 1, "eval.noises_per_pair": 1, "train.max_grad_norm": 0,
-    "train.weight_decay": 0, "train.warmup_updates": 0, "train.target_update_size": 0,
-    "train.reference_guidance_scale": 0, "train.flow_matching_weight": 0, "train.flow_matching_warmup": 0,
-    "train.timestep_fraction": 0, "train.ema_decay": 0, "train.ema_interval": 1, "eval.num_prompts": 0,
-    "health.max_roll_backs": 0, "health.reward_drop": 0, "health.eval_drop": 0, "health.reference_distance": 0,
-    "health.loss_rise": 0,
-    "health.update_size": 0, "health.epochs_without_signal": 0, "health.latent_rms_change": 0,
-    "health.high_frequency_change": 0, "health.diversity_change": 0, "health.grad_norm_spike": 0,
-    "eval.noises_per_prompt": 1, "eval.test_freq": 0, "eval.num_steps": 1, "eval.batch_size": 1,
-    "eval.num_panel_images": 1,
-}  # fmt: skip
+# fmt: on
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+RENAMED = {  # key of older configs -> what became of it
+    "trouble": "is now config.health",
+    "resolution": "is now config.height and config.width",
+}
 
 
-def check(config, ignored: tuple[str, ...]) -> None:
-    """Refuse what cannot be meant.
-
-    Args:
-        ignored: dotted keys that the calling script does not read; setting one of them is an error.
-
-    Raises:
-        ValueError: with the setting, its value, and what it may be.
-    """
-    for key, choices in CHOICES.items():
-        if _get(config, key) not in choices:
-            raise ValueError(f"config.{key} is {_get(config, key)!r}; it may be {', '.join(map(repr, choices))}")
-    for key, least in AT_LEAST.items():
-        if not least <= _get(config, key) < math.inf:  # NaN compares false too
-            raise ValueError(f"config.{key} is {_get(config, key)}; it must be finite and at least {least}")
-    _check_meaning(config)
-    _check_health(config)
-    if "train.beta" not in ignored:
-        _check_reference(config.train)
-    _check_speed(config)
-    _check_memory(config)
-    defaults = runpy.run_path(str(Path(__file__).parents[1] / "config" / "base.py"))["get_config"]()
-    for key in ignored:
-        if _get(config, key) != _get(defaults, key):
-            raise ValueError(f"config.{key} is set to {_get(config, key)}, but this script would ignore it")
+def default_config() -> ConfigDict:
+    """Every setting's default; a name that is not in the table is an error."""
+    config = ConfigDict()
+    for setting in SETTINGS:
+        section, _, key = setting.key.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict()
+        target = config[section] if section else config
+        target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
+    return config.lock()
 
 
-def _check_meaning(config) -> None:
-    _check_size(config)
-    if not 0 < config.train.timestep_fraction <= 1:
-        raise ValueError(f"config.train.timestep_fraction is {config.train.timestep_fraction}; it lies in (0, 1]")
-    if config.reward.max_masked_share > 1:
-        raise ValueError(f"config.reward.max_masked_share is {config.reward.max_masked_share}; a share is at most 1")
-    if config.sample.flash_ratio > 1:
-        raise ValueError(f"config.sample.flash_ratio is {config.sample.flash_ratio}; a share of the steps is at most 1")
-    if config.train.objective == "guard" and config.sample.sde_type == "cps":
-        raise ValueError(
-            "config.train.objective 'guard' corrects a Gaussian log-prob, which sample.sde_type 'cps' has not; "
-            "'cps_gaussian' is the same step with one"
-        )
-    if config.train.importance_cap and config.train.old_log_prob == "rollout":
-        raise ValueError(
-            f"config.train.importance_cap is {config.train.importance_cap} with config.train.old_log_prob 'rollout': "
-            "a weight compares recomputed log-probs with the rollout's; set 'recompute'"
-        )
-    _check_best_by(config)
-    if config.sample.noise_level == 0:
-        raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
-
-
-def _check_size(config) -> None:
-    for key in ("height", "width", "eval.height", "eval.width"):
-        if _get(config, key) % 16:
-            raise ValueError(f"config.{key} is {_get(config, key)}; it must be a multiple of 16 pixels")
-
-
-def _check_best_by(config) -> None:
-    """Of a reward's own figures only their beginning is known before it has scored."""
-    names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
-    if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):
-        raise ValueError(
-            f"config.eval.best_by is {chosen!r}; it may be 'avg', a reward that is measured ({', '.join(names)}), or a "
-            "figure of one, such as 'shapes_accuracy'"
-        )
-
-
-def _check_health(config) -> None:
-    if config.health.action == "roll_back" and not (config.eval_freq and config.eval.num_prompts):
-        raise ValueError(
-            f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
-            f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
-        )
-
-
-def _check_reference(train) -> None:
-    for key in ("reference_interval", "reference_guidance_scale"):
-        if train[key] and not train.beta:
-            raise ValueError(
-                f"config.train.{key} is {train[key]}, but config.train.beta 0 holds nothing to a reference: set both"
-            )
-
-
-def _check_speed(config) -> None:
-    if config.sample.flash_solver != "dpm" and not config.sample.flash_ratio:
-        raise ValueError(
-            f"config.sample.flash_solver is {config.sample.flash_solver!r}, but config.sample.flash_ratio 0 leaves no "
-            "forward out"
-        )
-    if config.sample.merged_precision and not (config.sample.merge_adapter and config.lora.rank):
-        raise ValueError(
-            f"config.sample.merged_precision is {config.sample.merged_precision!r}, but no adapter is merged: set "
-            "config.sample.merge_adapter, with config.lora.rank above 0"
-        )
-    if config.sample.text_multiple and config.sample.engine != "stepwise":
-        raise ValueError(
-            f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
-            "text; config.sample.engine 'stepwise' gives each its own"
-        )
-    widths = -(-config.text_tokens // config.sample.text_multiple) if config.sample.text_multiple else 1
-    if config.compile and widths > MAX_WIDTHS:
-        raise ValueError(
-            f"config.sample.text_multiple is {config.sample.text_multiple}: {config.text_tokens} text tokens make "
-            f"{widths} widths, and config.compile makes a graph for each; at most {MAX_WIDTHS}"
-        )
-    if config.sample.merge_adapter and config.fsdp.mode != "replicate":
-        raise ValueError(
-            f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are "
-            "merged"
-        )
-
-
-def _check_memory(config) -> None:
-    if config.fsdp.activation_memory > 1:
-        raise ValueError(f"config.fsdp.activation_memory is {config.fsdp.activation_memory}; a share is at most 1")
-    if config.fsdp.activation_memory < 1 and (not config.compile or config.fsdp.activation_checkpointing):
-        raise ValueError(
-            f"config.fsdp.activation_memory is {config.fsdp.activation_memory}: what to recompute is the compiler's "
-            "choice, so it takes config.compile, and fsdp.activation_checkpointing, which recomputes all, off"
-        )
-    if config.fsdp.offload_weights and (config.fsdp.mode == "replicate" or config.fsdp.offload_optimizer):
-        raise ValueError(
-            f"config.fsdp.offload_weights with fsdp.mode {config.fsdp.mode!r} and fsdp.offload_optimizer "
-            f"{config.fsdp.offload_optimizer}: it is for sharded weights ('shard', on one GPU too), and takes the "
-            "optimizer's state along"
-        )
-
-
-def check_window(sample) -> None:
-    """Raises ValueError unless the SDE window lies within the steps; train_*.py."""
-    if sample.num_branches != 1:
-        raise ValueError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
-    first, last = sample.sde_window_range
-    inside = 0 <= first < last <= sample.num_steps - 1
-    if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
-        raise ValueError(
-            f"an SDE window of sde_window_size = {sample.sde_window_size} in sde_window_range = ({first}, {last}) does "
-            f"not fit into {sample.num_steps} steps; the range may be up to (0, {sample.num_steps - 1}), "
-            f"since the last step is never noisy"
-        )
-    if sample.sde_window_size == 0 and sample.sde_window_schedule != "random":
-        raise ValueError(
-            f"config.sample.sde_window_size is 0, all steps but the last: nothing is left to move by "
-            f"sde_window_schedule {sample.sde_window_schedule!r}"
-        )
-    if sample.num_images_per_prompt < 2:
-        raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
-
-
-def check_branches(sample) -> None:
-    """Raises ValueError unless branches can be compared; train_*_pr.py."""
-    if sample.num_branches < 2:
-        raise ValueError(
-            f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
-            "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
-        )
-
-
-def check_pairs(sample) -> None:
-    """Raises ValueError unless an image can lose against another; train_*_dpo.py and prepare_preferences.py."""
-    if sample.num_images_per_prompt < 2:
-        raise ValueError("config.sample.num_images_per_prompt is 1: a pair is the best and the worst of a prompt's")
-
-
-def check_forward(sample) -> None:
-    """Raises ValueError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
-    if sample.sde_window_size or sample.num_branches != 1:
-        raise ValueError(
-            f"config.sample.sde_window_size is {sample.sde_window_size} and num_branches {sample.num_branches}: "
-            "without noise in the rollout there is neither window nor branch; set 0 and 1"
-        )
-    if sample.num_images_per_prompt < 2:
-        raise ValueError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
-
-
-def _get(config, key: str):
+def value_of(config: ConfigDict, key: str) -> Any:
+    """The value of a dotted key."""
     for part in key.split("."):
         config = config[part]
     return config
+
+
+def flat(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of all that is no section."""
+    values = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {f"{prefix}{key}": value}
+    return values
+
+
+def ignored_by(algorithm: str) -> tuple[str, ...]:
+    """The settings that an algorithm's script does not read."""
+    return tuple(setting.key for setting in SETTINGS if algorithm not in setting.scripts)
+
+
+def may_differ() -> tuple[str, ...]:
+    """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
+    fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.may_differ}
+    keys = [setting.key for setting in SETTINGS if setting.may_differ]
+    return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
+
+
+def check_values(config: ConfigDict) -> None:
+    """Raises ValueError for a value that its entry does not allow, with what it allows."""
+    for setting in SETTINGS:
+        value = value_of(config, setting.key)
+        if setting.choices and value not in setting.choices:
+            choices = ", ".join(map(repr, setting.choices))
+            raise ValueError(f"config.{setting.key} is {value!r}; it may be {choices}")
+        if _is_number(setting.default) and not (math.isfinite(value) and setting.least <= value <= setting.most):
+            raise ValueError(f"config.{setting.key} is {value}; it must be {_limits(setting) or 'finite'}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _limits(setting: Setting) -> str:
+    if math.isfinite(setting.most):
+        return f"from {setting.least} to {setting.most}"
+    return f"finite and at least {setting.least}" if math.isfinite(setting.least) else ""
+
+
+def page() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Settings\n",
+        "Every setting, with its default. `python -m flow_grpo.settings > docs/settings.md` writes this page from",
+        "flow_grpo/settings.py. A script refuses a setting that it would ignore. A resumed run may change what is",
+        "marked under *resume*; [Configs of your own](own_config.md) says how to set one.",
+    ]
+    for section, title in SECTIONS.items():
+        lines += [f"\n## {section or 'config'}: {title}\n", "| setting | default | meaning | scripts | resume |"]
+        lines += ["|---|---|---|---|---|", *(_row(s) for s in SETTINGS if s.key.rpartition(".")[0] == section)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    facts = [f"{setting.unit}: {setting.meaning}" if setting.unit else setting.meaning]
+    facts += [", ".join(f"`{choice!r}`" for choice in setting.choices)] if setting.choices else []
+    facts += [_limits(setting).removeprefix("finite and ")] if _limits(setting) else []
+    scripts = "all" if setting.scripts == ALL else ", ".join(f"`{SCRIPTS[name]}`" for name in setting.scripts)
+    changes = "yes" if setting.may_differ else ""
+    return f"| `{setting.key}` | `{setting.default!r}` | {'; '.join(facts)} | {scripts} | {changes} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

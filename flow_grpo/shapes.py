@@ -1,12 +1,8 @@
-"""GenEval in miniature (arXiv:2310.11513): which prompts there are, and pictures that show what a prompt asks for.
-
-Legend: B pictures, P prompts, M = MAX_OBJECTS, R pixels a side. x runs right, y runs down, both from 0 to 1.
-"""
+"""GenEval in miniature (arXiv:2310.11513): which prompts there are, and what they ask for."""
 
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,29 +44,6 @@ HELD_OUT_RELATIONS = {
 }
 HELD_OUT_COLOR_PAIRS = ({"red", "yellow"}, {"green", "purple"}, {"blue", "cyan"})
 
-GAP = 0.06  # of the picture's side, between two objects; half of it between an object and the frame
-RADII = ((0.14, 0.30), (0.14, 0.20), (0.13, 0.16), (0.12, 0.14))  # smallest and largest for 1, 2, 3, 4 objects
-CLEAR_OFFSET = 0.25  # of the picture's side, between the centres of two objects in a relation
-
-
-class Layout(NamedTuple):
-    """What B pictures show."""
-
-    kind: Tensor  # [B, M] int64, index into SHAPES
-    color: Tensor  # [B, M] int64, index into COLORS
-    center: Tensor  # [B, M, 2] f32, x and y
-    radius: Tensor  # [B, M] f32, of the circumscribed circle, in picture sides
-    present: Tensor  # [B, M] bool
-
-
-class PromptTable(NamedTuple):
-    """What P prompts ask for, as tensors."""
-
-    kind: Tensor  # [P, M] int64, index into SHAPES
-    color: Tensor  # [P, M] int64, index into COLORS; -1 = any
-    present: Tensor  # [P, M] bool
-    relation: Tensor  # [P] int64, index into RELATIONS: where object 1 lies, seen from object 0; -1 = anywhere
-
 
 def signed_distances(x: Tensor, y: Tensor) -> Tensor:
     """Signed distance from a point to each shape of circumscribed radius 1, negative inside. -> [4, ...]."""
@@ -81,24 +54,6 @@ def signed_distances(x: Tensor, y: Tensor) -> Tensor:
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     cross = torch.maximum(long - 0.95, short - 0.3122)
     return torch.stack([circle, square, triangle, cross])
-
-
-def render(layout: Layout, resolution: int = 64) -> Tensor:
-    """Antialiased pictures [B, 3, R, R] f32 in [0, 1]: a pixel's coverage is its signed distance to the edge."""
-    device = layout.center.device
-    axis = (torch.arange(resolution, device=device) + 0.5) / resolution
-    colors = torch.tensor(list(COLORS.values()), device=device)
-    background = torch.tensor(BACKGROUND, device=device).view(1, 3, 1, 1)
-    images = background.expand(len(layout.kind), 3, resolution, resolution)
-    for m in range(layout.kind.shape[1]):
-        radius = layout.radius[:, m, None, None]
-        x = (axis[None, None, :] - layout.center[:, m, 0, None, None]) / radius
-        y = (axis[None, :, None] - layout.center[:, m, 1, None, None]) / radius
-        distances = signed_distances(x, y)
-        distance = distances[layout.kind[:, m], torch.arange(len(images), device=device)]
-        coverage = (0.5 - distance * radius * resolution).clamp(0, 1) * layout.present[:, m, None, None]
-        images = images.lerp(colors[layout.color[:, m], :, None, None], coverage[:, None])
-    return images
 
 
 def _entry(kind: str, color: str | None = None, count: int = 1, position: list | None = None) -> dict:
@@ -223,7 +178,7 @@ def check_metadata(metadata: dict) -> None:
         need(color is None or color in COLORS, f"unknown color {color!r}; there are {', '.join(COLORS)}")
     kinds = [entry["class"] for entry in include]
     need(len(set(kinds)) == len(kinds), f"`include` has a class twice: {kinds}; give it one entry with its count")
-    for i, position in _positions(metadata):
+    for i, position in positions(metadata):
         need(len(position) == 2, f"position {position!r} is not [relation, index]")
         relation, other = position
         need(relation in RELATIONS, f"unknown relation {relation!r}; there are {', '.join(RELATIONS)}")
@@ -231,73 +186,6 @@ def check_metadata(metadata: dict) -> None:
         need(other in others, f"include[{i}] lies {relation} include[{other}]; there are {others}")
 
 
-def _positions(metadata: dict) -> list[tuple[int, list]]:
+def positions(metadata: dict) -> list[tuple[int, list]]:
     """(index in `include`, [relation, index of the other entry]) of each entry that has a position."""
     return [(i, entry["position"]) for i, entry in enumerate(metadata["include"]) if entry.get("position")]
-
-
-def _table_row(metadata: dict) -> tuple[list[int], list[int], int]:
-    """(kind, color, relation) of one prompt. Raises ValueError where no picture of ours could show it."""
-    check_metadata(metadata)
-    names = [None, *COLORS]
-    objects = [(e["class"], e.get("color")) for e in metadata["include"] for _ in range(e["count"])]
-    if len(objects) > MAX_OBJECTS:
-        raise ValueError(f"{metadata['prompt']!r} asks for {len(objects)} objects; a picture holds {MAX_OBJECTS}")
-    relation = -1
-    for subject, (name, target) in _positions(metadata):
-        if (subject, target, len(objects)) != (1, 0, 2):
-            raise ValueError(f"{metadata['prompt']!r}: only include[1] can be placed, against include[0], one of each")
-        relation = list(RELATIONS).index(name)
-    return [SHAPES.index(kind) for kind, _ in objects], [names.index(color) - 1 for _, color in objects], relation
-
-
-def prompt_table(metadata: list[dict], device: torch.device | str = "cpu") -> PromptTable:
-    """P prompts as tensors, for `sample_layouts`.
-
-    Raises:
-        ValueError: metadata that is malformed, or asks for more than a picture holds; the message names the prompt.
-    """
-    kinds, colors, relations = zip(*map(_table_row, metadata))
-
-    def padded(rows):
-        return torch.tensor([row + [-1] * (MAX_OBJECTS - len(row)) for row in rows], device=device)
-
-    kind = padded(kinds)
-    return PromptTable(kind.clamp(min=0), padded(colors), kind >= 0, torch.tensor(relations, device=device))
-
-
-def _clearance(center: Tensor, radius: Tensor, present: Tensor) -> Tensor:
-    """Smallest gap between two objects of an arrangement. center [B, T, M, 2], present [B, 1, M] -> [B, T]."""
-    i, j = torch.triu_indices(MAX_OBJECTS, MAX_OBJECTS, offset=1, device=center.device)
-    gap = (center[..., i, :] - center[..., j, :]).norm(dim=-1) - radius[..., i] - radius[..., j]
-    return gap.masked_fill(~(present[..., i] & present[..., j]), 1.0).amin(-1)
-
-
-def _relation_margin(center: Tensor, relation: Tensor) -> Tensor:
-    """How clearly object 1 lies where the relation says, >= 0 if it does. [B, T, M, 2], [B] -> [B, T]."""
-    directions = torch.tensor(list(RELATIONS.values()), device=center.device, dtype=center.dtype)[relation][:, None]
-    offset = center[..., 1, :] - center[..., 0, :]
-    along, aside = (offset * directions).sum(-1), (offset * directions.flip(-1)).sum(-1).abs()
-    return torch.minimum(along - CLEAR_OFFSET, along - aside).masked_fill((relation < 0)[:, None], 1.0)
-
-
-def sample_layouts(table: PromptTable, index: Tensor, generator: torch.Generator, tries: int = 256) -> Layout:
-    """Random layouts that show prompts `index` [B] int64 and nothing else, on the generator's device.
-
-    A colour that a prompt leaves open is drawn per object: "two circles" may differ. Of `tries` arrangements the first
-    valid one is taken, or else the nearest to valid: about 1 in 50 of four objects, with a slightly smaller GAP.
-    """
-    device = generator.device
-    kind, color, present, relation = (column.to(device)[index.to(device)] for column in table)
-    any_color = torch.randint(len(COLORS), color.shape, generator=generator, device=device)
-    low, high = torch.tensor(RADII, device=device)[present.sum(1) - 1].unbind(-1)
-
-    size = (len(index), tries, MAX_OBJECTS)
-    radius = torch.rand(size, generator=generator, device=device).mul((high - low)[:, None, None]) + low[:, None, None]
-    edge = (radius + GAP / 2)[..., None]
-    center = torch.rand((*size, 2), generator=generator, device=device) * (1 - 2 * edge) + edge
-    slack = torch.minimum(_clearance(center, radius, present[:, None]) - GAP, _relation_margin(center, relation))
-    best = torch.where(slack >= 0, 2.0, slack).argmax(1)  # argmax takes the first of equals
-
-    row = torch.arange(len(index), device=device)
-    return Layout(kind, torch.where(color < 0, any_color, color), center[row, best], radius[row, best], present)

@@ -13,6 +13,7 @@ from flow_grpo import (
     batching,
     best,
     checkpoints,
+    checks,
     compiled,
     distributed,
     float8,
@@ -35,14 +36,9 @@ from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
 from flow_grpo.saving import best_candidate, state
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 
-MAY_DIFFER = (  # settings with which a checkpoint of other ones may be resumed: they do not change the mathematics
-    "name", "run_name", "output_dir", "project", "resume_from", "num_epochs", "max_hours", "save_freq",
-    "keep_checkpoints", "eval_freq", "eval", "fsdp", "embeddings_cache", "health", "vae_batch_size", "vae_precision",
-    "compile", "sample.engine", "sample.completion_batch_size", "sample.text_multiple",
-    *(f"reward.{key}" for key in ("backend", "device", "max_pending", "token", "in_flight", "timeout_s", "retry_s")),
-)  # fmt: skip
 NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
 
 
@@ -67,8 +63,7 @@ class Learner(NamedTuple):
 
 def start(
     config: ConfigDict,
-    check: Callable[[ConfigDict], None],
-    ignored: tuple[str, ...],
+    script: checks.Script,
     *,
     make_plan: Callable[[ConfigDict, int], batching.BatchPlan] = batching.plan_batches,
     shadows: tuple[str, ...] = (),
@@ -78,8 +73,7 @@ def start(
     """Check everything, then load everything, and resume.
 
     Args:
-        check: of config.sample; what this script asks of it, from settings.py.
-        ignored: settings that this script does not read.
+        script: what it asks of a config.
         make_plan: how an epoch divides over the ranks, from batching.py.
         shadows: names for policies that the script keeps beside the trained one, see Run.shadows.
         reference: whether to keep the first policy even where train.beta is 0.
@@ -88,7 +82,7 @@ def start(
     Raises:
         ValueError: before any weight is loaded, for all that a user can get wrong.
     """
-    check_settings(config, check, ignored)
+    check_settings(config, script)
     family = models.model_class(config.model)
     texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
@@ -105,11 +99,10 @@ def start(
     return run
 
 
-def check_settings(config: ConfigDict, check: Callable[[ConfigDict], None], ignored: tuple[str, ...]) -> None:
-    """Raises ValueError for what no file is needed to refuse. Arguments as in `start`."""
+def check_settings(config: ConfigDict, script: checks.Script) -> None:
+    """Raises ValueError for what no file is needed to refuse."""
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
-    settings.check(config, ignored)
-    check(config.sample)
+    checks.check(config, script)
 
 
 def _load(
@@ -301,7 +294,7 @@ def _choose_folder(config: ConfigDict) -> tuple[Path, Path | None]:
     first = Path(config.output_dir, config.run_name or config.name)
     if config.resume_from not in ("", "latest"):
         checkpoint = checkpoints.find(first, config.resume_from)
-        checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
+        checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
         folder = checkpoint.parents[1]  # of "checkpoints", or of the best evaluation's state
         return folder.parent if folder.name == best.NAME else folder, checkpoint
     taken = [first] if first.exists() else []
@@ -310,14 +303,15 @@ def _choose_folder(config: ConfigDict) -> tuple[Path, Path | None]:
     if config.resume_from == "latest" and taken:
         checkpoint = checkpoints.find(taken[-1] / "checkpoints")
         if checkpoint:
-            checkpoints.compare_configs(checkpoint, config.to_dict(), MAY_DIFFER)
+            checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
         return taken[-1], checkpoint
     return (following if taken else first), None
 
 
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=run.config.to_dict(), may_differ=MAY_DIFFER)
+    config, may_differ = run.config.to_dict(), settings.may_differ()
+    run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
     run.saved_epoch = run.epoch
     if evaluates(run.config):
         candidate = best_candidate(run, run.epoch, {})

@@ -17,7 +17,7 @@ def window_at(sample, seed: int, epoch: int, block: int, updates: int) -> range:
     """The noisy steps of a block of images (prompts.Batch), in an epoch that began after `updates` optimizer steps.
 
     Args:
-        sample: config.sample, checked by settings.check_window.
+        sample: config.sample, checked by checks.check_window.
     """
     if sample.sde_window_size == 0:
         return range(sample.num_steps - 1)

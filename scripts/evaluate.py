@@ -22,19 +22,21 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, distributed, estimates, evaluation, policies, prompts, rewards
+from flow_grpo import candidates, command_line, distributed, estimates, evaluation, policies, prompts, rewards
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, evaluation_size
 from flow_grpo.pictures import contact_sheet, fit
 from flow_grpo.pixels import to_uint8
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.settings import default_config
 
 
 def configured(args):
     """The policies, each with its settings, and the settings that all share, the first one's."""
     runs = [Path(name) for name in args.policies if candidates.is_run(Path(name))]
-    common = candidates.run_config(runs[0]) if runs else candidates.default_config()
+    common = candidates.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
     found = [candidates.find(name, common, args.weights) for name in args.policies]
     for config in {id(config): config for config in [common, *(candidate.config for candidate in found)]}.values():
@@ -261,7 +263,5 @@ def parser():
 
 
 if __name__ == "__main__":
-    try:
+    with command_line.sentences():
         main(parser().parse_args())
-    except ValueError as error:
-        raise SystemExit(f"evaluate.py: {error}") from error

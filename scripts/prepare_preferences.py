@@ -20,26 +20,36 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from absl import app
-from ml_collections import config_flags
 from tqdm import tqdm
 
-from flow_grpo import distributed, fsdp_utils, image_pairs, policies, preferences, prompts, rng, settings
+from flow_grpo import (
+    checks,
+    command_line,
+    distributed,
+    fsdp_utils,
+    image_pairs,
+    policies,
+    preferences,
+    prompts,
+    rng,
+    settings,
+)
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
-from flow_grpo.scoring.pool import Pool, check_rewards
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 
-MADE_BY = (*("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "seed", "lora", "sample"),)
+PREPARES = checks.Script(settings.DPO, checks.check_pairs, ignored=())
+MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "seed", "lora", "sample")
 
 
 def check(config):
     """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
-    settings.check(config, ())
-    settings.check_pairs(config.sample)
+    checks.check(config, PREPARES)
     policies.check_lora(config.lora)
     if not config.preferences.path:
         raise ValueError("config.preferences.path is empty: it names the folder to write")
@@ -258,5 +268,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo", "What to make pairs for.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo")

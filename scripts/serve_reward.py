@@ -5,7 +5,9 @@
 A run uses it with --config.reward.args="{'pickscore': {'url': 'http://127.0.0.1:18087'}}", see docs/reward_servers.md.
 """
 
+from flow_grpo.command_line import sentences
 from flow_grpo.scoring.serve import main
 
 if __name__ == "__main__":
-    main()
+    with sentences():
+        main()

@@ -4,9 +4,8 @@ torchrun --nproc_per_node=8 scripts/train_flux_nft.py --config config/nft.py:pic
 """
 
 import train_qwenimage_nft
-from absl import app
-from ml_collections import config_flags
+
+from flow_grpo import command_line
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:pickscore_flux_nft", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_nft.main(flag.value))
+    command_line.run(train_qwenimage_nft.main, "config/nft.py:pickscore_flux_nft")

@@ -10,10 +10,9 @@ the algorithm, `main` its loop. Without arguments it trains the shipped tiny mod
 from collections.abc import Iterator
 
 import torch
-from absl import app
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
-from flow_grpo import sampling, windows
+from flow_grpo import checks, command_line, sampling, windows
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
@@ -21,10 +20,7 @@ from flow_grpo.prompts import Batch
 from flow_grpo.rollout import Minibatch, Rollout, concat, credit, minibatches
 from flow_grpo.run import Run
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, NFT, check_window
 from flow_grpo.startup import start
-
-IGNORED = ("sample.completion_batch_size", *NFT, *DPO)
 
 
 def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
@@ -48,7 +44,7 @@ def update(run: Run, rows: Minibatch) -> None:
 
 
 def main(config: ConfigDict) -> None:
-    run = start(config, check_window, IGNORED)
+    run = start(config, checks.GRPO)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -67,5 +63,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage")

@@ -12,11 +12,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from absl import app
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import distributed, losses, preferences, rng, sampling
+from flow_grpo import checks, command_line, distributed, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
 from flow_grpo.diffusers_patch.models import model_class
 from flow_grpo.diffusers_patch.size import training_size
@@ -27,16 +26,7 @@ from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.run import Run
 from flow_grpo.saving import save
-from flow_grpo.settings import NFT, RATIO, check_pairs
 from flow_grpo.startup import check_settings, start
-
-IGNORED = (
-    *(*NFT, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size", "num_branches")),
-    *(f"sample.sde_window_{key}" for key in ("size", "range", "schedule", "interval", "stride")),
-    *(f"train.{key}" for key in ("adv_clip_max", "reward_aggregation", "filter_groups", "beta", "timestep_fraction")),
-    "train.reference_guidance_scale",
-)
 
 
 class Source(NamedTuple):
@@ -53,10 +43,10 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     Raises:
         ValueError: as `start` does, and for pairs of another model or size, or too few of them.
     """
-    check_settings(config, check_pairs, IGNORED)
+    check_settings(config, checks.DPO)
     files = stored_pairs(config) if config.preferences.path else {}
     texts = files["train"].prompts if files else None
-    run = start(config, check_pairs, IGNORED, make_plan=plan_pairs, reference=True, stored_prompts=texts)
+    run = start(config, checks.DPO, make_plan=plan_pairs, reference=True, stored_prompts=texts)
     return run, Source(files.get("train"), files.get("validation"), run.model.schedule(1000, run.size).timesteps)
 
 
@@ -190,5 +180,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:shapes_qwenimage_dpo,online", "What to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo,online")

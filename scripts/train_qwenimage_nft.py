@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from absl import app
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import losses, rng, sampling
+from flow_grpo import checks, command_line, losses, rng, sampling
 from flow_grpo.forward import noised
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
@@ -23,15 +22,9 @@ from flow_grpo.optimization import accumulate, optimise
 from flow_grpo.rollout import CleanMinibatch, Finished, concat, credit, minibatches
 from flow_grpo.run import Run
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, RATIO, check_forward
 from flow_grpo.startup import start
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
-IGNORED = (
-    *(*DPO, *RATIO),
-    *(f"sample.{key}" for key in ("noise_level", "sde_type", "same_latent", "completion_batch_size")),
-    *(f"sample.sde_window_{key}" for key in ("range", "schedule", "interval", "stride")),
-)
 
 
 def rollout(run: Run, epoch: int) -> Iterator[tuple[Finished, sampling.Scored]]:
@@ -95,7 +88,7 @@ def update(run: Run, rows: CleanMinibatch, epoch: int, inner: int) -> None:
 
 
 def main(config: ConfigDict) -> None:
-    run = start(config, check_forward, IGNORED, shadows=(OLD,))
+    run = start(config, checks.NFT, shadows=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -115,5 +108,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/nft.py:shapes_qwenimage_nft", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/nft.py:shapes_qwenimage_nft")

@@ -10,23 +10,18 @@ and steps are weighted by how noisy they are. Without arguments it trains the sh
 from collections.abc import Iterator
 
 import torch
-from absl import app
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from torch import Tensor
 from train_qwenimage import update  # Flow-GRPO's loss, whose rows have several outcomes and the weights of their steps
 
-from flow_grpo import sampling
+from flow_grpo import checks, command_line, sampling
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimise, recompute_log_probs
 from flow_grpo.rollout import Rollout, concat, credit, minibatches
 from flow_grpo.run import Run
 from flow_grpo.saving import save
-from flow_grpo.settings import DPO, NFT, check_branches
 from flow_grpo.startup import start
-
-WINDOW = ("size", "range", "schedule", "interval", "stride")
-IGNORED = ("sample.same_latent", *(f"sample.sde_window_{key}" for key in WINDOW), *NFT, *DPO)
 
 
 def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
@@ -46,7 +41,7 @@ def groups_of(run: Run, images: range) -> Tensor:
 
 
 def main(config: ConfigDict) -> None:
-    run = start(config, check_branches, IGNORED)
+    run = start(config, checks.PR)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         trunks, scores = zip(*rollout(run, epoch))
@@ -65,5 +60,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which experiment to run.")
-    app.run(lambda _: main(flag.value))
+    command_line.run(main, "config/grpo.py:shapes_qwenimage_pr")

@@ -4,9 +4,8 @@ torchrun --nproc_per_node=8 scripts/train_sd3.py --config config/grpo.py:picksco
 """
 
 import train_qwenimage
-from absl import app
-from ml_collections import config_flags
+
+from flow_grpo import command_line
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:pickscore_sd3", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage.main(flag.value))
+    command_line.run(train_qwenimage.main, "config/grpo.py:pickscore_sd3")

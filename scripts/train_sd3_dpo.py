@@ -5,9 +5,8 @@ torchrun --nproc_per_node=8 scripts/train_sd3_dpo.py --config config/dpo.py:pick
 """
 
 import train_qwenimage_dpo
-from absl import app
-from ml_collections import config_flags
+
+from flow_grpo import command_line
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/dpo.py:pickscore_sd3_dpo", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_dpo.main(flag.value))
+    command_line.run(train_qwenimage_dpo.main, "config/dpo.py:pickscore_sd3_dpo")

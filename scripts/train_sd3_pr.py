@@ -4,9 +4,8 @@ torchrun --nproc_per_node=8 scripts/train_sd3_pr.py --config config/grpo.py:pick
 """
 
 import train_qwenimage_pr
-from absl import app
-from ml_collections import config_flags
+
+from flow_grpo import command_line
 
 if __name__ == "__main__":
-    flag = config_flags.DEFINE_config_file("config", "config/grpo.py:pickscore_sd3_pr", "Which experiment to run.")
-    app.run(lambda _: train_qwenimage_pr.main(flag.value))
+    command_line.run(train_qwenimage_pr.main, "config/grpo.py:pickscore_sd3_pr")

@@ -3,4 +3,10 @@ tested in test_dashboards.py, and by the runs that tests start as commands (`ENV
 
 import os
 
+import warm
+
 os.environ["WANDB_MODE"] = "disabled"
+
+
+def pytest_sessionfinish():
+    warm.PARENT.stop()

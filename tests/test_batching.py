@@ -1,20 +1,19 @@
 """Every run divides over the GPUs, or its message says which numbers do not and which would."""
 
-import copy
+import json
 import re
-import runpy
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ml_collections import ConfigDict
 
+from config import grpo, nft
 from flow_grpo.batching import plan_batches
 
-GRPO = runpy.run_path(str(Path(__file__).parents[1] / "config" / "grpo.py"))
-NFT = runpy.run_path(str(Path(__file__).parents[1] / "config" / "nft.py"))
 CONFIGS = {
-    run.__name__ + variant: file["get_config"](run.__name__ + variant)
-    for file in (GRPO, NFT)
-    for run in file["RUNS"]
+    run.__name__ + variant: file.get_config(run.__name__ + variant)
+    for file in (grpo, nft)
+    for run in file.RUNS
     for variant in ("", ",smoke")
 }
 NAMES = list(CONFIGS)
@@ -29,9 +28,15 @@ def problem(config, world_size):
     return ""
 
 
+def plain(config):
+    """With attributes that are read and set ten times faster than a ConfigDict's."""
+    values = {key: plain(value) if isinstance(value, ConfigDict) else value for key, value in config.items()}
+    return SimpleNamespace(**values)
+
+
 def assert_planned_or_explained(name, world_size):
     """The plan's numbers multiply to the epoch's images, or the message names exactly the batch sizes that would do."""
-    config, cell = copy.deepcopy(CONFIGS[name]), f"{name} on {world_size} GPUs"
+    config, cell = plain(CONFIGS[name]), f"{name} on {world_size} GPUs"
     sample, message = config.sample, problem(config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if message:
@@ -40,7 +45,8 @@ def assert_planned_or_explained(name, world_size):
         works = []
         for sample.batch_size in range(1, images + 1):
             works += [sample.batch_size] if not problem(config, world_size) else []
-        assert message.endswith(f"batch sizes that do: {works or 'none'}"), cell
+        (named,) = re.findall(r"(\[[\d, ]+\]|none)$", message)
+        assert json.loads(named.replace("none", "[]")) == works, cell
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell
@@ -77,13 +83,13 @@ def test_the_published_runs_plan_on_the_usual_numbers_of_gpus():
     ],
 )
 def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps):
-    config = GRPO["get_config"](name)
+    config = grpo.get_config(name)
     config.update_from_flattened_dict(changes | {"train.updates_per_epoch": 1})
     assert plan_batches(config, 1).num_trained_steps == steps
 
 
 def test_updates_that_do_not_divide_are_told_which_do():
-    config = GRPO["get_config"]("shapes_qwenimage_pr")
+    config = grpo.get_config("shapes_qwenimage_pr")
     config.sample.batch_size, config.sample.num_steps, config.train.updates_per_epoch = 4, 8, 3
     config.train.timestep_fraction = 1.0
     with pytest.raises(
@@ -93,7 +99,7 @@ def test_updates_that_do_not_divide_are_told_which_do():
 
 
 def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
-    config = GRPO["get_config"]("pickscore_qwenimage,mixgrpo")
+    config = grpo.get_config("pickscore_qwenimage,mixgrpo")
     plan_batches(config, 8)
     config.sample.batch_size, config.train.updates_per_epoch = 2, 4
     with pytest.raises(ValueError, match=r"up to 4 must divide: .*batch_size 2 .* 4; updates that do: \[1, 2\]"):
@@ -101,7 +107,7 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
 
 
 def test_a_fraction_that_leaves_no_step_is_refused():
-    config = GRPO["get_config"]("shapes_qwenimage")
+    config = grpo.get_config("shapes_qwenimage")
     config.sample.sde_window_size, config.train.timestep_fraction = 2, 0.4
     with pytest.raises(ValueError, match=r"timestep_fraction 0\.4"):
         plan_batches(config, 1)

@@ -5,11 +5,11 @@ import pytest
 import torch
 import train_qwenimage_pr
 from bench_completions import spearman
+from flops import row_flops
 from small import MODELS, config_of, loaded
 
 from flow_grpo import optimization
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.flops import row_flops
 from flow_grpo.prompts import load_prompts
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
@@ -301,8 +301,8 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(folder, tmp_path
 
 
 def test_a_kill_at_any_moment_leaves_the_newest_loadable(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, str(tmp_path), "saves"], env=env, check=True, timeout=180)
+    done = warm.run([__file__, tmp_path, "saves"], timeout_s=180)
+    assert done.returncode == 0, done.stderr[-2000:]
     log = json.loads((tmp_path / "log.json").read_text())
     assert [kill["killed"] for kill in log] == [-signal.SIGKILL] * 12
     assert [kill["loads"] for kill in log] == [True] * 12

@@ -1,82 +1,122 @@
 """A config says what it means: no name is unknown, none is ignored, and a wrong one is answered with the nearest."""
 
 import ast
-import runpy
-import shutil
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
-import train_qwenimage
-import train_qwenimage_dpo
-import train_qwenimage_nft
-import train_qwenimage_pr
+from small import ROOT
 
-from flow_grpo import batching, health, policies, rewards, settings
-from flow_grpo.scoring import pool
+from config import dpo, grpo, nft
+from flow_grpo import batching, checks, configs, health, policies, rewards, settings
+from flow_grpo.scoring.settings import RewardSettings
 
-ROOT = Path(__file__).parents[1]
-GRPO = runpy.run_path(str(ROOT / "config" / "grpo.py"))
-NFT = runpy.run_path(str(ROOT / "config" / "nft.py"))
-DPO = runpy.run_path(str(ROOT / "config" / "dpo.py"))
-BASE = runpy.run_path(str(ROOT / "config" / "base.py"))["get_config"]()
-KEYS = [
-    f"{section}.{key}" if section else key
-    for section in ("", "lora", "fsdp", "sample", "train", "preferences", "eval", "health")
-    for key, value in (BASE[section] if section else BASE).items()
-    if section or not hasattr(value, "keys") or key == "reward_fn"
-]
+FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
+SCRIPTS = {"grpo": checks.GRPO, "pr": checks.PR, "nft": checks.NFT, "dpo": checks.DPO}
 
 
-@pytest.fixture
-def run_with(tmp_path):
-    """A user's own run in grpo.py, of the given line."""
-    shutil.copytree(ROOT / "config", tmp_path / "config")
-
-    def get_config(line):
-        path, start = tmp_path / "config" / "grpo.py", "RUNS = ("
-        assert start in path.read_text()
-        run = f"def mine():\n    config = base()\n    {line}\n    return config\n\n\n"
-        path.write_text(path.read_text().replace(start, f"{run}{start}mine, "))
-        return runpy.run_path(str(path))["get_config"]("mine")
-
-    return get_config
+def test_every_entry_is_one_key_of_a_known_section_whose_default_it_allows():
+    keys = [setting.key for setting in settings.SETTINGS]
+    assert len(set(keys)) == len(keys) > 100
+    assert {key.rpartition(".")[0] for key in keys} == set(settings.SECTIONS)
+    assert all(setting.meaning for setting in settings.SETTINGS)
+    settings.check_values(settings.default_config())
 
 
-def test_a_users_own_run_is_found_by_its_name(run_with):
-    assert run_with("config.num_epochs = 7").num_epochs == 7
+def test_the_page_of_settings_is_the_table():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == settings.page(), "run `python -m flow_grpo.settings > docs/settings.md`"
 
 
 @pytest.mark.parametrize(
-    ("line", "near"),
+    ("key", "wrong", "says"),
     [
-        ("config.num_epoch = 32", "num_epochs"),
-        ("config.sample.num_stepz = 8", "num_steps"),
-        ('config.train.step_weights = "sqrt3"', "step_weight"),
-        ("config.trian.beta = 0.1", "train"),
+        ("fsdp.mode", "zero", r"config\.fsdp\.mode is 'zero'; it may be 'replicate', 'shard', 'hybrid'"),
+        ("sample.num_steps", 1, r"config\.sample\.num_steps is 1; it must be finite and at least 2"),
+        ("sample.flash_ratio", 1.5, r"config\.sample\.flash_ratio is 1\.5; it must be from 0 to 1"),
+        ("train.adam_beta1", float("nan"), r"config\.train\.adam_beta1 is nan; it must be finite"),
+        ("sample.guidance_scale", float("inf"), r"config\.sample\.guidance_scale is inf; it must be finite"),
     ],
 )
-def test_an_unknown_key_in_a_run_is_answered_with_the_nearest(line, near, run_with):
-    with pytest.raises(ValueError, match=rf'mine in config/grpo\.py.*Did you mean "{near}" instead'):
-        run_with(line)
+def test_a_value_that_its_entry_does_not_allow_is_refused(key, wrong, says):
+    config = settings.default_config()
+    config.update_from_flattened_dict({key: wrong})
+    with pytest.raises(ValueError, match=says):
+        settings.check_values(config)
 
 
-@pytest.mark.parametrize("line", ['config.trouble.action = "stop"', "config.trouble = base().health"])
-def test_a_renamed_key_in_a_run_is_answered_with_its_new_name(line, run_with):
-    with pytest.raises(ValueError, match=r"config\.trouble is now config\.health"):
-        run_with(line)
+def other_value(setting):
+    """A value that is not the default, and that the entry allows."""
+    if setting.choices:
+        return next(choice for choice in setting.choices if choice != setting.default)
+    by_type = {bool: lambda old: not old, int: lambda old: old + 1, float: lambda old: old / 2 + 0.25}
+    by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4)}
+    return by_type[type(setting.default)](setting.default)
 
 
-@pytest.mark.parametrize("flag", ["--config.trouble.action=stop", "-config.trouble.action"])
-def test_a_renamed_key_on_the_command_line_is_answered_with_its_new_name(flag, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py", "--config", "config/grpo.py:shapes_qwenimage", flag])
-    with pytest.raises(ValueError, match=r"config\.trouble is now config\.health"):
-        GRPO["get_config"]("shapes_qwenimage")
+def test_a_script_refuses_exactly_the_settings_that_its_entries_do_not_give_it():
+    for algorithm, script in SCRIPTS.items():
+        ignored = [setting for setting in settings.SETTINGS if algorithm not in setting.scripts]
+        assert len(ignored) > 10
+        for setting in ignored:
+            config = settings.default_config()
+            config.update_from_flattened_dict({"algorithm": algorithm, setting.key: other_value(setting)})
+            with pytest.raises(ValueError, match=rf"config\.{setting.key} is set to .*, but this script would ignore"):
+                checks.check(config, script)
 
 
-def test_a_value_of_another_type_is_refused(run_with):
-    with pytest.raises(ValueError, match=r"mine in config/grpo\.py.*num_epochs"):
-        run_with('config.num_epochs = "32"')
+def runs_of(file):
+    return [run.__name__ for run in FILES[file].RUNS]
+
+
+GRPO_VARIANTS = ("", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke")
+COMBINATIONS = [
+    *((run, variant) for run in runs_of("grpo") for variant in GRPO_VARIANTS),
+    *((run, variant) for run in runs_of("nft") for variant in ("", ",smoke", ",flash", ",large_gpu")),
+    *((run, variant) for run in runs_of("dpo") for variant in ("", ",smoke", ",online", ",online,smoke")),
+]
+
+
+def config_of(name):
+    kind = name.partition(",")[0].rpartition("_")[2]
+    return FILES.get(kind, grpo).get_config(name)
+
+
+def test_every_run_passes_its_own_scripts_checks():
+    for run, variant in COMBINATIONS:
+        config = config_of(run + variant)
+        assert config.algorithm == (kind if (kind := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else "grpo")
+        assert config.name == (run + variant).replace(",", "_")
+        if config.algorithm == "pr" and ("mixgrpo" in variant or "fast" in variant):
+            with pytest.raises(ValueError, match="this script would ignore it"):
+                checks.check(config, checks.PR)
+            continue
+        config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian" if "guard" in variant else "cps")
+        checks.check(config, SCRIPTS[config.algorithm])
+        policies.check_lora(config.lora)
+        if variant:
+            rewards.check_rewards(config.reward_fn)
+        if config.algorithm == "dpo":
+            batching.plan_pairs(config, 1)
+            assert bool(config.preferences.path) == ("online" not in variant)
+
+
+def test_a_config_for_another_script_is_refused_with_that_scripts_name():
+    names = dict(grpo="shapes_qwenimage", pr="shapes_qwenimage_pr", nft="shapes_qwenimage_nft")
+    for (kind, name), (other, script) in itertools.product(
+        (names | dict(dpo="shapes_qwenimage_dpo")).items(), SCRIPTS.items()
+    ):
+        if kind != other:
+            file = settings.SCRIPTS[kind].replace("*", r"\*")
+            with pytest.raises(ValueError, match=rf"{name} is a config for {file}, but this script is"):
+                checks.check(config_of(name), script)
+
+
+def test_variants_give_the_same_config_in_any_order():
+    for file, module in FILES.items():
+        for pair in itertools.permutations([variant.__name__ for variant in module.VARIANTS], 2):
+            for run in runs_of(file):
+                one, two = (module.get_config(",".join([run, *words])) for words in (pair, pair[::-1]))
+                assert one == two, (run, pair)
 
 
 @pytest.mark.parametrize(
@@ -89,80 +129,93 @@ def test_a_value_of_another_type_is_refused(run_with):
     ],
 )
 def test_an_unknown_run_is_answered_with_the_nearest(name, near):
-    with pytest.raises(ValueError, match=rf"no run '{name}' in config/grpo\.py; nearest: .*\b{near}\b.*NAME,smoke"):
-        GRPO["get_config"](name)
+    with pytest.raises(ValueError, match=rf"no run '{name}' in config/grpo\.py; nearest: .*\b{near}\b.*smoke"):
+        grpo.get_config(name)
+
+
+def made(line):
+    """What `select` makes of a user's run of the given line."""
+    code = f"def mine():\n    config = default_config()\n    {line}\n    return config\n"
+    names = dict(default_config=settings.default_config)
+    exec(code, names)
+    return configs.select("mine", (names["mine"],), grpo.VARIANTS, "mine.py")
 
 
 @pytest.mark.parametrize(
-    "variant", ["", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke"]
+    ("line", "near"),
+    [
+        ("config.num_epoch = 32", "num_epochs"),
+        ("config.sample.num_stepz = 8", "num_steps"),
+        ('config.train.step_weights = "sqrt3"', "step_weight"),
+        ("config.trian.beta = 0.1", "train"),
+    ],
 )
-@pytest.mark.parametrize("run", [run.__name__ for run in GRPO["RUNS"]])
-def test_every_run_passes_its_own_scripts_checks(run, variant):
-    branches = run.endswith("_pr")
-    if branches and ("mixgrpo" in variant or "fast" in variant):
-        with pytest.raises(ValueError, match="this script would ignore it"):
-            settings.check(GRPO["get_config"](run + variant), train_qwenimage_pr.IGNORED)
-        return
-    config = GRPO["get_config"](run + variant)
-    config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian" if variant == ",guard" else "cps")
-    settings.check(config, (train_qwenimage_pr if branches else train_qwenimage).IGNORED)
-    (settings.check_branches if branches else settings.check_window)(config.sample)
-    policies.check_lora(config.lora)
-    if variant:
-        rewards.check_rewards(config.reward_fn)
-    assert config.name == (run + variant).replace(",", "_")
+def test_an_unknown_key_in_a_run_is_answered_with_the_nearest(line, near):
+    with pytest.raises(ValueError, match=rf'mine in mine\.py.*Did you mean "{near}" instead'):
+        made(line)
 
 
-@pytest.mark.parametrize("variant", ["", ",smoke", ",flash", ",large_gpu"])
-@pytest.mark.parametrize("run", [run.__name__ for run in NFT["RUNS"]])
-def test_every_run_without_noise_passes_its_own_scripts_checks(run, variant):
-    config = NFT["get_config"](run + variant)
-    settings.check(config, train_qwenimage_nft.IGNORED)
-    settings.check_forward(config.sample)
-    assert config.name == (run + variant).replace(",", "_")
+@pytest.mark.parametrize("line", ['config.trouble.action = "stop"', "config.trouble = default_config().health"])
+def test_a_renamed_key_in_a_run_is_answered_with_its_new_name(line):
+    with pytest.raises(ValueError, match=r"mine in mine\.py: config\.trouble is now config\.health"):
+        made(line)
 
 
-@pytest.mark.parametrize("variant", ["", ",smoke", ",online", ",online,smoke"])
-@pytest.mark.parametrize("run", [run.__name__ for run in DPO["RUNS"]])
-def test_every_run_of_pairs_passes_its_own_scripts_checks(run, variant):
-    config = DPO["get_config"](run + variant)
-    settings.check(config, train_qwenimage_dpo.IGNORED)
-    settings.check_pairs(config.sample)
-    batching.plan_pairs(config, 1)
-    assert bool(config.preferences.path) == ("online" not in variant)
+def test_a_value_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"mine in mine\.py.*num_epochs"):
+        made('config.num_epochs = "32"')
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("None.sample", AttributeError),
+        ("dict()['sample']", KeyError),
+        ("config.num_epochs = 'a' + config.num_epochs", TypeError),
+    ],
+)
+def test_a_bug_in_a_run_keeps_its_own_error(line, error):
+    with pytest.raises(error):
+        made(line)
+
+
+def test_a_run_that_forgets_to_return_its_config_is_named():
+    def mine():
+        settings.default_config()
+
+    with pytest.raises(ValueError, match=r"mine in mine\.py returns None instead of a config"):
+        configs.select("mine", (mine,), (), "mine.py")
+
+
+def assignments(tree):
+    """(name, value) of each `name = value` and of each pair of `a, b = x, y`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = zip(target.elts, value.elts) if {type(target), type(value)} == {ast.Tuple} else [(target, value)]
+            yield from ((left.id, right) for left, right in pairs if isinstance(left, ast.Name))
 
 
 def reads():
     """ "section.key", or ".key" of a config itself, of every attribute that flow_grpo or a script takes from one."""
-    found = set()
+    taken = set()
     for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("[tp]r*_*.py")]:
         tree = ast.parse(path.read_text())
-        aliases = {
-            node.targets[0].id: node.value.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign)
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Attribute)
-        }
+        aliases = {name: value.attr for name, value in assignments(tree) if isinstance(value, ast.Attribute)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-                found.add(f"{aliases.get(owner, owner)}.{node.attr}")
-    return found
+                taken.add(f"{aliases.get(owner, owner)}.{node.attr}")
+    return taken
 
 
-READS = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
+def test_every_setting_is_read_somewhere():
+    known = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
+    known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
+    known |= {key.replace("settings.", "reward.") for key in known}  # as the pool calls config.reward
+    keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in settings.SETTINGS]
+    assert [key for key in keys if key not in known] == []
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():
-    assert set(BASE.reward) == {*pool.OWN, "args", "max_pending"}
-
-
-def test_every_key_is_read_somewhere():
-    assert len(KEYS) > 50
-    assert [key for key in KEYS if (key if "." in key else f"config.{key}") not in READS] == []
-
-
-def test_choices_and_limits_are_of_keys_that_exist():
-    keys = {*KEYS, *(f"reward.{key}" for key in BASE.reward)}
-    assert settings.CHOICES.keys() | settings.AT_LEAST.keys() <= keys
+    assert set(settings.default_config().reward) == {*RewardSettings._fields, "args", "max_pending"}

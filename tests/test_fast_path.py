@@ -8,8 +8,10 @@ import sys
 from functools import partial
 
 import bench_start
+import draw_shapes
 import pytest
 import torch
+import warm
 from rounding import UNIT
 from small import ENV, MODELS, ROOT, config_of, lines_of, loaded, tiny_folder, train
 from torch import nn
@@ -38,8 +40,10 @@ def test_a_vae_in_bf16_draws_the_same_picture(name, tmp_path):
     plain, fast = as_a_run(name, tmp_path), as_a_run(name, tmp_path, vae_dtype=torch.bfloat16)
     latents = plain.noise(SIZE, [rng.generator(0, "noise", n) for n in range(5)])
     if name == "qwenimage":
-        table = shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
-        pictures = shapes.render(shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0)))
+        table = draw_shapes.prompt_table(shapes.split(shapes.all_prompts())[1])
+        pictures = draw_shapes.render(
+            draw_shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0))
+        )
         latents = plain.encode_images(pictures)
     expected, found = (model.decode(latents, SIZE, 2) for model in (plain, fast))
     gap = (found - expected).abs() * 255
@@ -179,8 +183,8 @@ def run_script(*command, **environment):
 
 def test_an_epoch_of_two_ranks_is_measured_once():
     command = ["benchmarks/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    (found,) = run_script(*torchrun, *command)
+    ranks = warm.torchrun(command)
+    (found,) = [json.loads(line) for rank in ranks for line in rank.stdout.splitlines()]
     assert (found["gpus"], found["images"]) == (2, 32)
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from flops import row_flops
 from small import MODELS, config_of, loaded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo import policies
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.flops import row_flops
 
 
 @pytest.mark.parametrize("name", MODELS)

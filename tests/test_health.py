@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from small import lines_of, train
 
 from flow_grpo import health, watching
-from flow_grpo.settings import CHOICES
+from flow_grpo.settings import BY_KEY
 
 LIMITS = recorded_runs.default_limits()
 OFF = ConfigDict(dict(LIMITS) | dict.fromkeys(health.SIGNS, 0.0))
@@ -260,7 +260,7 @@ HOW = dict(health__grad_norm_spike=1e-3, eval_freq=0)  # every gradient is a spi
 
 
 def test_every_action_may_be_chosen():
-    assert CHOICES["health.action"] == tuple(watching.ACTIONS)
+    assert BY_KEY["health.action"].choices == tuple(watching.ACTIONS)
 
 
 def test_a_run_with_an_alarm_says_so_and_goes_on(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """A study of all algorithms: what it runs, what it does not run again, and what it draws."""
 
 import json
-import runpy
 import shutil
 
 import baselines
@@ -10,22 +9,18 @@ import learn
 import learn_record
 import pytest
 import torch
-import train_qwenimage
-import train_qwenimage_dpo
-import train_qwenimage_nft
-import train_qwenimage_pr
-from finetune_on_renders import IGNORED, plan_renders
+from finetune_on_renders import RENDERS, plan_renders
 from PIL import Image
 from small import ROOT, config_of, lines_of
 
-from flow_grpo import batching, policies, settings
+from flow_grpo import batching, checks, configs, policies
 
 CHECKS = {  # script -> what it ignores, its check of config.sample and its plan
-    learn.GRPO: (train_qwenimage.IGNORED, settings.check_window, batching.plan_batches),
-    learn.PR: (train_qwenimage_pr.IGNORED, settings.check_branches, batching.plan_batches),
-    learn.NFT: (train_qwenimage_nft.IGNORED, settings.check_forward, batching.plan_batches),
-    learn.DPO: (train_qwenimage_dpo.IGNORED, settings.check_pairs, batching.plan_pairs),
-    "benchmarks/finetune_on_renders.py": (IGNORED, lambda sample: None, plan_renders),
+    learn.GRPO: (checks.GRPO, batching.plan_batches),
+    learn.PR: (checks.PR, batching.plan_batches),
+    learn.NFT: (checks.NFT, batching.plan_batches),
+    learn.DPO: (checks.DPO, batching.plan_pairs),
+    "benchmarks/finetune_on_renders.py": (RENDERS, plan_renders),
 }
 CATEGORIES = ("counting", "colors")
 
@@ -76,12 +71,10 @@ def cells(text, title):
 @pytest.mark.parametrize("gpu", [[], ["--gpu"]], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("run", learn.RUNS, ids=lambda run: run.name)
 def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tmp_path):
-    file, name = run.config.split(":")
-    config = runpy.run_path(str(ROOT / file))["get_config"](name)
+    config = configs.load(f"{ROOT / run.config}")
     config.update_from_flattened_dict(learn.settings_of(run, 2, arguments("--out", tmp_path, *gpu)))
-    ignored, check_sample, plan = CHECKS[run.script]
-    settings.check(config, ignored)
-    check_sample(config.sample)
+    script, plan = CHECKS[run.script]
+    checks.check(config, script)
     policies.check_lora(config.lora)
     assert plan(config, 1).updates_per_epoch == config.train.updates_per_epoch
     assert (config.seed, config.eval.test_freq) == (2, config.eval_freq)

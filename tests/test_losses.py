@@ -18,9 +18,10 @@ from flow_grpo.losses import (
     nft_loss,
     nft_reward_prob,
     old_policy_decay,
+    own_flow_matching_loss,
     step_weights,
 )
-from flow_grpo.settings import CHOICES
+from flow_grpo.settings import BY_KEY
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
 
@@ -63,7 +64,7 @@ def test_golden_step_weights(key):
 
 
 def test_every_mode_of_the_settings_exists_and_no_other():
-    for mode in CHOICES["train.step_weight"]:
+    for mode in BY_KEY["train.step_weight"].choices:
         assert step_weights(torch.ones(3), mode).shape == (3,)
     with pytest.raises(ValueError, match=r"sqrt2.*none, sqrt3, mean_one"):
         step_weights(torch.ones(3), "sqrt2")
@@ -150,7 +151,7 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
         [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0]
     )
     assert {learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
-    for schedule in CHOICES["train.learning_rate_schedule"]:
+    for schedule in BY_KEY["train.learning_rate_schedule"].choices:
         assert learning_rate_share(0, 8, schedule, 0) == 1
     with pytest.raises(ValueError, match="'step'; there are: constant, linear, cosine"):
         learning_rate_share(0, 8, "step", 0)
@@ -198,3 +199,12 @@ def test_dpos_gradient_at_the_reference_is_the_closed_form():
     loss.sum().backward()
     pull = 500.0 / 4 * 2 * (velocity.detach() - (noise - x_0)) / (16 * 4)
     torch.testing.assert_close(velocity.grad, pull * torch.tensor([1.0, -1.0]).view(2, 1, 1, 1))
+
+
+def test_flow_matching_on_own_images_is_nft_of_an_image_that_counts_wholly_as_good():
+    noise, x_0, velocity = (golden(f"nft/1.0/{name}", torch.float64) for name in ("noise", "x0", "v_theta"))
+    sigma = golden("nft/1.0/sigma", torch.float64)
+    x_t = (1 - sigma.view(-1, 1, 1)) * x_0 + sigma.view(-1, 1, 1) * noise
+    expected = nft("1.0", reward_prob=torch.ones_like(sigma))
+    assert expected.shape == sigma.shape
+    torch.testing.assert_close(own_flow_matching_loss(velocity, x_t, x_0, sigma), expected, rtol=1e-12, atol=0)

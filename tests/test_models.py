@@ -1,19 +1,18 @@
 """Every model, sampler, kind of rollout and objective on one code path; SD3.5 and FLUX.1 as tiny random pipelines."""
 
+import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from build_random_pipeline import build
 from rounding import UNIT
 from safetensors.torch import load_file
-from small import ENV, MODELS, ROOT, few_prompts, file_of, lines_of, loaded, prepare, train
-from train_qwenimage import IGNORED as WINDOW_IGNORES
+from small import MODELS, few_prompts, file_of, lines_of, loaded, prepare, train
 
-from flow_grpo import rng
+from flow_grpo import rng, settings
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
@@ -92,12 +91,25 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
         model.encode(PROMPTS, width=6)
 
 
-@pytest.mark.parametrize("objective", ["clip", "guard"])
-@pytest.mark.parametrize("sde_type", ["sde", "dance", "cps"])
-@pytest.mark.parametrize("branches", ["", "_pr"], ids=["window", "branch"])
-@pytest.mark.parametrize("model", MODELS)
-def test_every_combination_runs_with_the_rollouts_log_probs_bit_for_bit(
-    model, branches, sde_type, objective, folders, tmp_path
+WINDOW, BRANCHES = "", "_pr"
+PAIRWISE = [  # each model with each type of noise once, each of the two with both rollouts and both objectives
+    *(("qwenimage", "sde", WINDOW, "clip"), ("qwenimage", "dance", BRANCHES, "clip")),
+    *(("qwenimage", "cps", BRANCHES, "guard"), ("sd3", "sde", BRANCHES, "guard")),
+    *(("sd3", "dance", WINDOW, "guard"), ("sd3", "cps", WINDOW, "clip")),
+    *(("flux", "sde", BRANCHES, "clip"), ("flux", "dance", WINDOW, "guard")),
+    *(("flux", "cps", WINDOW, "guard"), ("flux", "cps", BRANCHES, "clip")),
+]
+
+
+def test_every_two_choices_are_combined_in_a_run():
+    choices = (set(MODELS), {"sde", "dance", "cps"}, {WINDOW, BRANCHES}, {"clip", "guard"})
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(run[one], run[other]) for run in PAIRWISE} == set(itertools.product(choices[one], choices[other]))
+
+
+@pytest.mark.parametrize(("model", "sde_type", "branches", "objective"), PAIRWISE)
+def test_every_combination_of_two_choices_runs_with_the_rollouts_log_probs_bit_for_bit(
+    model, sde_type, branches, objective, folders, tmp_path
 ):
     sde_type = "cps_gaussian" if (sde_type, objective) == ("cps", "guard") else sde_type  # Guard corrects a Gaussian
     how = dict(model=folders[model], reward_fn={"jpeg_compressibility": 1.0}, num_epochs=1, eval_freq=1)
@@ -130,13 +142,12 @@ TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_
 def test_the_twins_run_as_commands(script, folders, tmp_path):
     model, online = script.split("_")[1], ",online" if script.endswith("dpo") else ""
     command = [
-        sys.executable,
         f"scripts/{script}.py",
         f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", f"--config.model={folders[model]}", "--config.num_epochs=1"]
     command += ["--config.train.ema_interval=1"]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    done = warm.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"{script.replace('train', 'pickscore')}{online}_smoke".replace(",", "_")
@@ -186,7 +197,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 
 def test_a_setting_of_the_other_script_is_refused(tmp_path):
-    assert "sample.completion_batch_size" in WINDOW_IGNORES
+    assert "sample.completion_batch_size" in settings.ignored_by(settings.GRPO)
     for key, value in dict(sde_window_schedule="decay", same_latent=True).items():
         with pytest.raises(ValueError, match=rf"sample.{key} is set to {value}, but this script would ignore it"):
             train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 import train_qwenimage_nft as script
 from small import config_of, lines_of, train
 
-from flow_grpo import losses, policies, startup
+from flow_grpo import checks, losses, policies, startup
 from flow_grpo.rollout import concat
 
 NAME = "shapes_qwenimage_nft"
@@ -19,7 +19,7 @@ PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # 
 def started(request, tmp_path):
     """A run before its first epoch."""
     config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
-    run = startup.start(config, script.check_forward, script.IGNORED, shadows=(script.OLD,))
+    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
     yield run
     run.board.finish()
 
@@ -80,7 +80,7 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     plain = script.noised
     monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
     config = config_of(NAME, tmp_path, train__shared_noise=True)
-    run = startup.start(config, script.check_forward, script.IGNORED, shadows=(script.OLD,))
+    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
     images = rollout(run)
     groups = images.images // run.plan.group_size
     for group in groups.unique():
@@ -89,6 +89,22 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     ((noise, _),) = seen
     assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
     run.board.finish()
+
+
+def test_flow_matching_on_own_images_joins_the_loss_with_a_weight_that_rises(tmp_path):
+    how = dict(num_epochs=2, eval_freq=0, **PLAIN)
+    plain, whole, rising = (
+        lines_of(train(NAME, tmp_path / f"{weight}_{warmup}", **how, **settings(weight, warmup)), "update")
+        for weight, warmup in ((0.0, 0), (0.5, 0), (0.5, 3))
+    )
+    first = [lines[0]["policy_loss"] for lines in (plain, rising, whole)]
+    assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 4, rel=1e-4)  # the first of 4 equal parts
+    assert first[2] > first[0] + 0.1
+    assert rising[3]["policy_loss"] > rising[0]["policy_loss"]
+
+
+def settings(weight, warmup):
+    return dict(train__flow_matching_weight=weight, train__flow_matching_warmup=warmup)
 
 
 def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):

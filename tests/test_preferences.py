@@ -4,9 +4,6 @@ import io
 import json
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -14,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import warm
 from PIL import Image
-from small import ENV, MODELS, ROOT, config_of, few_prompts, loaded, prepare, tiny_folder
+from small import MODELS, config_of, few_prompts, loaded, prepare, tiny_folder
 
 from flow_grpo import image_pairs, preferences, rng
 from flow_grpo.diffusers_patch.condition import Condition
@@ -264,7 +262,7 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
 def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
     data = few_prompts(tmp_path / "data", 64)
     whole = prepare(NAME, tmp_path / "whole", dataset=data, preferences__part_size=2)
-    command = [sys.executable, "scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
     command += [f"--config.preferences.path={tmp_path / 'parts'}", f"--config.dataset={data}"]
     command += [
         "--config.sample.batch_size=8",
@@ -273,17 +271,18 @@ def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
     ]
     kills, draw = 0, random.Random(0)
     for _ in range(4):
-        process = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=-3, stderr=-3)
+        process = warm.Started(command)
         state = tmp_path / "parts" / "unfinished"
         done = len(list(state.glob("part_*.json")))
         while process.poll() is None and len(list(state.glob("part_*.json"))) == done:
             time.sleep(0.005)
         time.sleep(0.05 * draw.random())
         kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     assert kills == 4
-    subprocess.run(command, cwd=ROOT, env=ENV, check=True, capture_output=True, timeout=200)
+    last = warm.run(command)
+    assert last.returncode == 0, last.stderr[-3000:]
     assert files_of(tmp_path / "parts") == files_of(whole)
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
     assert reports[0]["pairs"] == reports[1]["pairs"]
@@ -293,18 +292,15 @@ def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
 def test_two_ranks_make_the_files_of_one(tmp_path):
     data = few_prompts(tmp_path / "data")
     whole = prepare(NAME, tmp_path / "whole", dataset=data)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
     command += [
         f"--config.preferences.path={tmp_path / 'two'}",
         f"--config.dataset={data}",
         "--config.sample.batch_size=8",
     ]
     command += ["--config.preferences.part_size=8", "--config.preferences.validation_share=0.3"]
-    ran = subprocess.run(
-        command, cwd=ROOT, env=ENV | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert (tmp_path / "two" / "report.json").exists(), ran.stderr[-2000:]
+    ranks = warm.torchrun(command)
+    assert (tmp_path / "two" / "report.json").exists(), [rank.stderr[-2000:] for rank in ranks]
     assert {name: len(data) for name, data in files_of(tmp_path / "two").items()} == {
         name: len(data) for name, data in files_of(whole).items()
     }

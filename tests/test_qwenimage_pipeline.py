@@ -4,6 +4,7 @@ import copy
 import shutil
 from pathlib import Path
 
+import draw_shapes
 import pytest
 import torch
 from ml_collections import ConfigDict
@@ -205,8 +206,10 @@ def test_the_schedule_is_the_pipelines_and_leaves_it_alone(model, size):
 @pytest.fixture(scope="module")
 def renders():
     prompts = shapes.split(shapes.all_prompts())[1]
-    layouts = shapes.sample_layouts(shapes.prompt_table(prompts), torch.arange(3), torch.Generator().manual_seed(0))
-    return shapes.render(layouts)
+    layouts = draw_shapes.sample_layouts(
+        draw_shapes.prompt_table(prompts), torch.arange(3), torch.Generator().manual_seed(0)
+    )
+    return draw_shapes.render(layouts)
 
 
 @torch.no_grad()

@@ -1,28 +1,44 @@
 """Two ranks do what one does, however the weights are laid out over them."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from small import ENV, ROOT, few_prompts, file_of, lines_of, prepare, train
+import warm
+from small import ENV, ROOT, exported, few_prompts, file_of, lines_of, prepare, train
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
 SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
 HELD_OUT = ("validation/loss", "validation/implicit_accuracy", "validation/winner_error_gap")
-HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2)  # 16 images: two batches of 4 for each rank
+# 16 images: two batches of 4 for each rank
+HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2, eval__num_prompts=4)
+
+
+def command_of(name, output_dir, **how):
+    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in (HOW | how).items()]
+    return [script, f"--config={file_of(name)}:{name},smoke", f"--config.output_dir={output_dir}", *flags]
+
+
+def folder_of(name, output_dir, errors):
+    folder = output_dir / f"{name.replace(',', '_')}_smoke"
+    assert (folder / "reward.png").exists(), errors[-3000:]  # gloo may abort at exit, after all the work
+    return folder
 
 
 def on_two_ranks(name, output_dir, **how):
-    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
-    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in (HOW | how).items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
-    command += [f"--config={file_of(name)}:{name},smoke", f"--config.output_dir={output_dir}", *flags]
-    env = ENV | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    folder = output_dir / f"{name.replace(',', '_')}_smoke"
-    assert (folder / "reward.png").exists(), ran.stderr[-3000:]  # gloo may abort at exit, after all the work
-    return folder
+    ranks = warm.torchrun(command_of(name, output_dir, **how))
+    return folder_of(name, output_dir, "".join(rank.stderr for rank in ranks))
+
+
+def by_torchrun(name, output_dir, **how):
+    """As a user starts it, with all that a user has beside it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += command_of(name, output_dir, **how)
+    ran = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    return folder_of(name, output_dir, ran.stderr)
 
 
 def assert_same(folder, other, tolerance=1e-5):
@@ -40,12 +56,39 @@ def assert_same(folder, other, tolerance=1e-5):
                 torch.testing.assert_close(a[key], b[key], **close)
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"])
-def test_two_ranks_equal_one(name, tmp_path):
-    one, two = train(name, tmp_path / "one", **HOW), on_two_ranks(name, tmp_path / "two")
+ONLINE = dict(sample__num_images_per_prompt=4, train__reference_interval=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("shapes_qwenimage", {}),
+        ("shapes_qwenimage_pr", {}),
+        ("shapes_qwenimage_nft", {}),
+        ("shapes_qwenimage_dpo,online", ONLINE),
+    ],
+    ids=["window", "branches", "NFT", "online DPO"],
+)
+def test_the_users_torchrun_on_two_ranks_equals_one_and_leaves_everything(name, how, tmp_path):
+    one, two = train(name, tmp_path / "one", **HOW | how), by_torchrun(name, tmp_path / "two", **how)
     assert_same(one, two)
     forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
     assert forwards[0] == forwards[1] > [0, 0]
+    assert_complete(two, [0, 2])
+
+
+def assert_complete(folder, evaluated):
+    """All files of a run of two epochs that was started by a command."""
+    for file in ("metrics.jsonl", "config.json", "reward.png", "samples.png"):
+        assert (folder / file).stat().st_size > 0
+    for place in (folder, folder / "best"):
+        assert exported(place).stat().st_size > 0
+    config = json.loads((folder / "config.json").read_text())
+    stored_lora = folder / "checkpoints" / "epoch_000002" / "pytorch_lora_weights.safetensors"
+    assert stored_lora.is_file() == (config["lora"]["rank"] > 0)
+    assert config["name"] == folder.name
+    assert list(folder.glob("wandb/offline-run-*"))
+    assert [row["epoch"] for row in lines_of(folder, "eval")] == evaluated
 
 
 @pytest.mark.parametrize("variants", [",flash", ",fast,stepwise"])
@@ -80,12 +123,6 @@ def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, tmp_path):
         assert_same(one, on_two_ranks(name, tmp_path / mode, fsdp__mode=mode, **how), tolerance=2e-5)
 
 
-def test_two_ranks_equal_one_in_online_dpo(tmp_path):
-    name, how = "shapes_qwenimage_dpo,online", dict(sample__num_images_per_prompt=4, train__reference_interval=3)
-    one = train(name, tmp_path / "one", **HOW | how)
-    assert_same(one, on_two_ranks(name, tmp_path / "two", **how))
-
-
 @pytest.mark.parametrize(
     ("name", "rank", "layout"),
     [
@@ -106,9 +143,9 @@ def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, 
     assert_same(one, shard)
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
-@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr"])
+@pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 32), ("shapes_qwenimage_pr", 0)])
 def test_saving_memory_changes_nothing(name, rank, tmp_path):
     saving = dict(fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True)
-    plain = train(name, tmp_path / "plain", lora__rank=rank)
-    assert_same(plain, train(name, tmp_path / "saving", lora__rank=rank, **saving), tolerance=1e-6)
+    how = dict(lora__rank=rank, eval_freq=2)
+    plain = train(name, tmp_path / "plain", **how)
+    assert_same(plain, train(name, tmp_path / "saving", **how, **saving), tolerance=1e-6)

@@ -7,34 +7,36 @@ from small import ROOT, train
 from flow_grpo.metrics import metrics_table
 
 README = (ROOT / "README.md").read_text()
+PAGES = README + "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("experiments", "checks", "code_map"))
 FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "tools", "docs")
 
 
 def test_the_table_of_metrics_is_the_programs():
-    table = README.split("<!-- metrics: python -m flow_grpo.metrics -->")[1].split("<!-- /metrics -->")[0]
+    page = (ROOT / "docs/metrics.md").read_text()
+    table = page.split("<!-- metrics: python -m flow_grpo.metrics -->")[1].split("<!-- /metrics -->")[0]
     assert table.strip() == metrics_table(), "paste what `python -m flow_grpo.metrics` prints"
 
 
 def test_every_path_that_is_named_exists():
-    named = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", README))
+    named = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", PAGES))
     assert len(named) > 20
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
 def test_every_script_config_and_make_target_that_is_named_exists():
-    for script in re.findall(r"`(train_\w+?)(?:\.py)?`", README):
+    for script in re.findall(r"`(train_\w+?)(?:\.py)?`", PAGES):
         assert (ROOT / "scripts" / f"{script}.py").exists(), script
     configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py", "dpo.py"))
     runs = re.findall(r"^def (\w+)\(\)", configs, re.MULTILINE)
-    assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", README)) == set(runs)
+    assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", PAGES)) == set(runs)
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", README, re.MULTILINE)
+    named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", PAGES, re.MULTILINE)
     assert {first or second for first, second in named} <= set(targets)
 
 
 def test_the_tests_that_it_names_are_there():
-    named = re.findall(r'ARGS="?((?:tests/\S+?\.py ?)+)(?:-k (\w+))?["`]', README)
-    assert len(named) == README.count("ARGS=") - README.count("ARGS=FILE")
+    named = re.findall(r'ARGS="?((?:tests/\S+?\.py ?)+)(?:-k (\w+))?["`]', PAGES)
+    assert len(named) == PAGES.count("ARGS=") - PAGES.count("ARGS=FILE")
     for files, word in named:
         text = "".join((ROOT / file).read_text() for file in files.split())
         assert re.search(rf"def test_\w*{word}", text), (files, word)

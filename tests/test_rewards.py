@@ -1,11 +1,9 @@
 """Several rewards in one run, and the rewards that need no model."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from small import ENV, ROOT, config_of, lines_of, train
+import warm
+from small import config_of, lines_of, train
 
 from flow_grpo import rewards
 from flow_grpo.rewards import jpeg_compressibility
@@ -77,11 +75,17 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monke
 
 
 def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):
-    command = [sys.executable, "scripts/train_qwenimage.py", "--config=config/grpo.py:shapes_qwenimage,smoke"]
+    command = ["scripts/train_qwenimage.py", "--config=config/grpo.py:shapes_qwenimage,smoke"]
     how = {"dataset": "dataset/ocr", "text_tokens": 96, "train.reward_aggregation": "gdpo", "output_dir": tmp_path}
-    how |= {"reward_fn.ocr": 1.0, "reward_fn.jpeg_compressibility": 0.5, "reward_fn.shapes": 0.0, "eval.num_prompts": 2}
+    how |= {
+        "reward_fn.ocr": 1.0,
+        "reward_fn.jpeg_compressibility": 0.5,
+        "reward_fn.shapes": 0.0,
+        "eval.num_prompts": 2,
+        "num_epochs": 1,
+    }
     command += [f"--config.{key}={value}" for key, value in how.items()]
-    ran = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    ran = warm.run(command)
     assert ran.returncode == 0, ran.stderr[-2000:]
     line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[-1]
     assert 0 <= line["reward/ocr"] <= 1

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import warm
 from hostile import http_server, says
 from ml_collections import ConfigDict
 from small import ENV, ROOT, config_of
@@ -25,7 +26,8 @@ from small import ENV, ROOT, config_of
 from flow_grpo import rewards
 from flow_grpo.scoring import pickled, wire
 from flow_grpo.scoring.client import Server, ServerError
-from flow_grpo.scoring.pool import Pool, RewardFailed
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.scorers import RewardFailed
 
 CPU, WINDOW = torch.device("cpu"), "shapes_qwenimage"
 JPEG = {"jpeg_compressibility": 1.0}
@@ -59,22 +61,16 @@ def score(pool, count=6):
 @contextmanager
 def served(*args, name="jpeg_compressibility", port=0, env=()):
     """serve_reward.py as a command; (address, process)."""
-    command = [
-        sys.executable,
-        "scripts/serve_reward.py",
-        name,
-        "--port",
-        str(port),
-        "--parent",
-        str(os.getpid()),
-        *args,
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENV | dict(env), stdout=subprocess.PIPE, text=True)
+    command = ["scripts/serve_reward.py", name, "--port", port, *args]
+    process = warm.Started(command, ENV | dict(env))
     try:
-        yield process.stdout.readline().strip(), process
+        while not process.stdout().endswith("\n"):
+            assert process.poll() is None, process.stderr()
+            time.sleep(0.01)
+        yield process.stdout().split()[0], process
     finally:
         process.kill()
-        process.wait()
+        process.done()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import re
 import runpy
 from pathlib import Path
 
+import draw_shapes
 import numpy as np
 import pytest
 import torch
@@ -30,9 +31,9 @@ def of_tag(prompts, tag):
 
 
 def draw(prompts, seed=0, resolution=64):
-    table = shapes.prompt_table(prompts)
-    layout = shapes.sample_layouts(table, torch.arange(len(prompts)), torch.Generator().manual_seed(seed))
-    return layout, shapes.render(layout, resolution)
+    table = draw_shapes.prompt_table(prompts)
+    layout = draw_shapes.sample_layouts(table, torch.arange(len(prompts)), torch.Generator().manual_seed(seed))
+    return layout, draw_shapes.render(layout, resolution)
 
 
 @pytest.fixture(scope="module")
@@ -309,10 +310,10 @@ def test_prompts_without_metadata_are_refused():
 
 def test_prompt_tables_refuse_what_no_picture_holds():
     with pytest.raises(ValueError, match="'five circles' asks for 5 objects"):
-        shapes.prompt_table([{"prompt": "five circles", "include": [{"class": "circle", "count": 5}]}])
+        draw_shapes.prompt_table([{"prompt": "five circles", "include": [{"class": "circle", "count": 5}]}])
     include = [{"class": "circle", "count": 1, "position": ["above", 1]}, {"class": "square", "count": 1}]
     with pytest.raises(ValueError, match=r"'odd'.*only include\[1\]"):
-        shapes.prompt_table([{"prompt": "odd", "include": include}])
+        draw_shapes.prompt_table([{"prompt": "odd", "include": include}])
 
 
 def test_split_holds_out_combinations():

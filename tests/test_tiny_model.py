@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import build_tiny_qwenimage as build
+import draw_shapes
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -9,7 +11,6 @@ from tiny import tiny_qwenimage
 
 import flow_grpo
 from flow_grpo import shapes
-from tools import build_tiny_qwenimage as build
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
@@ -39,8 +40,8 @@ def shipped():
 
 def renders(prompts, seed):
     generator = torch.Generator().manual_seed(seed)
-    layouts = shapes.sample_layouts(shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
-    return shapes.render(layouts)
+    layouts = draw_shapes.sample_layouts(draw_shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
+    return draw_shapes.render(layouts)
 
 
 @pytest.fixture(params=["tiny", "shipped"])
@@ -90,7 +91,7 @@ def test_shipped_fits_into_10_mb(shipped):
 
 
 def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
-    config, images = shipped.vae.config, renders(build.balanced(held_out, 600), seed=1) * 2 - 1
+    config, images = shipped.vae.config, renders(build.balanced(held_out, 240), seed=1) * 2 - 1
     with torch.no_grad():
         std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))
     torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.1)
@@ -98,7 +99,7 @@ def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
 
 
 def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):
-    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 300), torch.Generator().manual_seed(2))
+    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 150), torch.Generator().manual_seed(2))
     assert measured["reconstructions"]["all"] >= 0.97, measured
 
 

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from build_tiny_qwenimage import build_pipeline, save
+
 from flow_grpo import shapes
-from tools.build_tiny_qwenimage import build_pipeline, save
 
 
 def tiny_qwenimage(folder: Path, seed: int = 0) -> Path:

@@ -1,11 +1,9 @@
 """A small training run on a tiny real transformer, for one process or for two CPU ranks."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+import warm
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
@@ -33,19 +31,8 @@ def launch(program: str, folder: Path, timeout_s: int = 300) -> None:
 
     The exit status says nothing: gloo may abort at interpreter exit after all the work.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        program,
-        str(folder),
-    ]
-    root = Path(__file__).parent.parent
-    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'scripts'}", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert (folder / "done").exists(), ran.stderr[-4000:]
+    ranks = warm.torchrun([program, folder], timeout_s=timeout_s)
+    assert (folder / "done").exists(), [rank.stderr[-4000:] for rank in ranks]
 
 
 def base(folder: Path, **how) -> Path:

@@ -18,6 +18,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import draw_shapes
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -157,12 +158,12 @@ def balanced(prompts: list[dict], count: int) -> list[dict]:
 def rendered(prompts: list[dict], batch: int, generator: torch.Generator):
     """Endless (index into `prompts` [B], images [B, 3, R, R] in [-1, 1]), tags equally often."""
     device = generator.device
-    table = shapes.prompt_table(prompts, device)
+    table = draw_shapes.prompt_table(prompts, device)
     tags = [p["tag"] for p in prompts]
     weights = torch.tensor([1 / tags.count(tag) for tag in tags], device=device)
     while True:
         index = torch.multinomial(weights, batch, replacement=True, generator=generator)
-        yield index, shapes.render(shapes.sample_layouts(table, index, generator), RESOLUTION) * 2 - 1
+        yield index, draw_shapes.render(draw_shapes.sample_layouts(table, index, generator), RESOLUTION) * 2 - 1
 
 
 def accuracy(images: torch.Tensor, prompts: list[dict]) -> dict:
@@ -227,9 +228,9 @@ def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, 
 
 def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: torch.Generator) -> dict:
     """What the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
-    table = shapes.prompt_table(prompts, generator.device)
+    table = draw_shapes.prompt_table(prompts, generator.device)
     index = torch.arange(len(prompts), device=generator.device)
-    images = shapes.render(shapes.sample_layouts(table, index, generator), RESOLUTION)
+    images = draw_shapes.render(draw_shapes.sample_layouts(table, index, generator), RESOLUTION)
     with torch.no_grad():
         latents = vae.encode(images[:, :, None] * 2 - 1).latent_dist.mean
         decoded = (vae.decode(latents).sample[:, :, 0] + 1) / 2

@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from absl import app, flags
-from ml_collections import config_flags
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo import compiled, fsdp_utils, policies, rng, sampling, settings, startup, windows
+from flow_grpo import checks, command_line, compiled, fsdp_utils, policies, rng, sampling, startup, windows
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.optimization import policy_step
@@ -260,7 +258,7 @@ def check(config, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
     config.sample.num_branches, config.train.updates_per_epoch = 2 if branches else 1, 1
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = startup.start(config, settings.check_branches if branches else settings.check_window, ())
+        run = startup.start(config, checks.PR if branches else checks.GRPO)
         config.train.objective = "guard"  # so that a rollout keeps its means
         seen, compared, before = listen(run), {}, None
         for number, when in enumerate(("", ", after a change of the weights")):
@@ -289,6 +287,7 @@ def main(config, random_weights: bool) -> int:
 
 
 if __name__ == "__main__":
-    config_file = config_flags.DEFINE_config_file("config", "config/grpo.py:shapes_qwenimage_pr", "Which run to check.")
-    random_weights = flags.DEFINE_bool("random_weights", False, "The model in its published size with random weights.")
-    app.run(lambda _: sys.exit(main(config_file.value, random_weights.value)))
+    random_weights = {"--random_weights"} & set(sys.argv)  # the model in its published size
+    words = [word for word in sys.argv[1:] if word not in random_weights]
+    run = lambda config: sys.exit(main(config, bool(random_weights)))  # noqa: E731
+    command_line.run(run, "config/grpo.py:shapes_qwenimage_pr", words)

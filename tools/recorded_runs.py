@@ -10,7 +10,6 @@ Kept are the figures that the alarms read, and the accuracies by which a run is 
 import gzip
 import json
 import math
-import runpy
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from flow_grpo import health
+from flow_grpo.settings import default_config
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests/data/recorded_runs.json.gz"  # by which one limit was chosen
@@ -176,7 +176,7 @@ def _averaged_training_accuracy(run: Run) -> list[float]:
 
 def default_limits():
     """config.health."""
-    return runpy.run_path(str(ROOT / "config/base.py"))["get_config"]().health
+    return default_config().health
 
 
 def table(file: str = str(DATA)) -> None:

@@ -10,7 +10,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from flow_grpo import rng
+from flow_grpo import rng, shipped
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
@@ -56,7 +56,7 @@ class FlowModel(ABC):
     @classmethod
     def without_weights(cls, folder: str) -> "FlowModel":
         """With tokenizers and scheduler alone, for checks that need no weight."""
-        config = cls.TRANSFORMER.load_config(folder, subfolder="transformer")
+        config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
         return cls(loading.without_weights(cls.PIPELINE, folder), torch.device("cpu"), config)
 
     @staticmethod

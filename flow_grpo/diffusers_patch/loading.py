@@ -11,6 +11,7 @@ from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
+from flow_grpo import shipped
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
 
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
@@ -19,13 +20,14 @@ WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 def pipeline_name(folder: str) -> str:
     """Class of the pipeline in `folder` (or hub id). Raises ValueError if there is none. Reads one json file."""
     try:
-        return DiffusionPipeline.load_config(folder).get("_class_name")
+        return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
         raise ValueError(f"config.model {folder!r} is no diffusers folder and no hub id: {error}") from error
 
 
 def transformer_folder(folder: str) -> Path:
     """Where the transformer's safetensors lie; a hub id is downloaded first."""
+    folder = shipped.find(folder)
     if Path(folder).is_dir():
         return Path(folder, "transformer")
     return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
@@ -33,6 +35,7 @@ def transformer_folder(folder: str) -> Path:
 
 def text_version(folder: str) -> dict[str, str | int]:
     """What tells the text encoders of a folder from others: names and sizes of their files; of a hub id its commit."""
+    folder = shipped.find(folder)
     if not Path(folder).is_dir():
         return {folder: transformer_folder(folder).parent.name}
     files = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
@@ -41,6 +44,7 @@ def text_version(folder: str) -> dict[str, str | int]:
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **parts) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `parts` beside them."""
+    folder = shipped.find(folder)
     names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
     heavy = [name for name in names if not name.startswith(WITHOUT_WEIGHTS)]
     return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | parts)
@@ -63,6 +67,7 @@ def load_pipeline(
         alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
         text: False for no text encoders, where all embeddings are on a disk.
     """
+    folder = shipped.find(folder)
     with init_empty_weights():  # real position tables, meta weights
         config = transformer_class.load_config(folder, subfolder="transformer")
         transformer = transformer_class.from_config(config)

@@ -5,86 +5,16 @@ on a device of its own, for all ranks) or, where it has a `url`, a server that i
 a fixed size in the order in which they come, so that no score depends on how fast anything was.
 """
 
-import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
-import httpx
 import torch
 from torch import Tensor
 
-from flow_grpo import rewards
-from flow_grpo.scoring import wire
-from flow_grpo.scoring.client import Server
-from flow_grpo.scoring.processes import start_server
-
-OWN = (  # settings of config.reward that config.reward.args.NAME may set for one reward
-    *("backend", "device", "batch_size", "in_flight", "timeout_s", "retry_s", "on_failure", "max_masked_share"),
-    *("url", "token", "image_format"),
-)
-
-
-def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
-    """Raises ValueError for what cannot be meant, or a server that does not answer. Loads no model.
-
-    Args:
-        settings: config.reward.
-    """
-    args = settings.args.to_dict()
-    served = [name for name, own in args.items() if own.get("url") and not rewards.is_service(name)]
-    rewards.check_rewards(weights, watched, served)
-    for name in {**weights, **dict.fromkeys(watched)}:
-        args.pop(name, None)
-        own, options = split_settings(name, settings)
-        _check_choices(name, own)
-        if name in served:
-            _check_server(name, own["url"], options)
-        else:
-            rewards.check_options(name, options)
-    if args:
-        raise ValueError(
-            f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
-        )
-
-
-def split_settings(name: str, settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.reward says of a reward, and the options of its `load`."""
-    given = settings.args.get(name, {})
-    own = {key: settings.get(key) for key in OWN} | {key: value for key, value in given.items() if key in OWN}
-    options = {key: value for key, value in given.items() if key not in OWN}
-    if rewards.is_service(name):  # it has a server of its own kind, and a request per image
-        options |= {key: own[key] for key in rewards.CONNECTION}
-        options |= {"url": given["url"]} if "url" in given else {}
-        own |= {"url": "", "batch_size": given.get("batch_size", 1)}
-    return own, options
-
-
-def _check_choices(name: str, own: dict[str, Any]) -> None:
-    choices = dict(backend=("inline", "thread", "process"), on_failure=("fail", "mask"), image_format=("npy", "png"))
-    for key, allowed in choices.items():
-        if own.get(key, allowed[0]) not in allowed:
-            raise ValueError(f"config.reward.args.{name}.{key} is {own[key]!r}; it may be {str(allowed)[1:-1]}")
-
-
-def _check_server(name: str, url: str, options: dict) -> None:
-    where = f"config.reward.args.{name}"
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{where}.url is {url!r}; it begins with http:// or https://")
-    if options:
-        raise ValueError(f"{where}: {', '.join(options)} unknown, or for the server to know")
-    try:
-        httpx.get(url.rstrip("/") + "/health", timeout=10, trust_env=False)
-    except httpx.HTTPError as error:
-        raise ValueError(f"{where}: no answer from {url}: {error}") from error
-
-
-class RewardFailed(RuntimeError):
-    """A reward that must not fail did; says which, where and for which prompt."""
+from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, make_scorer
 
 
 class Clock:
@@ -143,7 +73,7 @@ class Pool:
         self.weights, self.clock = dict(weights), Clock()
         self.room = threading.Semaphore(settings.max_pending)
         self.max_pending = settings.max_pending
-        self.scorers = {name: Scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
+        self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while max_pending images are under way."""
@@ -151,12 +81,14 @@ class Pool:
         requests = {name: [] for name in names}
         for name in names:
             scorer = self.scorers[name]
-            for start in range(0, len(prompts), scorer.batch_size):
-                rows = slice(start, start + scorer.batch_size)
+            for start in range(0, len(prompts), scorer.settings.batch_size):
+                rows = slice(start, start + scorer.settings.batch_size)
                 requests[name].append((self._send(scorer, images[rows], prompts[rows], metadata[rows]), prompts[rows]))
         return Pending(partial(self._collect, requests))
 
-    def _send(self, scorer: "Scorer", images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
+    def _send(
+        self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[str], metadata: list[dict]
+    ) -> Future:
         taken = min(len(prompts), self.max_pending)
         for _ in range(taken):
             self.room.acquire()
@@ -184,12 +116,12 @@ class Pool:
         """
         shares = {}
         for name, scorer in self.scorers.items():
-            if scorer.on_failure == "mask" and name in scores:
+            if scorer.settings.on_failure == "mask" and name in scores:
                 shares[name] = scores[name].isnan().double().mean().item()
-                if shares[name] > scorer.max_masked_share:
+                if shares[name] > scorer.settings.max_masked_share:
                     raise RewardFailed(
-                        f"reward {name!r} ({scorer.where}) failed for {shares[name]:.1%} of an epoch's images; "
-                        f"reward.max_masked_share is {scorer.max_masked_share}; last: {scorer.last_error}"
+                        f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of an epoch's images; "
+                        f"reward.max_masked_share is {scorer.settings.max_masked_share}; last: {scorer.last_error}"
                     )
         return shares
 
@@ -197,102 +129,3 @@ class Pool:
         """Stop the threads and the servers that this pool started."""
         for scorer in self.scorers.values():
             scorer.close()
-
-
-class Scorer:
-    """One reward, wherever it is."""
-
-    def __init__(self, name: str, device: torch.device, settings):
-        own, options = split_settings(name, settings)
-        self.name, self.batch_size, self.on_failure = name, own["batch_size"], own["on_failure"]
-        self.max_masked_share, self.where = own["max_masked_share"], own["backend"]
-        self.closers, self.threads, self.stream, self.last_error = [], None, None, ""
-        if own["url"] or own["backend"] == "process":
-            self._connect(own, options, device)
-        else:
-            self.score = rewards.load(name, torch.device(own["device"] or device), options)
-            self.send = self._send_here
-            if own["backend"] == "thread":
-                # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
-                workers = own["in_flight"] if rewards.is_service(name) else 1
-                self.threads = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-                self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def _connect(self, own: dict[str, Any], options: dict, device: torch.device) -> None:
-        url = own["url"]
-        if not url:
-            url, close = start_server(self.name, own["device"] or str(device), options, own["batch_size"])
-            self.closers.append(close)
-        how = {key: own[key] for key in ("token", "in_flight", "timeout_s", "retry_s")}
-        self.server, self.where, self.form = Server(url, **how), url, own["image_format"]
-        self.bounds, self.send = rewards.bounds(self.name), self._send_away
-
-    def _send_away(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
-        request = json.dumps({"prompts": prompts, "metadata": metadata})
-        files = [wire.pack_image(image, self.form) for image in images.cpu()]
-        key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()
-        parts = [("images", (f"{i}.{self.form}", file, wire.TYPES[self.form])) for i, file in enumerate(files)]
-        parse = lambda body: wire.read_scores(_json(body), len(prompts), self.bounds)  # noqa: E731
-        return self.server.post(
-            "/score", parse, data={"request": request}, files=parts, headers={"Idempotency-Key": key}
-        )
-
-    def _send_here(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
-        drawn = torch.cuda.Event() if images.is_cuda else None
-        if drawn:
-            drawn.record()
-        if self.threads:
-            return self.threads.submit(self._score, images, prompts, metadata, drawn)
-        future = Future()
-        try:
-            future.set_result(self._score(images, prompts, metadata, drawn))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    @torch.no_grad()
-    def _score(self, images: Tensor, prompts: list[str], metadata: list[dict], drawn) -> dict[str, Tensor]:
-        with torch.cuda.stream(self.stream):  # None = the present one
-            if drawn:
-                drawn.wait()
-                images.record_stream(torch.cuda.current_stream())
-            try:
-                scores = rewards.as_scores(self.score(images, prompts, metadata))
-                return {key: rewards.checked(self.name, values, prompts) for key, values in scores.items()}
-            except Exception as error:
-                if self.on_failure == "fail" or len(prompts) == 1:
-                    raise
-                self.last_error = f"{type(error).__name__}: {error}"
-        rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?
-        alone = [self._masked(images[row], prompts[row], metadata[row], drawn) for row in rows]
-        return {"score": torch.cat(alone)}
-
-    def _masked(self, *row) -> Tensor:
-        try:
-            return self._score(*row)["score"]
-        except Exception:
-            return torch.full((1,), torch.nan)
-
-    def receive(self, future: Future, prompts: list[str]) -> dict[str, Tensor]:
-        """Scores of one request, NaN if it failed and may."""
-        try:
-            return future.result()
-        except Exception as error:
-            self.last_error = f"{type(error).__name__}: {error}"
-            if self.on_failure == "mask":
-                return {"score": torch.full((len(prompts),), torch.nan)}
-            raise RewardFailed(f"reward {self.name!r} ({self.where}): {error}; first prompt: {prompts[0]!r}") from error
-
-    def close(self) -> None:
-        """Stop what belongs to this reward."""
-        for close in self.closers:
-            close()
-        if self.threads:
-            self.threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise wire.BadAnswer(f"no JSON but {body[:80]!r}") from error

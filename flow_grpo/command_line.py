@@ -1,0 +1,112 @@
+"""The command line of every script: --config FILE:NAME,VARIANT and --config.KEY=VALUE, and errors as sentences."""
+
+import difflib
+import dis
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from flow_grpo import configs, settings
+
+LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+
+
+def run(main: Callable[[ConfigDict], None], default: str, arguments: Sequence[str] | None = None) -> None:
+    """Call a script's main with the config that the command line names.
+
+    Args:
+        default: FILE:NAME, where the command line has no --config.
+        arguments: those of the command line, by default.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n--config FILE:NAME,VARIANT (default: {default})\n")
+        sys.stdout.write("--config.KEY=VALUE for any setting of docs/settings.md\n")
+        return
+    with sentences():
+        main(config_of(words, default))
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Ends the process with status 2 and one sentence where the user can mend it; a bug keeps its traceback."""
+    try:
+        yield
+    except ValueError as error:
+        if not _is_meant_for_the_user(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+        sys.stderr.write(f"{who}: {error}\n")
+        raise SystemExit(2) from error
+
+
+def _is_meant_for_the_user(error: ValueError) -> bool:
+    """Whether a `raise` statement outside of all libraries made it: neither torch, say, nor Python itself."""
+    entry = error.__traceback__
+    while entry.tb_next:
+        entry = entry.tb_next
+    code = entry.tb_frame.f_code
+    file = Path(code.co_filename).resolve()
+    ours = file.is_relative_to(Path(__file__).resolve().parent) or not any(map(file.is_relative_to, LIBRARIES))
+    return ours and dis.opname[code.co_code[entry.tb_lasti]] == "RAISE_VARARGS"
+
+
+def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
+    """The config of a command line.
+
+    Raises:
+        ValueError: a word that means nothing, a setting that there is not (with the nearest), a value of another type.
+    """
+    file, others = default, []
+    words = iter(arguments)
+    for word in words:
+        if re.fullmatch("--?config", word):
+            file = next(words, "")
+        elif re.match("--?config=", word):
+            file = word.partition("=")[2]
+        else:
+            others.append(word)
+    keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
+    _refuse_renamed(keys)
+    config = configs.load(file)
+    _refuse_unknown(config, keys)
+    _override(config, others)
+    return config
+
+
+def _refuse_renamed(keys: Sequence[str]) -> None:
+    for key in keys:
+        for old, successor in settings.RENAMED.items():
+            if key == old or key.startswith(f"{old}."):
+                raise ValueError(f"config.{old} {successor}")
+
+
+def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
+    for key in keys:
+        try:
+            settings.value_of(config, key)
+        except (KeyError, TypeError) as error:
+            near = difflib.get_close_matches(key, [*settings.flat(config)], n=1, cutoff=0)
+            raise ValueError(f"there is no setting config.{key}; nearest: config.{near[0]}") from error
+
+
+def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
+    """Put values of --config.KEY=VALUE into a config, each of its setting's type."""
+    values, line = flags.FlagValues(), [sys.argv[0], *arguments]
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
+        _, *words = values(line)
+    except (flags.Error, TypeError) as error:
+        raise ValueError(str(error)) from error
+    if words:
+        raise ValueError(
+            f"{words[0]!r} on the command line means nothing: write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
+        )

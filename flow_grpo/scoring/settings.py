@@ -1,0 +1,79 @@
+"""What config.reward says of each reward, checked before any model is loaded."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import httpx
+
+from flow_grpo import rewards
+
+
+class RewardSettings(NamedTuple):
+    """The settings of one reward: keys of config.reward, each of which config.reward.args.NAME may override."""
+
+    backend: str  # "inline", "thread" or "process"
+    device: str  # "" = the rank's own
+    batch_size: int  # images to a request
+    in_flight: int  # requests to a server at once
+    timeout_s: float
+    retry_s: float
+    on_failure: str  # "fail" or "mask"
+    max_masked_share: float
+    url: str  # of a server that runs; "" = none
+    token: str
+    image_format: str  # "npy" or "png"
+
+
+def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
+    """Raises ValueError for what cannot be meant, or a server that does not answer. Loads no model.
+
+    Args:
+        settings: config.reward.
+    """
+    args = settings.args.to_dict()
+    served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
+    rewards.check_rewards(weights, watched, served)
+    for name in {**weights, **dict.fromkeys(watched)}:
+        args.pop(name, None)
+        reward, options = split_settings(name, settings)
+        _check_choices(name, reward)
+        if name in served:
+            _check_server(name, reward.url, options)
+        else:
+            rewards.check_options(name, options)
+    if args:
+        raise ValueError(
+            f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
+        )
+
+
+def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
+    """What config.reward says of a reward, and the options of its `load`."""
+    keys, overrides = RewardSettings._fields, settings.args.get(name, {})
+    reward = RewardSettings(*(overrides.get(key, settings.get(key)) for key in keys))
+    options = {key: value for key, value in overrides.items() if key not in keys}
+    if rewards.is_service(name):  # it has a server of its own kind, and a request per image
+        options |= {key: getattr(reward, key) for key in rewards.CONNECTION}
+        options |= {"url": overrides["url"]} if "url" in overrides else {}
+        reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
+    return reward, options
+
+
+def _check_choices(name: str, reward: RewardSettings) -> None:
+    choices = dict(backend=("inline", "thread", "process"), on_failure=("fail", "mask"), image_format=("npy", "png"))
+    for key, allowed in choices.items():
+        value = getattr(reward, key)
+        if value not in allowed:
+            raise ValueError(f"config.reward.args.{name}.{key} is {value!r}; it may be {str(allowed)[1:-1]}")
+
+
+def _check_server(name: str, url: str, options: dict[str, Any]) -> None:
+    key = f"config.reward.args.{name}"
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{key}.url is {url!r}; it begins with http:// or https://")
+    if options:
+        raise ValueError(f"{key}: {', '.join(options)} unknown, or for the server to know")
+    try:
+        httpx.get(url.rstrip("/") + "/health", timeout=10, trust_env=False)
+    except httpx.HTTPError as error:
+        raise ValueError(f"{key}: no answer from {url}: {error}") from error

@@ -1,0 +1,172 @@
+"""The command line: files from anywhere, overrides, and sentences for what the user can mend."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from small import ENV, ROOT
+
+from flow_grpo import command_line, prompts, shipped
+
+DEFAULT = "config/grpo.py:shapes_qwenimage"
+MINE = '''"""My experiments."""
+from neighbour import RATE
+
+from config import grpo
+from flow_grpo.configs import select
+
+
+def mine():
+    config = grpo.shapes_qwenimage()
+    config.train.learning_rate = RATE
+    return config
+
+
+def short(config):
+    config.num_epochs = 3
+    return config
+
+
+def get_config(name="mine"):
+    return select(name, (mine,), (*grpo.VARIANTS, short), __file__)
+'''
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    """A user's own config file and its neighbour, in a folder that is not the current one."""
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    (folder / "mine.py").write_text(MINE)
+    (folder / "neighbour.py").write_text("RATE = 0.25\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return folder / "mine.py"
+
+
+def test_a_users_own_file_anywhere_takes_variants_and_overrides(own_file):
+    words = ["--config", f"{own_file}:mine,short,guard", "--config.seed=7", "--config.reward_fn.ocr=0.5"]
+    config = command_line.config_of(words, DEFAULT)
+    assert (config.num_epochs, config.seed, config.name) == (3, 7, "mine_guard_short")
+    assert (config.train.objective, config.train.learning_rate) == ("guard", 1e-4)
+    assert dict(config.reward_fn)["ocr"] == 0.5
+    assert command_line.config_of([f"--config={own_file}"], DEFAULT).train.learning_rate == 0.25
+
+
+def test_published_configs_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage_nft.py")])
+    monkeypatch.chdir(tmp_path)
+    assert command_line.config_of(["--config", "config/nft.py:pickscore_sd3_nft"], DEFAULT).algorithm == "nft"
+    assert command_line.config_of([], DEFAULT).name == "shapes_qwenimage"
+    with pytest.raises(ValueError, match=r"'config/nothing\.py'; there is no such file in"):
+        command_line.config_of(["--config", "config/nothing.py:a"], DEFAULT)
+
+
+def test_a_file_of_the_current_directory_goes_before_the_published_one(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "grpo.py").write_text(
+        MINE.replace("RATE", "0.125").replace("from neighbour import 0.125", "")
+    )
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert command_line.config_of(["--config", "config/grpo.py:mine"], DEFAULT).train.learning_rate == 0.125
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--config.compile"], "compile", True),
+        (["--noconfig.compile"], "compile", False),
+        (["-config.seed", "3"], "seed", 3),
+        (["--config.train.learning_rate=1"], "train.learning_rate", 1.0),
+        (["--config.sample.sde_window_range=(1, 4)"], "sample.sde_window_range", (1, 4)),
+        (["--config.eval.rewards=('ocr',)"], "eval.rewards", ("ocr",)),
+        (["--config.seed=3", "--config.seed=4"], "seed", 4),
+    ],
+)
+def test_a_flag_sets_a_value_of_its_settings_type(words, key, value):
+    config = command_line.config_of(words, DEFAULT)
+    for part in key.split("."):
+        config = config[part]
+    assert config == value
+    assert type(config) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shapes_qwenimage_pr"], r"'shapes_qwenimage_pr' on the command line means nothing"),
+        (["--config.compile", "false"], r"'false' on the command line means nothing"),
+        (["--config.sample.num_stepz=3"], r"no setting config\.sample\.num_stepz; nearest: config\.sample\.num_steps"),
+        (["--config.seed.a=3"], r"no setting config\.seed\.a; nearest: config\.seed"),
+        (["--config.reward_fn.shape=1.0"], r"no setting config\.reward_fn\.shape; nearest: config\.reward_fn\.shapes"),
+        (["--config.num_epochs=many"], r"config\.num_epochs"),
+        (["--seed=3"], r"seed"),
+        (["--config.trouble.action=stop"], r"config\.trouble is now config\.health"),
+        (["-config.trouble.action"], r"config\.trouble is now config\.health"),
+    ],
+)
+def test_what_a_command_line_cannot_mean_is_refused(words, says):
+    with pytest.raises(ValueError, match=says):
+        command_line.config_of(words, DEFAULT)
+
+
+def ours(config):
+    raise ValueError(f"config.seed is {config.seed}")
+
+
+def pythons(config):
+    return int(config.name)
+
+
+def a_librarys(config):
+    return json.loads(config.name)
+
+
+def torchs(config):
+    return torch.optim.SGD([])
+
+
+def test_a_message_for_the_user_is_one_sentence_and_status_2(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
+    for rank, begins in (("0", "train_qwenimage.py: "), ("3", "train_qwenimage.py, rank 3: ")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            command_line.run(ours, DEFAULT, ["--config.seed=7"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"{begins}config.seed is 7\n"
+
+
+@pytest.mark.parametrize("main", [pythons, a_librarys, torchs])
+def test_a_bug_keeps_its_traceback(main):
+    with pytest.raises(ValueError, match=r"invalid literal|Expecting value|empty parameter list"):
+        command_line.run(main, DEFAULT, [])
+
+
+def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, monkeypatch):
+    names = "flow_grpo/assets/tiny_qwenimage", "dataset/shapes"
+    before = prompts.load_prompts(names[1], "train")
+    monkeypatch.chdir(tmp_path)
+    assert all((shipped.PACKAGE.parent / name).samefile(shipped.find(name)) for name in names)
+    assert prompts.load_prompts(names[1], "train") == before
+    (tmp_path / "dataset" / "shapes").mkdir(parents=True)
+    assert shipped.find(names[1]) == names[1]  # the user's own goes first
+    assert shipped.find("black-forest-labs/FLUX.1-dev") == "black-forest-labs/FLUX.1-dev"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("train_qwenimage.py", ["--config.num_epochs=0"]),
+        ("evaluate.py", ["nowhere"]),
+        ("serve_reward.py", ["shapes", "--options", '{"a": 1}']),
+    ],
+)
+def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
+    command, env = [sys.executable, ROOT / "scripts" / script, *words], ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,185 @@
+"""Commands as forks of one process that has imported everything, which saves each of them five seconds of imports.
+
+A program still is the `__main__` of a process of its own, with its arguments, environment and exit status. Real starts,
+by python and by torchrun, are in test_scripts.py and test_ranks.py.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".", "tests", "scripts", "tools", "benchmarks")
+
+
+class Done(NamedTuple):
+    returncode: int  # minus the signal
+    stdout: str
+    stderr: str
+
+
+class Parent:
+    """The process that forks. It is started when it is first needed."""
+
+    def __init__(self):
+        self.process, self.lock = None, threading.Lock()
+
+    def ask(self, **request):
+        with self.lock:
+            if self.process is None:
+                path = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
+                env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+                command, pipe = [sys.executable, __file__], subprocess.PIPE
+                self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+
+    def stop(self):
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait()
+            self.process = None
+
+
+PARENT = Parent()
+
+
+class Started:
+    """One command; what subprocess.Popen offers, with output in files."""
+
+    def __init__(self, command, env=None):
+        self.returncode = None
+        self.files = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
+        env = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"} | dict(os.environ if env is None else env)
+        words, files = [str(part) for part in command], [str(path) for path in self.files]
+        self.pid = PARENT.ask(command=words, env=env, files=files)
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = PARENT.ask(pid=self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s=300.0):
+        """The exit status. Raises TimeoutError, after a kill."""
+        end = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise TimeoutError(f"{timeout_s} s are over: {self.stderr()[-3000:]}")
+            time.sleep(0.01)
+        return self.returncode
+
+    def kill(self):
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def stdout(self):
+        return self.files[0].read_text()
+
+    def stderr(self):
+        return self.files[1].read_text()
+
+    def done(self, timeout_s=300.0):
+        self.wait(timeout_s)
+        result = Done(self.returncode, self.stdout(), self.stderr())
+        for path in self.files:
+            path.unlink()
+        return result
+
+
+def run(command, env=None, timeout_s=300.0):
+    """Run `[program, argument, ...]` to its end."""
+    return Started(command, env).done(timeout_s)
+
+
+def torchrun(command, env=None, num_ranks=2, timeout_s=300.0):
+    """Run it on ranks, to the end of all; their results. A rank that fails leaves the others waiting, so they go."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    env = dict(os.environ if env is None else env) | world
+    ranks = [Started(command, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+    end = time.monotonic() + timeout_s
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > end or any(rank.poll() not in (None, 0) for rank in ranks):
+            time.sleep(1)  # for what the others have to say
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.01)
+    return [rank.done() for rank in ranks]
+
+
+def fork(command, env, files):
+    """The child's process id. The child does not come back: it is the command."""
+    child = os.fork()
+    if child:
+        return child
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = command
+    os._exit(exit_status(command[0]))  # without the parent's own clean-up, which would remove what it imported
+
+
+def exit_status(program):
+    """Run it as the interpreter would."""
+    try:
+        runpy.run_path(program, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = 0 if end.code is None else end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def status(pid):
+    """Exit status of a child, minus the signal that ended it; None while it runs."""
+    ended, code = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(code) if ended else None
+
+
+def serve():
+    import evaluate  # noqa: F401
+    import small  # noqa: F401
+
+    running = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "pid" in request:
+            answer = status(request["pid"])
+            running -= {request["pid"]} if answer is not None else set()
+        else:
+            answer = fork(**request)
+            running.add(answer)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    for child in running:  # of tests that ended before them
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        serve()
