@@ -321,12 +321,17 @@ def may_differ() -> tuple[str, ...]:
 def check_values(config: ConfigDict) -> None:
     """Raises ValueError for a value that its entry does not allow, with what it allows."""
     for setting in SETTINGS:
-        value = value_of(config, setting.key)
-        if setting.choices and value not in setting.choices:
-            choices = ", ".join(map(repr, setting.choices))
-            raise ValueError(f"config.{setting.key} is {value!r}; it may be {choices}")
-        if _is_number(setting.default) and not (math.isfinite(value) and setting.least <= value <= setting.most):
-            raise ValueError(f"config.{setting.key} is {value}; it must be {_limits(setting) or 'finite'}")
+        check_value(setting, value_of(config, setting.key), setting.key)
+
+
+def check_value(setting: Setting, value: Any, key: str) -> None:
+    """Raises ValueError, which names the value by `key`, unless the entry allows it."""
+    if setting.choices and value not in setting.choices:
+        raise ValueError(f"config.{key} is {value!r}; it may be {', '.join(map(repr, setting.choices))}")
+    if _is_number(setting.default):
+        allowed = _is_number(value) and math.isfinite(value) and setting.least <= value <= setting.most
+        if not allowed:
+            raise ValueError(f"config.{key} is {value!r}; it must be {_limits(setting) or 'finite'}")
 
 
 def _is_number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,10 @@ def own_file(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "mine.py").write_text(MINE)
     (folder / "neighbour.py").write_text("RATE = 0.25\n")
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).resolve() != ROOT])  # as for a user
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage.py")])
+    for name in ("config", "config.grpo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return folder / "mine.py"
 
 
@@ -170,3 +174,11 @@ def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
     assert "Traceback" not in done.stderr
+
+
+def test_what_an_installed_package_ships_lies_in_its_assets(tmp_path, monkeypatch):
+    data = tmp_path / "site-packages" / "flow_grpo" / "assets" / "dataset" / "shapes"
+    data.mkdir(parents=True)
+    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "site-packages" / "flow_grpo")
+    monkeypatch.chdir(tmp_path)
+    assert shipped.find("dataset/shapes") == str(data)

@@ -8,7 +8,7 @@ from small import ROOT
 
 from config import dpo, grpo, nft
 from flow_grpo import batching, checks, configs, health, policies, rewards, settings
-from flow_grpo.scoring.settings import RewardSettings
+from flow_grpo.scoring.settings import RewardSettings, check_rewards
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
 SCRIPTS = {"grpo": checks.GRPO, "pr": checks.PR, "nft": checks.NFT, "dpo": checks.DPO}
@@ -219,3 +219,18 @@ def test_every_setting_is_read_somewhere():
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():
     assert set(settings.default_config().reward) == {*RewardSettings._fields, "args", "max_pending"}
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "says"),
+    [
+        ("backend", "threads", r"config\.reward\.args\.shapes\.backend is 'threads'; it may be 'inline', 'thread'"),
+        ("batch_size", 0, r"config\.reward\.args\.shapes\.batch_size is 0; it must be finite and at least 1"),
+        ("timeout_s", "long", r"config\.reward\.args\.shapes\.timeout_s is 'long'; it must be finite and at least 0"),
+    ],
+)
+def test_what_args_say_of_one_reward_is_checked_as_what_is_said_of_all(key, wrong, says):
+    config = settings.default_config()
+    config.reward.args = {"shapes": {key: wrong}}
+    with pytest.raises(ValueError, match=says):
+        check_rewards({"shapes": 1.0}, (), config.reward)

@@ -49,7 +49,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "scoring.server": {"rewards", "scoring.wire"},
     "scoring.serve": {"rewards", "scoring.server"},
     "scoring.processes": {"distributed"},
-    "scoring.settings": {"rewards"},
+    "scoring.settings": {"rewards", "settings"},
     "scoring.scorers": {
         *("rewards", "scoring", "scoring.client", "scoring.processes", "scoring.settings", "scoring.wire"),
     },

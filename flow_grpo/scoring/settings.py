@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from flow_grpo import rewards
+from flow_grpo.settings import BY_KEY, check_value
 
 
 class RewardSettings(NamedTuple):
@@ -36,7 +37,8 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     for name in {**weights, **dict.fromkeys(watched)}:
         args.pop(name, None)
         reward, options = split_settings(name, settings)
-        _check_choices(name, reward)
+        for key, value in reward._asdict().items():
+            check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
         if name in served:
             _check_server(name, reward.url, options)
         else:
@@ -57,14 +59,6 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
         options |= {"url": overrides["url"]} if "url" in overrides else {}
         reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
     return reward, options
-
-
-def _check_choices(name: str, reward: RewardSettings) -> None:
-    choices = dict(backend=("inline", "thread", "process"), on_failure=("fail", "mask"), image_format=("npy", "png"))
-    for key, allowed in choices.items():
-        value = getattr(reward, key)
-        if value not in allowed:
-            raise ValueError(f"config.reward.args.{name}.{key} is {value!r}; it may be {str(allowed)[1:-1]}")
 
 
 def _check_server(name: str, url: str, options: dict[str, Any]) -> None:
