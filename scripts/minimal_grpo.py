@@ -11,7 +11,7 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor
 
-from flow_grpo import losses, rewards
+from flow_grpo import losses, rewards, shipped
 from flow_grpo.advantages import group_advantages
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.condition import Condition
@@ -61,7 +61,7 @@ def add_gradients(model: FlowModel, condition: Condition, sampled: Sampled, adva
 
 def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
     """The mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
-    pipeline = QwenImagePipeline.from_pretrained("flow_grpo/assets/tiny_qwenimage")
+    pipeline = QwenImagePipeline.from_pretrained(shipped.find("flow_grpo/assets/tiny_qwenimage"))
     model, score = models.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
     optimizer = torch.optim.AdamW(pipeline.transformer.parameters(), LEARNING_RATE)
     prompts = load_prompts("dataset/shapes", "train")[:num_prompts]
