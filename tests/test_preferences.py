@@ -106,12 +106,12 @@ def change_table(folder, change):
 
 
 def with_nothing_in_row_2(table):
-    column = table.column("embeds").combine_chunks()
+    column = table.column("text").combine_chunks()
     holes = pa.array(
         [None if i == 2 else value for i, value in enumerate(column.storage.to_pylist())], column.storage.type
     )
-    place = table.column_names.index("embeds")
-    return table.set_column(place, "embeds", pa.ExtensionArray.from_storage(column.type, holes))
+    place = table.column_names.index("text")
+    return table.set_column(place, "text", pa.ExtensionArray.from_storage(column.type, holes))
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_wrong_columns_are_named(change, says, tmp_path):
 
 def test_a_hole_in_the_embeddings_is_named_when_it_is_read(tmp_path):
     pairs = open_folder(change_table(tmp_path, with_nothing_in_row_2))["train"]
-    with pytest.raises(ValueError, match=r"train_00000.parquet, row 2, column 'embeds': missing"):
+    with pytest.raises(ValueError, match=r"train_00000.parquet, row 2, column 'text': missing"):
         pairs.read([2], [0], CPU)
 
 
 def test_pairs_of_another_size_are_named(tmp_path):
     write(tmp_path, some_rows(3))
     with pytest.raises(ValueError, match=r"column 'winner_latents' holds .*shape=\[16,64\].*not .*shape=\[64,64\]"):
-        preferences.open_pairs(str(tmp_path), SHAPES | dict(latents=(64, 64)), TINY, 64)
+        preferences.open_pairs(str(tmp_path), SHAPES | dict(latents=(64, 64)), TINY, SIZE)
 
 
 def test_folders_that_are_no_pairs(tmp_path):
