@@ -42,8 +42,8 @@ def policy_step(run: "Run", rows: Minibatch, guidance_scale: float | None = None
 
 @torch.no_grad()
 def recompute_log_probs(run: "Run", rollout: Rollout) -> None:
-    """Where train.old_log_prob asks for it: put what the update's own forward says of the stored steps in the place of
-    what the rollout noted, so that the first ratio is 1 whatever made the two differ; logs by how much they did.
+    """With train.old_log_prob = "recompute": replace the log-probs that the rollout noted by ones recomputed with
+    the training forward, so that the first ratio is 1. Logs the difference.
 
     With train.importance_cap each outcome's share in the loss is also weighted by min(recomputed / noted, cap), the
     truncated importance weight of having been drawn by a slightly other policy (of mean log-probs, as all ratios here).
@@ -55,17 +55,17 @@ def recompute_log_probs(run: "Run", rollout: Rollout) -> None:
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
                 step = policy_step(run, rollout.take(rows, num_rows))
-            there = rows.to(noted.device)
-            rollout.log_probs.view(num_rows, -1)[there] = step.log_prob.detach().view(len(rows), -1)
+            row_index = rows.to(noted.device)
+            rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
             if rollout.means is not None:
-                rollout.means.flatten(0, 1)[there] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
+                rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
     gap = rollout.log_probs - noted
     gaps = distributed.gather(gap.abs().flatten())
     run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gaps.mean().item()}
     run.epoch_figures |= {"parity/recomputed_abs_diff_max": gaps.max().item()}
     if cap := run.config.train.importance_cap:
         weights = gap.exp().clamp(max=cap)
-        rollout.kept *= weights
+        rollout.loss_weight *= weights
         run.epoch_figures["parity/importance_weight_mean"] = distributed.gather(weights.flatten()).mean().item()
 
 
@@ -103,7 +103,7 @@ def kl_penalty(run: "Run", step: SDEStep, reference: SDEStep | None) -> Tensor |
 
 def accumulate(run: "Run", loss: Tensor, rows, step: SDEStep | None = None) -> None:
     """Add the gradient of loss [R * J], a part of the update's mean; of a scored step, note what its ratio is."""
-    loss = loss * rows.kept
+    loss = loss * rows.loss_weight
     run.losses.append((loss.detach(), rows))
     share = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
     share.backward()

@@ -65,11 +65,11 @@ def sampled(
         drawn = _in_slots(run, epoch, walk_of, velocity, slots)
     while True:
         with run.board.timed("rollout"):
-            some = next(drawn, None)
-            if some is None:
+            finished = next(drawn, None)
+            if finished is None:
                 wait()
                 break
-        yield some
+        yield finished
         if run.step != updates:
             raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
     if slots is not None:
@@ -77,8 +77,11 @@ def sampled(
 
 
 def _together(run: "Run") -> tuple[Callable, Callable]:
-    """The policy, and what a rank has to call when it needs it no more: with sharded weights all ranks make a forward
-    or none does, while windows and slots of their own let them need unequally many."""
+    """The policy, and a function that runs dummy forwards until all ranks have finished.
+
+    FSDP needs every rank to run the same number of forwards, and ranks with windows or slots of their own need
+    different numbers. A rank calls the function when it has finished.
+    """
     last = []
 
     def velocity(x, t, condition, guidance_scale, size):
@@ -142,8 +145,8 @@ def _in_slots(
             yield from _requests(run, epoch, batch, walk_of(batch), short)
 
     finished = walk(velocity, requests(), slots, *_modes(run))
-    for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
-        yield prompts.pick(request.name for request in some), images
+    for decoded, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
+        yield prompts.pick(request.name for request in decoded), images
 
 
 def _requests(
@@ -179,9 +182,14 @@ def windowed(run: "Run", batch: prompts.Batch, epoch: int, window: range) -> Wal
 def remember(run: "Run", sampled: Sampled, batch: prompts.Batch) -> Rollout:
     """What the update needs of some images."""
     train = run.config.train
-    how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
-    num_steps, embeds = run.plan.num_trained_steps, run.embed(batch.prompts)
-    return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=num_steps, **how)
+    return from_trace(
+        sampled.trace,
+        run.embed(batch.prompts),
+        batch.images,
+        num_trained_steps=run.plan.num_trained_steps,
+        step_weight=train.step_weight,
+        keep_means=train.objective == "guard",
+    )
 
 
 def score_images(run: "Run", sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
@@ -211,18 +219,18 @@ def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[s
     """
     start = time.perf_counter()
     with run.board.timed("reward"):
-        scores = [some.scores.result() for some in scored]
+        scores = [batch.scores.result() for batch in scored]
     waited = time.perf_counter() - start
     run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
-    order = torch.tensor([image for some in scored for image in some.images]).argsort()
-    everyone = {name: torch.cat([some[name] for some in scores])[order] for name in scores[0]}
+    order = torch.tensor([image for batch in scored for image in batch.images]).argsort()
+    everyone = {name: torch.cat([by_name[name] for by_name in scores])[order] for name in scores[0]}
     everyone = {name: distributed.gather(values).flatten() for name, values in everyone.items()}
-    groups = distributed.gather(torch.cat([some.groups for some in scored])[order]).flatten()
+    groups = distributed.gather(torch.cat([batch.groups for batch in scored])[order]).flatten()
     for name, share in run.pool.masked_shares(everyone).items():
         run.epoch_figures[f"reward/{name}_masked_share"] = share
     for name, values in everyone.items():
-        found, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
-        values, stats = values[found], group_stats(values[found], groups[found])
+        valid, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
+        values, stats = values[valid], group_stats(values[valid], groups[valid])
         run.epoch_figures |= {
             f"reward/{name}": values.mean().item(),
             f"reward/{prefix}group_std": stats.std.mean().item(),
@@ -235,12 +243,14 @@ def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[s
 def advantages(run: "Run", everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
     """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
     config = run.config
-    weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
+    weights = config.reward_fn.to_dict()
     scored = torch.stack([everyone[name].isfinite() for name in weights]).all(0)
     everyone, groups = {name: everyone[name][scored] for name in weights}, groups[scored]
-    values, kept = torch.zeros(len(scored)), scored.float()
-    values[scored] = combined_advantages(everyone, weights, groups, *how)
+    values, loss_weight = torch.zeros(len(scored)), scored.float()
+    values[scored] = combined_advantages(
+        everyone, weights, groups, config.train.reward_aggregation, config.sample.global_std
+    )
     if config.train.filter_groups:
-        kept[scored] *= kept_rows(everyone, weights, groups)
-    kept /= kept.mean().clamp(min=1 / len(kept))
-    return distributed.local_rows(values), distributed.local_rows(kept)
+        loss_weight[scored] *= kept_rows(everyone, weights, groups)
+    loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
+    return distributed.local_rows(values), distributed.local_rows(loss_weight)

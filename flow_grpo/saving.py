@@ -38,8 +38,8 @@ def save(run: "Run") -> None:
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
     offload.reload_optimizer_state(run.optimizer)
-    where = dict(epoch=epoch, step=run.step, config=run.config.to_dict())
-    checkpoints.save(folder, state(run), **where, keep=keep, extra_files=extra_files)
+    config = run.config.to_dict()
+    checkpoints.save(folder, state(run), epoch=epoch, step=run.step, config=config, keep=keep, extra_files=extra_files)
 
 
 def export(run: "Run", folder: Path) -> None:

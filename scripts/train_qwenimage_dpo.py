@@ -64,13 +64,13 @@ def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
 
 def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pairs:
     """This rank's pairs of an epoch, from the disk."""
-    parts = []
+    batches = []
     with run.board.timed("rollout"):
         for batch in sampling.batches(run, epoch):
             rows = [metadata["pair"] for metadata in batch.metadata]
-            parts.append(files.read(rows, list(batch.images), run.device))
+            batches.append(files.read(rows, list(batch.images), run.device))
     run.epoch_figures["images"] = (epoch + 1) * 2 * run.plan.num_groups
-    return preferences.concat(parts)
+    return preferences.concat(batches)
 
 
 def rollout(run: Run, epoch: int) -> preferences.Pairs:
@@ -134,7 +134,7 @@ def update(run: Run, pairs: preferences.Pairs, levels: Tensor, epoch: int, inner
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
     measured = figures(run, errors_of(run, pairs, levels, streams))
     accumulate(run, measured["loss"], pairs)
-    run.meter.add(**{name: values * pairs.kept for name, values in measured.items() if name != "loss"})
+    run.meter.add(**{name: values * pairs.loss_weight for name, values in measured.items() if name != "loss"})
 
 
 @torch.no_grad()
@@ -144,10 +144,10 @@ def validate(run: Run, source: Source, epoch: int) -> None:
     if not held_out:
         return
     numbers = torch.tensor(spread(range(len(held_out)), run.config.eval.num_pairs))
-    parts = numbers.split(run.config.sample.batch_size // 2)
+    batches = numbers.split(run.config.sample.batch_size // 2)
     with run.ema.applied(), run.board.timed("eval"):
-        for number, counts in turns(len(parts), run.rank, run.world_size, run.board.bar):
-            rows = parts[number].tolist()
+        for number, counts in turns(len(batches), run.rank, run.world_size, run.board.bar):
+            rows = batches[number].tolist()
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(run.config.eval.noises_per_pair):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
@@ -165,7 +165,7 @@ def main(config: ConfigDict) -> None:
         if is_due(config.eval_freq, epoch):
             validate(run, source, epoch)
         pairs = read(run, source.train, epoch) if source.train else rollout(run, epoch)
-        pairs.kept /= distributed.gather(pairs.kept).mean().clamp(min=1e-6)
+        pairs.loss_weight /= distributed.gather(pairs.loss_weight).mean().clamp(min=1e-6)
         for inner in range(config.train.inner_epochs):
             updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
             optimise(run, updates, partial(update, levels=source.levels, epoch=epoch, inner=inner))
