@@ -37,9 +37,9 @@ def scored(split, scales, num_noises, settings):
     model = candidates.load(policies[0], family, ranks.device)
     tags = [prompt.metadata.get("tag", "") for prompt in chosen.prompts]
     rows = evaluate.rows_of(policies[0], model, pool, ranks, args, chosen, seeds)
-    found = [(row["guidance_scale"], scores.values[FIGURE], tags) for row, scores in rows]
+    results = [(row["guidance_scale"], scores.values[FIGURE], tags) for row, scores in rows]
     pool.close()
-    return found
+    return results
 
 
 def line(kind, values, tags, **fields):
@@ -52,15 +52,15 @@ def line(kind, values, tags, **fields):
 def pass_line(values, tags, k):
     """One line: pass@k in the place of the accuracy."""
     by_tag = {tag: values[:, [i for i, other in enumerate(tags) if other == tag]] for tag in dict.fromkeys(tags)}
-    parts = {f"test/{FIGURE}/{tag}": estimates.pass_at(part, k).mean for tag, part in by_tag.items()}
+    pass_by_tag = {f"test/{FIGURE}/{tag}": estimates.pass_at(scores, k).mean for tag, scores in by_tag.items()}
     pass_all = {f"test/{FIGURE}": estimates.pass_at(values, k).mean}
-    return dict(kind="test", epoch=0, step=0, guidance_scale=1.0, pass_at=k) | pass_all | parts
+    return dict(kind="test", epoch=0, step=0, guidance_scale=1.0, pass_at=k) | pass_all | pass_by_tag
 
 
 def measure(num_noises, k, settings):
     """Every line."""
     chosen = scored("validation", SCALES, num_noises, settings)
-    best = max(chosen, key=lambda found: found[1].nanmean())[0]  # the lowest of equals
+    best = max(chosen, key=lambda result: result[1].nanmean())[0]  # the lowest of equals
     tested = scored("test", [1.0, best], num_noises, settings)
     ((_, values, tags),) = scored("test", [1.0], k, settings)
     lines = [line("eval", accuracy, names, guidance_scale=scale) for scale, accuracy, names in chosen]

@@ -114,9 +114,9 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     draw = {name: torch.randn(count, *shapes["latents"]) for name in preferences.LATENTS}
     draw |= {name: torch.randn(count, *shapes[name]) for name in TENSORS if name in shapes}
     draw |= {name: draw[name] > -9 for name in ("mask",) if name in shapes}
-    alike = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
-    alike |= dict(model=config.model, height=config.height, width=config.width, dtype=config.preferences.dtype)
-    rows = draw | {name: [value] * count for name, value in alike.items()}
+    constants = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
+    constants |= dict(model=config.model, height=config.height, width=config.width, dtype=config.preferences.dtype)
+    rows = draw | {name: [value] * count for name, value in constants.items()}
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
 
 

@@ -1,4 +1,5 @@
-"""What Qwen-Image's blocks cost, compiled, and a decode; JSON lines. Of 60 blocks 6 are there, times and memory x 10.
+"""Benchmark compiled Qwen-Image blocks and the VAE decode. Runs 6 of 60 blocks and scales time and memory by 10. Prints
+JSON lines.
 
     python benchmarks/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
 
@@ -87,43 +88,43 @@ def fresh(transformer, activation_memory: float = 1.0) -> None:
 def forward(model, merged, factor: int, size: Size, rows: int, width: int, masked: bool) -> dict:
     """Of rows without gradients."""
     fresh(model.transformer)
-    device, given = model.device, inputs(model, rows, size, width, masked)
+    device, model_inputs = model.device, inputs(model, rows, size, width, masked)
 
     def call():
         with torch.no_grad(), merged():
-            policies.predict(model, "bf16", *given)
+            policies.predict(model, "bf16", *model_inputs)
 
-    found = milliseconds(call, device) * factor
-    rate = rows * factor * flops.row_flops(model.transformer, model.num_tokens(size), width) / found / 1e9
-    what = dict(what="forward", rows=rows, text_tokens=width, masked=masked, ms=found, tflops=rate)
+    ms = milliseconds(call, device) * factor
+    rate = rows * factor * flops.row_flops(model.transformer, model.num_tokens(size), width) / ms / 1e9
+    what = dict(what="forward", rows=rows, text_tokens=width, masked=masked, ms=ms, tflops=rate)
     return what | shares(call, device)
 
 
-def step(model, factor: int, size: Size, rows: int, kept: str, memory: float) -> dict:
+def step(model, factor: int, size: Size, rows: int, checkpointing: str, memory: float) -> dict:
     """Of rows, with gradients of the adapters; a row's useful work is twice its forward's."""
     transformer, device = model.transformer, model.device
-    (transformer.enable_gradient_checkpointing if kept else transformer.disable_gradient_checkpointing)()
+    (transformer.enable_gradient_checkpointing if checkpointing else transformer.disable_gradient_checkpointing)()
     fresh(transformer, memory)
-    given = inputs(model, rows, size, TEXT_TOKENS, True)
+    model_inputs = inputs(model, rows, size, TEXT_TOKENS, True)
 
     def call():
-        policies.predict(model, "bf16", *given).square().mean().backward()
+        policies.predict(model, "bf16", *model_inputs).square().mean().backward()
 
-    found = milliseconds(call, device) * factor
-    gib = kept_gib(model, given, factor) / rows if device.type == "cuda" else None
-    rate = 2 * rows * factor * flops.row_flops(transformer, model.num_tokens(size), TEXT_TOKENS) / found / 1e9
-    what = dict(what="step", rows=rows, kept=kept or memory, ms=found, ms_per_row=found / rows)
+    ms = milliseconds(call, device) * factor
+    gib = kept_gib(model, model_inputs, factor) / rows if device.type == "cuda" else None
+    rate = 2 * rows * factor * flops.row_flops(transformer, model.num_tokens(size), TEXT_TOKENS) / ms / 1e9
+    what = dict(what="step", rows=rows, kept=checkpointing or memory, ms=ms, ms_per_row=ms / rows)
     return what | dict(tflops=rate, gib_per_row=gib)
 
 
-def kept_gib(model, given, factor: int) -> float:
+def kept_gib(model, model_inputs, factor: int) -> float:
     """What the backward keeps of each block, and once what it needs beyond that."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = policies.predict(model, "bf16", *given)
-    kept = torch.cuda.memory_allocated() - before
+    out = policies.predict(model, "bf16", *model_inputs)
+    saved = torch.cuda.memory_allocated() - before
     out.square().mean().backward()
-    return (kept * factor + torch.cuda.max_memory_allocated() - before - kept) / 2**30
+    return (saved * factor + torch.cuda.max_memory_allocated() - before - saved) / 2**30
 
 
 @torch.no_grad()
@@ -135,22 +136,29 @@ def decodes(sizes: dict, latent_side: int, device):
     def call():
         vae.decode(z.to(vae.dtype), return_dict=False)
 
-    for how, change in {
+    for variant, change in {
         "as published": lambda: None,
         "2-D convolutions": lambda: convolve_in_2d(vae),
         "bf16": lambda: vae.to(torch.bfloat16),
         "compiled": lambda: vae.decoder.compile(dynamic=False),
     }.items():
         change()
-        yield dict(what="decode", images=8, how=how, ms=milliseconds(call, device))
+        yield dict(what="decode", images=8, how=variant, ms=milliseconds(call, device))
 
 
 def load(blocks: int, sizes: dict, device) -> QwenImage:
     """A model of some blocks, with adapters, and nothing but its transformer."""
     transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
     policies.attach(transformer, LORA, QwenImage.LORA_TARGETS)
-    how = dict(units=QwenImage.SHARD_UNITS, device=device, precision="bf16", weights=None)
-    transformer = fsdp_utils.prepare(transformer, None, init=policies.adapter_init(LORA, 0), **how)
+    transformer = fsdp_utils.prepare(
+        transformer,
+        None,
+        units=QwenImage.SHARD_UNITS,
+        weights=None,
+        init=policies.adapter_init(LORA, 0),
+        device=device,
+        precision="bf16",
+    )
     others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
     return QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
 

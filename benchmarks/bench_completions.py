@@ -51,9 +51,9 @@ def rewards_of(run, precision: str, way: dict) -> tuple[Tensor, float]:
     run.config.precision = precision
     run.config.sample.update(way)
     run.board.seconds.clear()
-    parts = [scored for _, scored in train_qwenimage_pr.rollout(run, 0)]
-    order = torch.tensor([image for part in parts for image in part.images]).argsort()
-    return torch.cat([part.scores.result()["avg"] for part in parts])[order], run.board.seconds["rollout"]
+    batches = [scored for _, scored in train_qwenimage_pr.rollout(run, 0)]
+    order = torch.tensor([image for batch in batches for image in batch.images]).argsort()
+    return torch.cat([batch.scores.result()["avg"] for batch in batches])[order], run.board.seconds["rollout"]
 
 
 def main(config) -> None:
@@ -61,16 +61,16 @@ def main(config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
         run = startup.start(config, checks.PR)
-        own = config.precision
-        rewards_of(run, own, EXACT)  # warms up
-        exact, exact_s = rewards_of(run, own, EXACT)
-        for precision, way in [("bf16", MERGED), *((own, way) for way in CHEAP)]:
-            found, cheap_s = rewards_of(run, precision, way)
-            within = spearman(found, exact)
-            figures = dict(seconds=cheap_s, exact_s=exact_s, images=found.numel())
+        precision_of_run = config.precision
+        rewards_of(run, precision_of_run, EXACT)  # warms up
+        exact, exact_s = rewards_of(run, precision_of_run, EXACT)
+        for precision, way in [("bf16", MERGED), *((precision_of_run, way) for way in CHEAP)]:
+            rewards, cheap_s = rewards_of(run, precision, way)
+            within = spearman(rewards, exact)
+            figures = dict(seconds=cheap_s, exact_s=exact_s, images=rewards.numel())
             figures |= dict(within_groups=within.nanmean().item(), groups=int(within.isfinite().sum()))
-            figures |= dict(all_images=spearman(found.flatten(), exact.flatten()).item())
-            figures |= dict(mean_reward=found.mean().item(), exact_mean_reward=exact.mean().item())
+            figures |= dict(all_images=spearman(rewards.flatten(), exact.flatten()).item())
+            figures |= dict(mean_reward=rewards.mean().item(), exact_mean_reward=exact.mean().item())
             sys.stdout.write(json.dumps(dict(precision=precision) | way | figures) + "\n")
         run.pool.close()
         run.board.finish()

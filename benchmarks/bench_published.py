@@ -40,8 +40,15 @@ def load(device: torch.device):
     model.transformer.enable_gradient_checkpointing()
     lora = bench.full_config(bench.config_of("pickscore_qwenimage_pr"), "pr").lora
     policies.attach(model.transformer, lora, model.LORA_TARGETS)
-    how = dict(units=model.SHARD_UNITS, device=device, precision="bf16", weights=None)
-    fsdp_utils.prepare(model.transformer, None, init=policies.adapter_init(lora, 0), **how)
+    fsdp_utils.prepare(
+        model.transformer,
+        None,
+        units=model.SHARD_UNITS,
+        weights=None,
+        init=policies.adapter_init(lora, 0),
+        device=device,
+        precision="bf16",
+    )
     return model
 
 

@@ -81,24 +81,26 @@ def compare(args, folder: Path) -> dict:
     """The three runs."""
     plain, _ = train(folder, {"shapes": 1.0}, backend="inline")
     seconds = plain["time/rollout_s"] / 128
-    own = dict(batch_size=4, device=args.device)
-    inline, first = train(folder, {"slow": 1.0}, backend="inline", args={"slow": own | {"seconds": seconds}})
+    options = dict(batch_size=4, device=args.device)
+    inline, first = train(folder, {"slow": 1.0}, backend="inline", args={"slow": options | {"seconds": seconds}})
     if args.backend == "http":
         with server(seconds, args.device or "cpu") as url:
-            found, second = train(folder, {"slow": 1.0}, args={"slow": dict(batch_size=4, url=url)})
+            overlapped, second = train(folder, {"slow": 1.0}, args={"slow": dict(batch_size=4, url=url)})
     else:
-        found, second = train(folder, {"slow": 1.0}, backend=args.backend, args={"slow": own | {"seconds": seconds}})
-    waited, hidden = found["time/reward_s"], found["time/reward_hidden_s"]
+        overlapped, second = train(
+            folder, {"slow": 1.0}, backend=args.backend, args={"slow": options | {"seconds": seconds}}
+        )
+    waited, hidden = overlapped["time/reward_s"], overlapped["time/reward_hidden_s"]
     return {
         "backend": args.backend,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "rollout_s": found["time/rollout_s"],
+        "rollout_s": overlapped["time/rollout_s"],
         "reward_inline_s": inline["time/reward_s"],
         "reward_waited_s": waited,
         "reward_hidden_s": hidden,
         "hidden_share": hidden / (hidden + waited),
         "epoch_inline_s": inline["time/epoch_s"],
-        "epoch_s": found["time/epoch_s"],
+        "epoch_s": overlapped["time/epoch_s"],
         "same_weights": all(torch.equal(values, second[name]) for name, values in first.items()),
     }
 

@@ -39,9 +39,9 @@ def in_batches(velocity, make_request, steps: list[int], filled: bool) -> torch.
     for first in range(0, len(steps), NUM_SLOTS):
         numbers = range(first, min(first + NUM_SLOTS, len(steps)))
         for num in sorted({steps[n] for n in numbers}):
-            some = [n for n in numbers if steps[n] == num]
-            size = NUM_SLOTS if filled else len(some)
-            finished += walk(velocity, (make_request(n, num) for n in some), Slots(size, size))
+            same_steps = [n for n in numbers if steps[n] == num]
+            size = NUM_SLOTS if filled else len(same_steps)
+            finished += walk(velocity, (make_request(n, num) for n in same_steps), Slots(size, size))
     return in_order(finished)
 
 
@@ -53,10 +53,10 @@ def in_order(finished) -> torch.Tensor:
 def timed(function, *args):
     """What it returns, and its seconds."""
     start = time.perf_counter()
-    found = function(*args)
+    result = function(*args)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return found, time.perf_counter() - start
+    return result, time.perf_counter() - start
 
 
 def measure(model, size: Size, num_requests: int) -> dict:
@@ -76,11 +76,11 @@ def measure(model, size: Size, num_requests: int) -> dict:
     (slotted, slots), slots_s = timed(in_slots, velocity, make_request, steps)
     batched, batches_s = timed(in_batches, velocity, make_request, steps, False)
     _, filled_s = timed(in_batches, velocity, make_request, steps, True)
-    found = dict(size=str(size), requests=num_requests, slots_s=slots_s, batches_s=batches_s, filled_s=filled_s)
-    found |= dict(
+    figures = dict(size=str(size), requests=num_requests, slots_s=slots_s, batches_s=batches_s, filled_s=filled_s)
+    figures |= dict(
         ratio=batches_s / slots_s, ratio_filled=filled_s / slots_s, slot_use=slots.use, forwards=slots.num_forwards
     )
-    return found | {"largest_difference": (slotted - batched).abs().max().item()}
+    return figures | {"largest_difference": (slotted - batched).abs().max().item()}
 
 
 @torch.no_grad()

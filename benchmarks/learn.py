@@ -144,8 +144,8 @@ def job(number: int, name: str, command: list[str], args) -> bool:
     start, threads = time.monotonic(), max(1, (os.cpu_count() or 1) // args.parallel)
     status = execute(command, log, threads, number)
     finished = learn_record.is_finished(read_metrics(folder))
-    how = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
-    print(f"{name}: {how}, {time.monotonic() - start:.0f} s", flush=True)
+    outcome = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
+    print(f"{name}: {outcome}, {time.monotonic() - start:.0f} s", flush=True)
     return finished
 
 

@@ -50,9 +50,9 @@ def is_finished(lines: list[dict]) -> bool:
 
 def write_pairs_line(folder: Path, report: Path, seconds: float) -> None:
     """The preparation of pairs as a line of metrics.jsonl: one epoch without a test."""
-    told = json.loads(report.read_text())
-    num_groups = sum(told["pairs"].values()) + len(told["dropped"])
-    images = num_groups * told["made_by"]["sample"]["num_images_per_prompt"]
+    report_fields = json.loads(report.read_text())
+    num_groups = sum(report_fields["pairs"].values()) + len(report_fields["dropped"])
+    images = num_groups * report_fields["made_by"]["sample"]["num_images_per_prompt"]
     line = {"kind": "epoch", "epoch": 0, "step": 0, "images": images, "time/rollout_s": seconds}
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -64,18 +64,18 @@ def compact(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> d
     Args:
         runs: (name, title).
     """
-    found = [
+    drawn_runs = [
         {"name": name, "title": title, "seeds": {str(seed): _columns(out / f"{name}_seed{seed}") for seed in seeds}}
         for name, title in runs
     ]
-    return {"runs": found, "base": _columns(out / "base"), "pairs": _columns(out / "pairs")}
+    return {"runs": drawn_runs, "base": _columns(out / "base"), "pairs": _columns(out / "pairs")}
 
 
 def _columns(folder: Path) -> list[dict]:
     """Lines but those of updates; seconds in milliseconds' precision."""
     lines = [line for line in read_metrics(folder) if line["kind"] in ("epoch", "eval", "test")]
-    kept = [{key: value for key, value in line.items() if key in FIELDS or key.startswith(TEST)} for line in lines]
-    return [{k: round(v, 3) if k in PHASES else v for k, v in line.items()} for line in kept]
+    drawn = [{key: value for key, value in line.items() if key in FIELDS or key.startswith(TEST)} for line in lines]
+    return [{k: round(v, 3) if k in PHASES else v for k, v in line.items()} for line in drawn]
 
 
 def write(record: Path, study: dict) -> None:

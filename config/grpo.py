@@ -165,7 +165,8 @@ def stepwise(config):
 
 def large_gpu(config):
     """For published sizes: memory in exchange for time, 110 GiB with Qwen-Image. A batch has 8 rows; adapters are
-    merged where no log-prob is born, for a copy of the weights; compiled blocks keep half of what a backward needs."""
+    merged wherever no log-prob is computed, for a copy of the weights; compiled blocks keep half of what a backward
+    needs."""
     config.sample.batch_size, config.sample.merge_adapter = 8, True
     config.compile, config.fsdp.activation_checkpointing, config.fsdp.activation_memory = True, False, 0.5
     return config

@@ -111,7 +111,7 @@ def read_adapter(folder: Path) -> Adapter:
     path = folder / policies.LORA_FILE
     try:
         with safe_open(path, framework="pt") as file:
-            told = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+            stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -124,7 +124,7 @@ def read_adapter(folder: Path) -> Adapter:
     if len(ranks) != 1:
         raise ValueError(f"{path} has layers of ranks {sorted(ranks)}; one rank is supported")
     rank = ranks.pop()
-    alpha = told.get("transformer.lora_alpha", rank)
+    alpha = stored_settings.get("transformer.lora_alpha", rank)
     return Adapter(rank, alpha, {name.removeprefix("transformer."): shape for name, shape in shapes.items()})
 
 
@@ -187,5 +187,12 @@ def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
         adapter = read_adapter(candidate.lora)
         policies.attach(transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.targets)
         init = policies.stored_adapter(candidate.lora)
-    how = dict(units=model.SHARD_UNITS, device=model.device, precision=candidate.config.precision)
-    fsdp_utils.prepare(transformer, None, weights=weights, init=init, **how)
+    fsdp_utils.prepare(
+        transformer,
+        None,
+        units=model.SHARD_UNITS,
+        weights=weights,
+        init=init,
+        device=model.device,
+        precision=candidate.config.precision,
+    )

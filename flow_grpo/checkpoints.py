@@ -129,12 +129,12 @@ def load(
 
 def compare_configs(checkpoint: Path, config: dict[str, Any], may_differ: tuple[str, ...]) -> None:
     """Raises ValueError with the keys in which a checkpoint's config differs, `may_differ` and all below excepted."""
-    there, here = json.loads((checkpoint / "config.json").read_text()), json.loads(json.dumps(config))
-    there, here = dict(_flatten(there)), dict(_flatten(here))
-    keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key, ...) != here.get(key, ...)]
+    stored, current = json.loads((checkpoint / "config.json").read_text()), json.loads(json.dumps(config))
+    stored, current = dict(_flatten(stored)), dict(_flatten(current))
+    keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
     keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in may_differ)]
     if keys:
-        changes = ", ".join(f"{key}: {there.get(key, 'absent')} -> {here.get(key, 'absent')}" for key in keys)
+        changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
         raise ValueError(f"{checkpoint} comes from another config ({changes}); restore these, or start a new run")
 
 
@@ -147,12 +147,12 @@ def find(folder: Path | str, which: str = "latest") -> Path | None:
     if which == "latest":
         return _newest(Path(folder))
     path = Path(which)
-    found = path if (path / "progress.json").is_file() else _newest(path)
-    if found is None:
+    checkpoint = path if (path / "progress.json").is_file() else _newest(path)
+    if checkpoint is None:
         raise ValueError(
             f"no checkpoint at {path}: expected a folder like epoch_000010, or one that holds such folders"
         )
-    return found
+    return checkpoint
 
 
 def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
@@ -227,17 +227,17 @@ def publish(tmp: Path) -> None:
 
 def _prune(folder: Path, epoch: int, keep: int) -> None:
     checkpoints = _checkpoints(folder)
-    kept = [path for number, path in checkpoints if number <= epoch and not path.name.startswith(".")][-keep:]
+    newest = [path for number, path in checkpoints if number <= epoch and not path.name.startswith(".")][-keep:]
     for _, path in checkpoints:
-        if path not in kept:
+        if path not in newest:
             tmp = path.rename(folder / f".tmp-{path.name}")  # half removed, it must not look complete
             shutil.rmtree(tmp)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(epoch, folder) of the complete ones, oldest first; one set aside comes before the one that replaces it."""
-    found = [(re.fullmatch(r"(?:\.old-)?epoch_(\d+)", path.name), path) for path in folder.glob("*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = [(re.fullmatch(r"(?:\.old-)?epoch_(\d+)", path.name), path) for path in folder.glob("*")]
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _newest(folder: Path) -> Path | None:

@@ -19,17 +19,20 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     functorch.activation_memory_budget = activation_memory
-    found = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
-    for module in found:
+    modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
+    for module in modules:
         forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
         module.forward = torch.compile(forward, dynamic=False)
-    if found:
-        found[0].forward = _wanting_gradients(found[0].forward)
+    if modules:
+        modules[0].forward = _wanting_gradients(modules[0].forward)
 
 
 def _wanting_gradients(forward: Callable) -> Callable:
-    """The first unit's, with gradients of the tokens [B, L, D] that enter it. With adapters nothing before it learns,
-    so it would be the only one without, for which it would need graphs of its own."""
+    """The first unit's forward, which also computes gradients of its input tokens [B, L, D].
+
+    With LoRA this input does not require a gradient, so the unit would be compiled separately. With the gradient, all
+    units share one graph.
+    """
 
     def call(*inputs, **named):
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
@@ -43,8 +46,8 @@ def _wanting_gradients(forward: Callable) -> Callable:
 
 @contextmanager
 def training_graph(transformer: nn.Module) -> Iterator[None]:
-    """A forward inside this block runs through the compiled graph that is made for a backward, whose bits are not those
-    of the one without; what it keeps for a backward is let go with each forward's end."""
+    """Run forwards through the training graph, which is not bitwise equal to the inference graph, and free the saved
+    activations after each forward."""
     let_go = lambda _, inputs, output: tuple(part.detach() for part in output)  # noqa: E731
     hook = transformer.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
     try:

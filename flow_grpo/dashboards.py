@@ -64,9 +64,17 @@ class Dashboard:
         id_file = self.run_dir / "wandb_id"
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
-        where = dict(project=self.config.project, name=name, dir=self.run_dir, id=id_file.read_text(), resume="allow")
-        mode, quiet = os.environ.get("WANDB_MODE", "offline"), wandb.Settings(silent=True, console="off")
-        self.wandb_run = wandb.init(**where, mode=mode, config=config, settings=quiet, reinit="finish_previous")
+        self.wandb_run = wandb.init(
+            project=self.config.project,
+            name=name,
+            dir=self.run_dir,
+            id=id_file.read_text(),
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=config,
+            settings=wandb.Settings(silent=True, console="off"),
+            reinit="finish_previous",
+        )
         self.wandb_run.define_metric("*", step_metric="step")
         self._recall()
 
@@ -87,9 +95,9 @@ class Dashboard:
     @on_main
     def truncate(self, epoch: int) -> None:
         """Before the first log: forget the lines from `epoch` on, and a last line that a kill cut short."""
-        kept = [record for record in read_metrics(self.run_dir) if record["epoch"] < epoch]
+        records = [record for record in read_metrics(self.run_dir) if record["epoch"] < epoch]
         scratch = self.run_dir / "metrics.jsonl.tmp"
-        scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in kept))
+        scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
         scratch.replace(self.run_dir / "metrics.jsonl")
         self._recall()
 

@@ -85,9 +85,9 @@ def gather(tensor: Tensor) -> Tensor:
     """[b, ...] on every rank -> [world * b, ...], in rank order, on every rank."""
     if not dist.is_initialized():
         return tensor
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
-    return torch.cat(parts)
+    tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor.contiguous())
+    return torch.cat(tensors)
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ class Cache:
 
     Args:
         folder: of all ways.
-        how: what the numbers depend on, as JSON has it; versions of the libraries and the kind of device are added.
+        encoder: what the numbers depend on, as JSON has it; versions of the libraries and the kind of device are added.
         width: text tokens that rows with a mask are padded to; on the disk they are not.
     """
 
-    def __init__(self, folder: str, how: dict, width: int, device: torch.device):
-        way = how | {package: version(package) for package in ("torch", "transformers", "diffusers")}
-        way |= dict(width=width, device=device.type, fields=TENSORS)
-        self.folder = Path(folder, _digest(json.dumps(way, sort_keys=True)))
+    def __init__(self, folder: str, encoder: dict, width: int, device: torch.device):
+        key = encoder | {package: version(package) for package in ("torch", "transformers", "diffusers")}
+        key |= dict(width=width, device=device.type, fields=TENSORS)
+        self.folder = Path(folder, _digest(json.dumps(key, sort_keys=True)))
         self.width, self.device = width, device
 
     def _path(self, text: str | None) -> Path:
@@ -57,9 +57,9 @@ class Cache:
             text=row.text[:, :length]
         )
         tensors = {name: part.contiguous() for name, part in tensors.items()}
-        path, parts = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
+        path, optional = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
         scratch = path.with_suffix(f".{os.getpid()}")
-        save_file(tensors, scratch, {"parts": " ".join(parts)})
+        save_file(tensors, scratch, {"parts": " ".join(optional)})
         scratch.replace(path)
 
     def read(self, text: str | None) -> Condition:
@@ -71,14 +71,14 @@ class Cache:
         try:
             with safe_open(self._path(text), framework="pt") as file:
                 tensors = {name: file.get_tensor(name).to(self.device) for name in file.keys()}  # noqa: SIM118
-                parts = file.metadata()["parts"].split()
+                optional = file.metadata()["parts"].split()
         except SafetensorError as error:
             raise ValueError(f"{self._path(text)} is damaged ({error}); delete it") from error
-        if "mask" in parts:
+        if "mask" in optional:
             length = tensors["text"].shape[1]
             tensors["text"] = F.pad(tensors["text"], (0, 0, 0, self.width - length))
             tensors["mask"] = torch.arange(self.width, device=self.device)[None] < length
-        return Condition(**tensors, negative=self.read(None) if "negative" in parts else None)
+        return Condition(**tensors, negative=self.read(None) if "negative" in optional else None)
 
 
 def _digest(text: str) -> str:

@@ -56,18 +56,18 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[
         shown: prompts whose image of the first noise is returned.
     """
     rows = [(seed, number) for seed in seeds for number in range(len(split.prompts))]
-    size, shown, parts = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
+    size, shown, batches = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
     for turn, counts in turns(-(-len(rows) // size), sampler.rank, sampler.world_size, sampler.bar):
         start = turn * size
         images, pending = _draw(sampler, split, rows[start : start + size])
-        here = shown[(shown >= start) & (shown < start + size)]
-        panel = images[(here - start).to(images.device)].cpu() if len(here) else []
-        parts += [(start, pending, dict(zip(here.tolist(), panel)))] if counts else []
-    parts = [(start, pending.result(), panel) for start, pending, panel in parts]
+        shown_now = shown[(shown >= start) & (shown < start + size)]
+        panel = images[(shown_now - start).to(images.device)].cpu() if len(shown_now) else []
+        batches += [(start, pending, dict(zip(shown_now.tolist(), panel)))] if counts else []
+    batches = [(start, pending.result(), panel) for start, pending, panel in batches]
     sampler.pool.clock.pop()  # time that no rollout hid
-    parts = sorted(distributed.gather_objects(parts), key=lambda part: part[0])
-    values = {name: torch.cat([part[1][name] for part in parts]).view(len(seeds), -1) for name in parts[0][1]}
-    return Scores(values, {number: image for part in parts for number, image in part[2].items()})
+    batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
+    values = {name: torch.cat([batch[1][name] for batch in batches]).view(len(seeds), -1) for name in batches[0][1]}
+    return Scores(values, {number: image for batch in batches for number, image in batch[2].items()})
 
 
 def means(scores: Scores) -> dict[str, float]:
@@ -106,8 +106,8 @@ def noise(split: str, seed: int, number: int) -> torch.Generator:
 
 def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
     """Images of (seed, number of the prompt) rows, and their scores to be."""
-    config, asked = sampler.config, [split.prompts[number] for _, number in rows]
-    texts = [prompt.text for prompt in asked]
+    config, drawn_prompts = sampler.config, [split.prompts[number] for _, number in rows]
+    texts = [prompt.text for prompt in drawn_prompts]
     start = Start(
         sampler.model,
         sampler.embed(texts),
@@ -116,7 +116,7 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
         evaluation_size(config),
     )
     sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
-    metadata = [prompt.metadata for prompt in asked]
+    metadata = [prompt.metadata for prompt in drawn_prompts]
     return sampled.images, sampler.pool.submit(sampled.images, texts, metadata, everything=True)
 
 
@@ -147,13 +147,14 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
     shown = spread(range(len(split.prompts)), settings.num_panel_images)
     with run.ema.applied(), run.board.timed("eval"):
         scores = score(sampler_of(run), split, range(settings.noises_per_prompt), shown)
-    figures, where = means(scores), dict(epoch=epoch, step=run.step)
+    figures = means(scores)
     logged = {f"eval/{name}": value for name, value in figures.items()}
     if settings.best_by in scores.values:
         logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
-    run.board.log("eval", logged, **where)
+    run.board.log("eval", logged, epoch=epoch, step=run.step)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
-    run.board.log_images(torch.stack(list(scores.images.values())), texts, rewards, **where)
+    images = torch.stack(list(scores.images.values()))
+    run.board.log_images(images, texts, rewards, epoch=epoch, step=run.step)
     return figures
 
 

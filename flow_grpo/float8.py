@@ -36,8 +36,15 @@ class Float8Linear(nn.Module):
         rows, scale = quantise(x.flatten(0, -2))
         # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
         # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
-        how = dict(scale_a=scale, scale_b=self.scale, bias=self.bias, out_dtype=torch.bfloat16, use_fast_accum=True)
-        out = torch._scaled_mm(rows, self.rows.T, **how)
+        out = torch._scaled_mm(
+            rows,
+            self.rows.T,
+            scale_a=scale,
+            scale_b=self.scale,
+            bias=self.bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
         return out.unflatten(0, x.shape[:-1]).to(self.dtype)
 
 

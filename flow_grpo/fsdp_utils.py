@@ -119,19 +119,20 @@ def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dty
     A unit may mix bf16 frozen and float32 trainable parameters, since FSDP2 asks only the trainable ones for one dtype.
     So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
     """
-    found = [module for module in transformer.modules() if type(module).__name__ in units]
-    if not found:
+    unit_modules = [module for module in transformer.modules() if type(module).__name__ in units]
+    if not unit_modules:
         raise ValueError(f"no module of {type(transformer).__name__} is one of {units}")
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when
     # something else than backward (the EMA, a checkpoint) writes new ones.
-    how = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    fsdp_options = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for module in [*found, transformer]:
-        fully_shard(module, **how)
-    for module, before in zip([*found[1:], transformer], found):  # its own order forgets all forwards but the last
+        fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for module in [*unit_modules, transformer]:
+        fully_shard(module, **fsdp_options)
+    following = [*unit_modules[1:], transformer]
+    for module, before in zip(following, unit_modules):  # its own order forgets all forwards but the last
         module.set_modules_to_backward_prefetch([before])
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes there in place
     transformer.register_forward_hook(_separate)
@@ -166,8 +167,8 @@ def _materialise(transformer: nn.Module, device: torch.device, offload: bool) ->
     """Give meta parameters memory and move the rest. Unlike `to_empty` it leaves real buffers their values."""
 
     def place(tensor: Tensor) -> Tensor:
-        there = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=there) if tensor.is_meta else tensor.to(there)
+        target = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
     transformer._apply(place)
 

@@ -75,13 +75,13 @@ class PickAPic:
         return sum(count for *_, count in self.groups)
 
     def __getitem__(self, rows: slice) -> list[dict]:
-        found, first = [], 0
+        labelled, first = [], 0
         for file, group, count in self.groups:
             inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
             if inside.start < inside.stop:
-                found += [by_label(row) for row in file.read_row_group(group, list(PICK_A_PIC))[inside].to_pylist()]
+                labelled += [by_label(row) for row in file.read_row_group(group, list(PICK_A_PIC))[inside].to_pylist()]
             first += count
-        return found
+        return labelled
 
 
 def by_label(row: dict) -> dict:

@@ -1,6 +1,6 @@
 """What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
-from flow_grpo import distributed, measuring, sampling, watching
+from flow_grpo import distributed, measuring, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -17,9 +17,6 @@ def log_epoch(run: Run, epoch: int) -> None:
     `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
     run.epoch = epoch + 1
-    if run.slots:
-        run.epoch_figures["slot_use"] = run.slots.use
-        run.slots = sampling.slots(run.config.sample)
     run.epoch_figures |= run.gaps.pop(distributed.over_ranks)
     run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
     run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)

@@ -109,8 +109,8 @@ def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Te
     return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
 
 
-def _normalised_distance(found: Tensor, x_0: Tensor) -> Tensor:
-    error = (found - x_0).flatten(1)
+def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
+    error = (prediction - x_0).flatten(1)
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
 
 

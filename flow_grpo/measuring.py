@@ -39,23 +39,23 @@ def conclude(run: "Run") -> None:
 
     The transformer carries these weights from here on.
     """
-    kept = run.best_evaluation
-    if kept is None:
+    chosen = run.best_evaluation
+    if chosen is None:
         run.board.say(f"{run.folder}: no evaluation was a finite number, so there is no best policy")
         return
-    name, folder = kept.best_by, best.find(run.folder)
-    if kept.split == run.test_prompts.name:
-        figures = kept.figures
-    elif kept.epoch == run.epoch:
+    name, folder = chosen.best_by, best.find(run.folder)
+    if chosen.split == run.test_prompts.name:
+        figures = chosen.figures
+    elif chosen.epoch == run.epoch:
         figures = run.test_figures
     else:
         saving.load_export(run, folder)
         figures = evaluation.score_test(run)
-    logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": kept.epoch}
+    logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": chosen.epoch}
     lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
     before = lines[0].get(f"test/{name}", math.nan) if lines else math.nan
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
     run.board.say(
-        f"{folder} holds the best policy, of epoch {kept.epoch} of {run.epoch}; {name} on the test prompts: "
+        f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; {name} on the test prompts: "
         f"{before:.4g} before, {run.test_figures[name]:.4g} last, {figures[name]:.4g} best"
     )

@@ -27,7 +27,9 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/zero_std_share": Metric("", "share of groups whose images all score alike: no signal", "below 0.5"),
     "reward/<name>_group_std": Metric("", "reward/group_std of one reward", "like reward/group_std"),
     "reward/<name>_zero_std_share": Metric("", "reward/zero_std_share of one reward", "like reward/zero_std_share"),
-    "reward/<name>_masked_share": Metric("", "share of images for which a reward failed that may", "0"),
+    "reward/<name>_masked_share": Metric(
+        "", "share of images whose reward failed and was masked (`on_failure=mask`)", "0"
+    ),
     "eval/<name>": Metric(
         "",
         "one reward over the validation prompts, which choose the best policy",

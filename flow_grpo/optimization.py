@@ -3,6 +3,7 @@ moves any weight.
 """
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,11 @@ from flow_grpo import distributed, fsdp_utils, losses, offload, parity, prompts
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.rollout import Minibatch, Rollout
 
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
 
-def policy_step(run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
+
+def policy_step(run: "Run", rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
     """Score the stored outcomes under the present policy: one forward for R rows, R * J log-probs.
 
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
@@ -37,9 +41,9 @@ def policy_step(run, rows: Minibatch, guidance_scale: float | None = None) -> SD
 
 
 @torch.no_grad()
-def recompute_log_probs(run, rollout: Rollout) -> None:
-    """Where train.old_log_prob asks for it: put what the update's own forward says of the stored steps in the place of
-    what the rollout noted, so that the first ratio is 1 whatever made the two differ; logs by how much they did.
+def recompute_log_probs(run: "Run", rollout: Rollout) -> None:
+    """With train.old_log_prob = "recompute": replace the log-probs that the rollout noted by ones recomputed with
+    the training forward, so that the first ratio is 1. Logs the difference.
 
     With train.importance_cap each outcome's share in the loss is also weighted by min(recomputed / noted, cap), the
     truncated importance weight of having been drawn by a slightly other policy (of mean log-probs, as all ratios here).
@@ -51,21 +55,21 @@ def recompute_log_probs(run, rollout: Rollout) -> None:
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
                 step = policy_step(run, rollout.take(rows, num_rows))
-            there = rows.to(noted.device)
-            rollout.log_probs.view(num_rows, -1)[there] = step.log_prob.detach().view(len(rows), -1)
+            row_index = rows.to(noted.device)
+            rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
             if rollout.means is not None:
-                rollout.means.flatten(0, 1)[there] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
+                rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.shape[1]]
     gap = rollout.log_probs - noted
     gaps = distributed.gather(gap.abs().flatten())
     run.epoch_figures |= {"parity/recomputed_abs_diff_mean": gaps.mean().item()}
     run.epoch_figures |= {"parity/recomputed_abs_diff_max": gaps.max().item()}
     if cap := run.config.train.importance_cap:
         weights = gap.exp().clamp(max=cap)
-        rollout.kept *= weights
+        rollout.loss_weight *= weights
         run.epoch_figures["parity/importance_weight_mean"] = distributed.gather(weights.flatten()).mean().item()
 
 
-def score_rows(run, rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
+def score_rows(run: "Run", rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
     """The stored outcomes under the policy, with gradients, and under the reference: None, and no forward, where
     train.beta is 0."""
     reference = None
@@ -76,7 +80,7 @@ def score_rows(run, rows: Minibatch) -> tuple[SDEStep, SDEStep | None]:
     return policy_step(run, rows), reference
 
 
-def surrogate(run, step: SDEStep, rows: Minibatch) -> Tensor:
+def surrogate(run: "Run", step: SDEStep, rows: Minibatch) -> Tensor:
     """The policy objective of each outcome, [R * J], as train.objective says: PPO's, or GRPO-Guard's."""
     train = run.config.train
     run.meter.add(advantage_abs_mean=rows.advantages.abs())
@@ -88,7 +92,7 @@ def surrogate(run, step: SDEStep, rows: Minibatch) -> Tensor:
     return losses.guard_surrogate(step.log_prob, rows.log_probs, *means, *scales, advantages, train.clip_range)
 
 
-def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
+def kl_penalty(run: "Run", step: SDEStep, reference: SDEStep | None) -> Tensor | float:
     """train.beta * KL(policy || reference) of each outcome, [R * J]."""
     if reference is None:
         return 0.0
@@ -97,9 +101,9 @@ def kl_penalty(run, step: SDEStep, reference: SDEStep | None) -> Tensor | float:
     return run.config.train.beta * kl
 
 
-def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
+def accumulate(run: "Run", loss: Tensor, rows, step: SDEStep | None = None) -> None:
     """Add the gradient of loss [R * J], a part of the update's mean; of a scored step, note what its ratio is."""
-    loss = loss * rows.kept
+    loss = loss * rows.loss_weight
     run.losses.append((loss.detach(), rows))
     share = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
     share.backward()
@@ -112,7 +116,7 @@ def accumulate(run, loss: Tensor, rows, step: SDEStep | None = None) -> None:
             run.gaps.add(number.repeat_interleave(run.plan.num_branches), *compared)
 
 
-def optimise(run, updates: Iterable[list], update: Callable) -> None:
+def optimise(run: "Run", updates: Iterable[list], update: Callable) -> None:
     """Train on minibatches: `updates` holds a list of them for every optimizer step.
 
     Args:
@@ -125,7 +129,7 @@ def optimise(run, updates: Iterable[list], update: Callable) -> None:
             optimizer_step(run)
 
 
-def optimizer_step(run) -> None:
+def optimizer_step(run: "Run") -> None:
     """Average over ranks, clip by the norm over all of them, step, average the weights, log.
 
     Raises:
@@ -155,7 +159,7 @@ def optimizer_step(run) -> None:
     run.board.log("update", run.meter.pop(distributed.over_ranks) | figures, epoch=run.epoch, step=run.step)
 
 
-def learning_rate(run) -> float:
+def learning_rate(run: "Run") -> float:
     """Of the next update: the configured one, what its schedule leaves, and what health and target_update_size do."""
     config, train = run.config, run.config.train
     num_updates = config.num_epochs * train.inner_epochs * train.updates_per_epoch
@@ -163,7 +167,7 @@ def learning_rate(run) -> float:
     return train.learning_rate * share * run.learning_rate_factor
 
 
-def _may_step(run, grad_norm: Tensor) -> bool:
+def _may_step(run: "Run", grad_norm: Tensor) -> bool:
     """Stop the run before a step that would spoil the weights. The norm is over all ranks, so they decide alike."""
     finite = bool(grad_norm.isfinite())
     if not finite:
@@ -175,7 +179,7 @@ def _may_step(run, grad_norm: Tensor) -> bool:
     return finite
 
 
-def _name_the_row(run) -> None:
+def _name_the_row(run: "Run") -> None:
     """Raises FloatingPointError with prompt and step of the first row whose loss is not finite, if there is one."""
     for loss, rows in run.losses:
         bad = (~loss.isfinite()).nonzero().flatten().tolist()

@@ -56,7 +56,7 @@ class StepGaps:
         figures = {}
         for step, ((rows, gap, off, clipped), largest) in enumerate(zip(sums, maxima)):
             if rows:
-                found = dict(log_prob_abs_diff_mean=gap / rows, log_prob_abs_diff_max=largest)
-                found |= dict(ratio_minus_one_e4=1e4 * off / rows, clip_fraction=clipped / rows)
-                figures |= {f"parity/step_{step}_{name}": value for name, value in found.items()}
+                step_figures = dict(log_prob_abs_diff_mean=gap / rows, log_prob_abs_diff_max=largest)
+                step_figures |= dict(ratio_minus_one_e4=1e4 * off / rows, clip_fraction=clipped / rows)
+                figures |= {f"parity/step_{step}_{name}": value for name, value in step_figures.items()}
         return figures

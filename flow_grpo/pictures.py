@@ -90,8 +90,8 @@ def fit(picture: Image.Image) -> Image.Image:
     """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
     side = max(picture.size)
     factor = math.ceil(128 / side) if side < 128 else min(1, 256 / side)
-    how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
-    return picture.resize([round(length * factor) for length in picture.size], how)
+    resampling = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
+    return picture.resize([round(length * factor) for length in picture.size], resampling)
 
 
 def contact_sheet(pictures: list[Image.Image], captions: list[str], rewards: list[float]) -> Image.Image:

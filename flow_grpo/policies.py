@@ -59,8 +59,9 @@ def check_lora(lora) -> None:
     if not path.is_file():
         raise ValueError(f"lora.path: {path} does not exist")
     with safe_open(path, framework="pt") as file:
-        found = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    rank, alpha = found.get("transformer.r", lora.rank), found.get("transformer.lora_alpha", lora.alpha)
+        stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    rank = stored_settings.get("transformer.r", lora.rank)
+    alpha = stored_settings.get("transformer.lora_alpha", lora.alpha)
     if (rank, alpha) != (lora.rank, lora.alpha):
         raise ValueError(f"{path} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
 
@@ -122,13 +123,13 @@ def merged(transformer: nn.Module, precision: str = "") -> Callable:
     def use_merged() -> Iterator[None]:
         if [p._version for p in adapter] != versions:
             raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
-        own = [layer.base_layer for layer in layers]
+        base_layers = [layer.base_layer for layer in layers]
         _set_base_layers(layers, others)
         try:
             with adapters_off(transformer):
                 yield
         finally:
-            _set_base_layers(layers, own)
+            _set_base_layers(layers, base_layers)
 
     return use_merged
 

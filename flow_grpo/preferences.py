@@ -33,7 +33,7 @@ class Pairs:
 
     winners: Tensor  # [P, ...] f32, latents
     losers: Tensor  # [P, ...] f32
-    kept: Tensor  # [P] f32, share in the update's mean: 0 where the images are not told apart
+    loss_weight: Tensor  # [P] f32, averages to 1; 0 where the rewards do not tell the images apart
     embeds: Condition  # P rows
     numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
     num_rows: int = 0  # of the whole update, on this rank
@@ -45,15 +45,15 @@ class Pairs:
 
     def take(self, rows: slice, num_rows: int) -> "Pairs":
         """Some of them, as part of an update of `num_rows`."""
-        parts = {name: getattr(self, name)[rows] for name in ("winners", "losers", "kept", "numbers")}
-        return Pairs(**parts, embeds=self.embeds.take(rows), num_rows=num_rows)
+        columns = {name: getattr(self, name)[rows] for name in ("winners", "losers", "loss_weight", "numbers")}
+        return Pairs(**columns, embeds=self.embeds.take(rows), num_rows=num_rows)
 
 
-def concat(parts: list[Pairs]) -> Pairs:
+def concat(batches: list[Pairs]) -> Pairs:
     """Join along P."""
-    names = ("winners", "losers", "kept", "numbers")
-    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    return Pairs(**joined, embeds=parts[0].embeds.concat([part.embeds for part in parts]))
+    names = ("winners", "losers", "loss_weight", "numbers")
+    joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return Pairs(**joined, embeds=batches[0].embeds.concat([batch.embeds for batch in batches]))
 
 
 def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
@@ -61,13 +61,14 @@ def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
 
     An update takes whole batches, in their order, so it trains the same pairs on any number of GPUs.
     """
-    total = len(pairs.kept) // updates
+    total = len(pairs.loss_weight) // updates
     for start in range(0, total * updates, total):
         yield [pairs.take(slice(at, min(at + size, start + total)), total) for at in range(start, start + total, size)]
 
 
 def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Tensor, group: int, margin: float):
-    """Of B images in whole groups of neighbours, a pair per group; kept where the rewards differ by over `margin`.
+    """Of B images in whole groups of neighbours, a pair per group, of weight 1 where the rewards differ by over
+    `margin`, else 0.
 
     Args:
         latents: [B, ...]; embeds has B rows.
@@ -78,12 +79,12 @@ def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Te
     high, low = scores.nan_to_num(-torch.inf), scores.nan_to_num(torch.inf)  # an image without a score is neither
     best, worst, first = high.amax(1), low.amin(1), torch.arange(0, scores.numel(), group)
     winners, losers = first + high.argmax(1), first + low.argmin(1)
-    there = lambda index: index.to(latents.device)  # noqa: E731
+    on_device = lambda index: index.to(latents.device)  # noqa: E731
     return Pairs(
-        latents[there(winners)],
-        latents[there(losers)],
-        there((best - worst > margin).float()),
-        embeds.take(there(first)),
+        latents[on_device(winners)],
+        latents[on_device(losers)],
+        on_device((best - worst > margin).float()),
+        embeds.take(on_device(first)),
         torch.tensor(images)[first],
     )
 
@@ -158,9 +159,9 @@ class PairFiles:
 
     def read(self, rows: list[int], numbers: list[int], device: torch.device) -> Pairs:
         """The given rows as one batch."""
-        where = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
-        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(where)}
-        places = [(groups[number], row - self.starts[number]) for number, row in zip(where, rows)]
+        group_of_row = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
+        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(group_of_row)}
+        places = [(groups[number], row - self.starts[number]) for number, row in zip(group_of_row, rows)]
         joined = {name: torch.stack([group[name][row] for group, row in places]).to(device) for name in places[0][0]}
         condition = Condition(**{name: joined[name] for name in TENSORS if name in joined})
         ones = torch.ones(len(rows), device=device)
@@ -176,37 +177,37 @@ def _open(path: Path) -> pq.ParquetFile:
 
 def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> dict[str, Tensor]:
     """Columns of a row group that are there, each [P, *shape] float32, or bool for the mask; all filled and finite."""
-    table, found = file.read_row_group(group, [name for name in columns if name in file.schema_arrow.names]), {}
+    table, arrays = file.read_row_group(group, [name for name in columns if name in file.schema_arrow.names]), {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
         filled = torch.tensor(column.is_valid().to_pylist())
         if filled.all():
             values = torch.from_numpy(column.to_numpy_ndarray().copy())
             values = values.view(torch.bfloat16) if values.dtype == torch.uint16 else values
-            found[name] = values.bool() if values.dtype == torch.uint8 else values.float()
-            filled = found[name].flatten(1).isfinite().all(1)
+            arrays[name] = values.bool() if values.dtype == torch.uint8 else values.float()
+            filled = arrays[name].flatten(1).isfinite().all(1)
         if not filled.all():
             row = sum(file.metadata.row_group(n).num_rows for n in range(group)) + (~filled).nonzero()[0].item()
             raise ValueError(f"{path}, row {row}, column {name!r}: missing, or not finite")
-    return found
+    return arrays
 
 
 def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) -> list[str]:
     """Everything but the arrays' values; the rows' prompts."""
-    found, num_rows = file.schema_arrow, file.metadata.num_rows
+    stored, num_rows = file.schema_arrow, file.metadata.num_rows
     if num_rows == 0:
         raise ValueError(f"{path} has no row")
     named = set(schema(shapes, "float32").names)
-    if set(found.names) != named:
-        differ = {"missing": named - set(found.names), "unknown": set(found.names) - named}
+    if set(stored.names) != named:
+        differ = {"missing": named - set(stored.names), "unknown": set(stored.names) - named}
         raise ValueError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
     table = file.read(["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
     rows = table.to_pylist()
     wanted = schema(shapes, rows[0]["dtype"] if rows[0]["dtype"] in ARROW else "float32")
     for field in wanted:
-        if not found.field(field.name).type.equals(field.type):
+        if not stored.field(field.name).type.equals(field.type):
             raise ValueError(
-                f"{path}, column {field.name!r} holds {found.field(field.name).type}, not {field.type}, which "
+                f"{path}, column {field.name!r} holds {stored.field(field.name).type}, not {field.type}, which "
                 "config.model, config.height, config.width and config.text_tokens ask for"
             )
     for number, row in enumerate(rows):
@@ -214,15 +215,15 @@ def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) 
     return [row["prompt"] for row in rows]
 
 
-def _check_row(where: str, row: dict, expected: dict) -> None:
+def _check_row(place: str, row: dict, expected: dict) -> None:
     for column, value in expected.items():
         if row[column] != value or (column == "dtype" and value not in ARROW):
-            raise ValueError(f"{where} {column!r}: {row[column]!r}, but this run has {value!r}")
+            raise ValueError(f"{place} {column!r}: {row[column]!r}, but this run has {value!r}")
     if not (row["prompt"] or "").strip():
-        raise ValueError(f"{where} 'prompt': empty")
+        raise ValueError(f"{place} 'prompt': empty")
     scores = row["winner_score"], row["loser_score"]
     if None not in scores and not scores[0] > scores[1]:
-        raise ValueError(f"{where} 'winner_score': {scores[0]} is not above the loser's {scores[1]}")
+        raise ValueError(f"{place} 'winner_score': {scores[0]} is not above the loser's {scores[1]}")
 
 
 def _check_latents(path: Path, file: pq.ParquetFile) -> None:

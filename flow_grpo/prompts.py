@@ -73,19 +73,19 @@ def load_file(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse_json(line: str, where: str) -> Prompt:
+def _parse_json(line: str, place: str) -> Prompt:
     try:
         metadata = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}): {line[:80]!r}") from error
+        raise ValueError(f"{place}: not JSON ({error}): {line[:80]!r}") from error
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        raise ValueError(f'{where}: needs an object with a "prompt" string, has {line[:80]!r}')
-    return Prompt(_parse_text(metadata["prompt"], where).text, metadata)
+        raise ValueError(f'{place}: needs an object with a "prompt" string, has {line[:80]!r}')
+    return Prompt(_parse_text(metadata["prompt"], place).text, metadata)
 
 
-def _parse_text(line: str, where: str) -> Prompt:
+def _parse_text(line: str, place: str) -> Prompt:
     if not line.strip():
-        raise ValueError(f"{where}: empty prompt")
+        raise ValueError(f"{place}: empty prompt")
     return Prompt(line.strip(), {})
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 
-def generator(seed: int, stream: str, *where: int | str) -> torch.Generator:
+def generator(seed: int, stream: str, *names: int | str) -> torch.Generator:
     """A CPU generator for one named stream: same arguments, same draws, on every machine."""
-    digest = hashlib.blake2b(repr((seed, stream, *where)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((seed, stream, *names)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 

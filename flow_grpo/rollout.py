@@ -26,7 +26,7 @@ class Rollout:
     log_probs: Tensor  # [B, K, J] f32, under the policy that drew the step
     weights: Tensor  # [B, K] f32, loss weight of the step
     advantages: Tensor  # [B, K, J] f32, 0 until `credit`
-    kept: Tensor  # [B, K, J] f32, share in the update's mean: 1, or of a filtered rollout 0 and more than 1
+    loss_weight: Tensor  # [B, K, J] f32, averages to 1; filtered or masked images have 0, the rest more
     means: Tensor | None  # [B, K, N, C] f32, of the Gaussians that the steps were drawn from; None = not needed
     embeds: Any  # the model's prompt embeddings, B rows
     images: Tensor  # [B] int64, their global numbers within the epoch
@@ -39,18 +39,18 @@ class Rollout:
     def take(self, rows: Tensor, num_rows: int) -> "Minibatch":
         """rows [R] int64 on the CPU: image * K + step; num_rows of the whole update."""
         image, step = rows // self.shape[0], rows % self.shape[0]
-        here, at = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
+        image_index, step_index = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
         outcomes = self.shape[1]
         return Minibatch(
-            latents=self.latents[here, at],
-            next_latents=self.next_latents[here, at].flatten(0, 1),
-            timesteps=self.timesteps[here, at],
-            log_probs=self.log_probs[here, at].flatten(),
-            weights=self.weights[here, at].repeat_interleave(outcomes),
-            advantages=self.advantages[here, at].flatten(),
-            kept=self.kept[here, at].flatten(),
-            means=None if self.means is None else self.means[here, at].repeat_interleave(outcomes, 0),
-            embeds=self.embeds.take(here),
+            latents=self.latents[image_index, step_index],
+            next_latents=self.next_latents[image_index, step_index].flatten(0, 1),
+            timesteps=self.timesteps[image_index, step_index],
+            log_probs=self.log_probs[image_index, step_index].flatten(),
+            weights=self.weights[image_index, step_index].repeat_interleave(outcomes),
+            advantages=self.advantages[image_index, step_index].flatten(),
+            loss_weight=self.loss_weight[image_index, step_index].flatten(),
+            means=None if self.means is None else self.means[image_index, step_index].repeat_interleave(outcomes, 0),
+            embeds=self.embeds.take(image_index),
             num_rows=num_rows,
             where=torch.stack([self.images[image], step], 1),
         )
@@ -66,7 +66,7 @@ class Minibatch:
     log_probs: Tensor  # [R * J] f32
     weights: Tensor  # [R * J] f32
     advantages: Tensor  # [R * J] f32
-    kept: Tensor  # [R * J] f32
+    loss_weight: Tensor  # [R * J] f32
     means: Tensor | None  # [R * J, N, C] f32
     embeds: Any  # R rows
     num_rows: int  # of the whole update, on this rank
@@ -80,7 +80,7 @@ class Finished:
     latents: Tensor  # [B, N, C] f32, of the images
     timesteps: Tensor  # [B, K] f32, where each is to be noised and trained, scheduler units
     advantages: Tensor  # [B, 1, 1] f32, 0 until `credit`
-    kept: Tensor  # [B, 1, 1] f32, as in Rollout
+    loss_weight: Tensor  # [B, 1, 1] f32, as in Rollout
     embeds: Any  # B rows
     images: Tensor  # [B] int64, their global numbers within the epoch
 
@@ -92,13 +92,13 @@ class Finished:
     def take(self, rows: Tensor, num_rows: int) -> "CleanMinibatch":
         """rows [R] int64 on the CPU: image * K + timestep; num_rows of the whole update."""
         image, step = rows // self.shape[0], rows % self.shape[0]
-        here, at = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
+        image_index, step_index = (index.to(self.latents.device, non_blocking=True) for index in (image, step))
         return CleanMinibatch(
-            latents=self.latents[here],
-            timesteps=self.timesteps[here, at],
-            advantages=self.advantages[here].flatten(),
-            kept=self.kept[here].flatten(),
-            embeds=self.embeds.take(here),
+            latents=self.latents[image_index],
+            timesteps=self.timesteps[image_index, step_index],
+            advantages=self.advantages[image_index].flatten(),
+            loss_weight=self.loss_weight[image_index].flatten(),
+            embeds=self.embeds.take(image_index),
             num_rows=num_rows,
             where=torch.stack([self.images[image], step], 1),
         )
@@ -111,7 +111,7 @@ class CleanMinibatch:
     latents: Tensor  # [R, N, C] f32, x_0
     timesteps: Tensor  # [R] f32
     advantages: Tensor  # [R] f32
-    kept: Tensor  # [R] f32
+    loss_weight: Tensor  # [R] f32
     embeds: Any  # R rows
     num_rows: int  # of the whole update, on this rank
     where: Tensor  # [R, 2] int64 on the CPU, (global image, timestep's place)
@@ -132,7 +132,7 @@ def from_trace(
         log_probs=log_probs,
         weights=losses.step_weights(std, step_weight),
         advantages=torch.zeros_like(log_probs),
-        kept=torch.ones_like(log_probs),
+        loss_weight=torch.ones_like(log_probs),
         means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1)
         if keep_means
         else None,
@@ -145,20 +145,20 @@ def concat(rollouts: list[Rollout] | list[Finished]) -> Rollout | Finished:
     """Join along B, in the order of their images' numbers."""
     columns = {field.name: [getattr(r, field.name) for r in rollouts] for field in fields(rollouts[0])}
     embeds = columns.pop("embeds")
-    joined = {name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()}
+    joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
     embeds, order = embeds[0].concat(embeds), joined["images"].argsort()
     if not torch.equal(order, torch.arange(len(order))):  # batches come in order, requests as they are finished
-        here = order.to(joined["latents"].device)
+        rows = order.to(joined["latents"].device)
         joined = {name: None if whole is None else whole[order.to(whole.device)] for name, whole in joined.items()}
-        embeds = embeds.take(here)
+        embeds = embeds.take(rows)
     return type(rollouts[0])(**joined, embeds=embeds)
 
 
-def credit(rollout: Rollout | Finished, advantages: Tensor, kept: Tensor) -> None:
-    """Enter this rank's advantages and their shares in the mean: one per image, or one per outcome of each step."""
+def credit(rollout: Rollout | Finished, advantages: Tensor, loss_weight: Tensor) -> None:
+    """Enter this rank's advantages and loss weights: one per image, or one per outcome of each step."""
     shape = (len(rollout.images), -1, rollout.shape[1])
     rollout.advantages += advantages.view(shape).to(rollout.advantages)
-    rollout.kept *= kept.view(shape).to(rollout.kept)
+    rollout.loss_weight *= loss_weight.view(shape).to(rollout.loss_weight)
 
 
 def minibatches(rollout: Rollout | Finished, plan: BatchPlan, seed: int, epoch: int, inner: int) -> Iterator[list]:

@@ -13,10 +13,9 @@ from diffusers import DiffusionPipeline
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import batching, best, compiled, fsdp_utils, health, policies, preferences, prompts
+from flow_grpo import batching, best, compiled, fsdp_utils, health, policies, prompts
 from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Slots
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size, training_size
@@ -29,7 +28,7 @@ from flow_grpo.scoring.pool import Pool
 
 @dataclass
 class Run:
-    """What a script needs at hand. `velocity` is the policy; the rest are fields, used by the functions below."""
+    """What every algorithm needs at hand. `velocity` is the policy. `<- NAMES`: who may write a field."""
 
     config: ConfigDict
     plan: batching.BatchPlan
@@ -40,37 +39,33 @@ class Run:
     train_prompts: list[prompts.Prompt]
     choosing_prompts: prompts.Split  # evaluated to choose the best policy
     test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
-    pairs: dict[str, preferences.PairFiles]  # "train" and "validation", where config.preferences.path names some
     pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
     loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
-    reference: policies.Reference | None  # None where nothing is held to it: train.beta is 0, and the script is not DPO
-    old: Ema | None  # an earlier policy that follows the trained one: DiffusionNFT's sampler
+    reference: policies.Reference | None  # None where train.beta is 0, unless the script asks for it
+    shadows: dict[str, Ema]  # what else a script keeps of the policy, by a name that checkpoints store it under
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
-    embed_one: Callable  # prompt -> its embeddings, one row, cached
-    embed_short: Callable | None  # the same without most of the padding, where config.sample.text_multiple asks for it
+    embed_one: Callable[[str], Condition]  # of one prompt, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
-    levels: Tensor  # [1000] f32, timesteps of the whole forward process
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
-    slots: Slots | None  # of the rollout; None where a batch's rows walk together
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
-    epoch: int = 0  # epochs completed
-    step: int = 0  # optimizer steps taken
-    on_policy: bool = True  # no optimizer step since the rollout
-    num_forwards: int = 0  # transformer rows of this rank since the epoch began
-    losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # since the last optimizer step
-    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches, see health.measure
-    epoch_figures: dict[str, float] = field(default_factory=dict)  # for this epoch's line of metrics.jsonl
-    history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank
-    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch
-    learning_rate_factor: float = 1.0  # what health.action and train.target_update_size have left of the learning rate
-    num_roll_backs: int = 0  # so far, by config.health.action "roll_back"
-    stopped: bool = False  # by config.health.action, or because config.max_hours have passed
-    saved_epoch: int = 0  # epochs completed when the last checkpoint was written
-    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds
-    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test
+    epoch: int = 0  # epochs completed  <- log_epoch, _resume
+    step: int = 0  # optimizer steps taken  <- optimizer_step, _resume
+    saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, _resume
+    stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
+    on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
+    num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
+    losses: list[tuple[Tensor, Minibatch]] = field(default_factory=list)  # of an update <- accumulate, optimizer_step
+    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches  <- score_images, watch
+    epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
+    history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
+    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
+    learning_rate_factor: float = 1.0  # of the configured one  <- watch, _lower_learning_rate, resume
+    num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
+    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, _resume
+    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
 
     @property
     def pipeline(self) -> DiffusionPipeline:

@@ -3,17 +3,23 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import distributed, fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, Velocity, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import Branching, Sampled, Start, post_decode, prepare_encode, sample
 from flow_grpo.rollout import Rollout, from_trace
 from flow_grpo.scoring.pool import Pending
+
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
 
 
 class Walk(NamedTuple):
@@ -33,13 +39,15 @@ class Scored(NamedTuple):
     scores: Pending  # name -> [b, ...] float32 on the CPU
 
 
-def batches(run, epoch: int) -> Iterator[prompts.Batch]:
+def batches(run: "Run", epoch: int) -> Iterator[prompts.Batch]:
     """This rank's batches of an epoch, under a progress bar."""
     dealt = prompts.epoch_batches(run.train_prompts, run.plan, run.config.seed, epoch, run.rank, run.world_size)
     return run.board.bar(dealt, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
 
 
-def sampled(run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def sampled(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk]
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Draw this rank's images of an epoch; yields some as soon as they are finished, in whatever order.
 
     Args:
@@ -50,21 +58,30 @@ def sampled(run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> Iterat
     """
     updates = run.step
     velocity, wait = _together(run) if fsdp_utils.is_sharded(run.pipeline.transformer) else (run.velocity, nullcontext)
-    drawn = (_in_batches if run.slots is None else _in_slots)(run, epoch, walk_of, velocity)
+    slots = slots_of(run.config.sample)
+    if slots is None:
+        drawn = _in_batches(run, epoch, walk_of, velocity)
+    else:
+        drawn = _in_slots(run, epoch, walk_of, velocity, slots)
     while True:
         with run.board.timed("rollout"):
-            some = next(drawn, None)
-            if some is None:
+            finished = next(drawn, None)
+            if finished is None:
                 wait()
-                return
-        yield some
+                break
+        yield finished
         if run.step != updates:
             raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
+    if slots is not None:
+        run.epoch_figures["slot_use"] = slots.use
 
 
-def _together(run) -> tuple[Callable, Callable]:
-    """The policy, and what a rank has to call when it needs it no more: with sharded weights all ranks make a forward
-    or none does, while windows and slots of their own let them need unequally many."""
+def _together(run: "Run") -> tuple[Callable, Callable]:
+    """The policy, and a function that runs dummy forwards until all ranks have finished.
+
+    FSDP needs every rank to run the same number of forwards, and ranks with windows or slots of their own need
+    different numbers. A rank calls the function when it has finished.
+    """
     last = []
 
     def velocity(x, t, condition, guidance_scale, size):
@@ -80,7 +97,7 @@ def _together(run) -> tuple[Callable, Callable]:
     return velocity, wait
 
 
-def _modes(run) -> tuple[Callable, Callable]:
+def _modes(run: "Run") -> tuple[Callable, Callable]:
     """() -> context of the forwards whose velocity enters a log-prob, and of the others."""
     settings = run.config.sample
     if not settings.merge_adapter or not run.config.lora.rank:
@@ -88,12 +105,14 @@ def _modes(run) -> tuple[Callable, Callable]:
     return run.exact, policies.merged(run.model.transformer, settings.merged_precision)
 
 
-def _start(run, epoch: int, batch: prompts.Batch) -> Start:
+def _start(run: "Run", epoch: int, batch: prompts.Batch) -> Start:
     generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
     return Start(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size)
 
 
-def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def _in_batches(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk], velocity: Velocity
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """A batch's rows walk together, step by step."""
     exact, fast = _modes(run)
     for batch in batches(run, epoch):
@@ -113,15 +132,26 @@ def _in_batches(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Itera
         yield batch, images
 
 
-def _in_slots(run, epoch: int, walk_of: Callable, velocity: Velocity) -> Iterator[tuple[prompts.Batch, Sampled]]:
+def _in_slots(
+    run: "Run", epoch: int, walk_of: Callable[[prompts.Batch], Walk], velocity: Velocity, slots: Slots
+) -> Iterator[tuple[prompts.Batch, Sampled]]:
     """Every row is a request; those of a batch follow those of the one before without a gap."""
-    requests = (request for batch in batches(run, epoch) for request in _requests(run, epoch, batch, walk_of(batch)))
-    finished = walk(velocity, requests, run.slots, *_modes(run))
-    for some, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
-        yield prompts.pick(request.name for request in some), images
+    multiple = run.config.sample.text_multiple
+    shorten = lru_cache(maxsize=None)(lambda text: run.embed_one(text).trimmed(multiple))  # waits for the device
+
+    def requests() -> Iterator[Request]:
+        for batch in batches(run, epoch):
+            short = [shorten(text) for text in batch.prompts] if multiple else None
+            yield from _requests(run, epoch, batch, walk_of(batch), short)
+
+    finished = walk(velocity, requests(), slots, *_modes(run))
+    for decoded, images in post_decode(run.model, finished, vae_batch_size=run.config.vae_batch_size):
+        yield prompts.pick(request.name for request in decoded), images
 
 
-def _requests(run, epoch: int, batch: prompts.Batch, drawn: Walk) -> list[Request]:
+def _requests(
+    run: "Run", epoch: int, batch: prompts.Batch, drawn: Walk, short: list[Condition] | None
+) -> list[Request]:
     return prepare_encode(
         _start(run, epoch, batch),
         noisy=drawn.noisy,
@@ -130,17 +160,17 @@ def _requests(run, epoch: int, batch: prompts.Batch, drawn: Walk) -> list[Reques
         scheduler=run.scheduler,
         latents=drawn.latents,
         groups=drawn.groups,
-        short=[run.embed_short(text) for text in batch.prompts] if run.embed_short else None,
+        short=short,
     )
 
 
-def slots(sample) -> Slots | None:
+def slots_of(sample: ConfigDict) -> Slots | None:
     """As many for log-probs as the update's forwards have rows; None where a batch's rows walk together."""
     free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
     return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
 
 
-def windowed(run, batch: prompts.Batch, epoch: int, window: range) -> Walk:
+def windowed(run: "Run", batch: prompts.Batch, epoch: int, window: range) -> Walk:
     """Noise in a window; where sample.same_latent asks for it, all images of a group start from one noise, on whatever
     rank, and are one image until the window."""
     if not run.config.sample.same_latent:
@@ -149,15 +179,20 @@ def windowed(run, batch: prompts.Batch, epoch: int, window: range) -> Walk:
     return Walk(window, latents=run.model.noise(run.size, generators), groups=batch.groups)
 
 
-def remember(run, sampled: Sampled, batch: prompts.Batch) -> Rollout:
+def remember(run: "Run", sampled: Sampled, batch: prompts.Batch) -> Rollout:
     """What the update needs of some images."""
     train = run.config.train
-    how = dict(step_weight=train.step_weight, keep_means=train.objective == "guard")
-    num_steps, embeds = run.plan.num_trained_steps, run.embed(batch.prompts)
-    return from_trace(sampled.trace, embeds, batch.images, num_trained_steps=num_steps, **how)
+    return from_trace(
+        sampled.trace,
+        run.embed(batch.prompts),
+        batch.images,
+        num_trained_steps=run.plan.num_trained_steps,
+        step_weight=train.step_weight,
+        keep_means=train.objective == "guard",
+    )
 
 
-def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
+def score_images(run: "Run", sampled: Sampled, batch: prompts.Batch, groups: Tensor) -> Scored:
     """Begin to score images [b, ..., 3, H, W].
 
     groups: [b, ...] int64, which of them compete.
@@ -175,7 +210,7 @@ def score_images(run, sampled: Sampled, batch: prompts.Batch, groups: Tensor) ->
     return Scored(list(batch.images), groups, pending)
 
 
-def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
+def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
     """Wait for the epoch's rewards: name -> [all] and their groups [all], over all ranks, each rank's in the order of
     its images; NaN where one was masked. Logs what there is to see in them.
 
@@ -184,18 +219,18 @@ def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Ten
     """
     start = time.perf_counter()
     with run.board.timed("reward"):
-        scores = [some.scores.result() for some in scored]
+        scores = [batch.scores.result() for batch in scored]
     waited = time.perf_counter() - start
     run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
-    order = torch.tensor([image for some in scored for image in some.images]).argsort()
-    everyone = {name: torch.cat([some[name] for some in scores])[order] for name in scores[0]}
+    order = torch.tensor([image for batch in scored for image in batch.images]).argsort()
+    everyone = {name: torch.cat([by_name[name] for by_name in scores])[order] for name in scores[0]}
     everyone = {name: distributed.gather(values).flatten() for name, values in everyone.items()}
-    groups = distributed.gather(torch.cat([some.groups for some in scored])[order]).flatten()
+    groups = distributed.gather(torch.cat([batch.groups for batch in scored])[order]).flatten()
     for name, share in run.pool.masked_shares(everyone).items():
         run.epoch_figures[f"reward/{name}_masked_share"] = share
     for name, values in everyone.items():
-        found, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
-        values, stats = values[found], group_stats(values[found], groups[found])
+        valid, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
+        values, stats = values[valid], group_stats(values[valid], groups[valid])
         run.epoch_figures |= {
             f"reward/{name}": values.mean().item(),
             f"reward/{prefix}group_std": stats.std.mean().item(),
@@ -205,15 +240,17 @@ def gather_rewards(run, epoch: int, scored: list[Scored]) -> tuple[dict[str, Ten
     return everyone, groups
 
 
-def advantages(run, everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
+def advantages(run: "Run", everyone: dict[str, Tensor], groups: Tensor) -> tuple[Tensor, Tensor]:
     """Of this rank's images: their advantages, and their shares in the mean that is the loss; flat, 0 where masked."""
     config = run.config
-    weights, how = config.reward_fn.to_dict(), (config.train.reward_aggregation, config.sample.global_std)
+    weights = config.reward_fn.to_dict()
     scored = torch.stack([everyone[name].isfinite() for name in weights]).all(0)
     everyone, groups = {name: everyone[name][scored] for name in weights}, groups[scored]
-    values, kept = torch.zeros(len(scored)), scored.float()
-    values[scored] = combined_advantages(everyone, weights, groups, *how)
+    values, loss_weight = torch.zeros(len(scored)), scored.float()
+    values[scored] = combined_advantages(
+        everyone, weights, groups, config.train.reward_aggregation, config.sample.global_std
+    )
     if config.train.filter_groups:
-        kept[scored] *= kept_rows(everyone, weights, groups)
-    kept /= kept.mean().clamp(min=1 / len(kept))
-    return distributed.local_rows(values), distributed.local_rows(kept)
+        loss_weight[scored] *= kept_rows(everyone, weights, groups)
+    loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
+    return distributed.local_rows(values), distributed.local_rows(loss_weight)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def state(run: "Run") -> dict[str, Tensor]:
     """All that training needs to go on, live."""
-    old = run.old.state_dict() if run.old else {}
     reference = run.reference.state_dict() if run.reference else {}
     tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
-    others = {f"old/{name}": weight for name, weight in old.items()}
-    others |= {f"reference/{name}": weight for name, weight in reference.items()}
+    others = {f"reference/{name}": weight for name, weight in reference.items()}
+    for shadow, ema in run.shadows.items():
+        others |= {f"{shadow}/{name}": weight for name, weight in ema.state_dict().items()}
     return tensors | scale | others
 
 
@@ -38,8 +38,8 @@ def save(run: "Run") -> None:
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
     offload.reload_optimizer_state(run.optimizer)
-    where = dict(epoch=epoch, step=run.step, config=run.config.to_dict())
-    checkpoints.save(folder, state(run), **where, keep=keep, extra_files=extra_files)
+    config = run.config.to_dict()
+    checkpoints.save(folder, state(run), epoch=epoch, step=run.step, config=config, keep=keep, extra_files=extra_files)
 
 
 def export(run: "Run", folder: Path) -> None:

@@ -121,11 +121,11 @@ def combination(metadata: dict) -> tuple:
 
 def held_out(metadata: dict) -> bool:
     """Whether no wording of this combination may be trained on. See `split`."""
-    tag, *asked = combination(metadata)
+    tag, *details = combination(metadata)
     if tag == "position":
-        relation, (first, _, _), (second, _, _) = asked
+        relation, (first, _, _), (second, _, _) = details
         return (relation, first, second) in HELD_OUT_RELATIONS
-    kinds, colors, counts = zip(*asked)
+    kinds, colors, counts = zip(*details)
     return {
         "single_object": metadata["prompt"].endswith(UNSEEN_ENDING),
         "two_object": set(kinds) in HELD_OUT_PAIRS,

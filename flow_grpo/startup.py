@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from ml_collections import ConfigDict
+from torch import Tensor
 
 from flow_grpo import (
     batching,
@@ -18,15 +19,14 @@ from flow_grpo import (
     float8,
     fsdp_utils,
     policies,
-    preferences,
     prompts,
     rewards,
-    sampling,
     settings,
     watching,
 )
 from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading, models
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import evaluation_size, training_size
 from flow_grpo.ema import Ema
@@ -42,35 +42,55 @@ from flow_grpo.scoring.settings import check_rewards
 NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
 
 
+class Prompts(NamedTuple):
+    """All prompts of a run."""
+
+    train: list[prompts.Prompt]
+    choosing: prompts.Split
+    test: prompts.Split
+    drawn: bool  # whether images of the training prompts are made; not where they are stored
+
+
+class Learner(NamedTuple):
+    """What trains the transformer; fields of Run."""
+
+    optimizer: torch.optim.AdamW
+    loss_scale: Tensor
+    ema: Ema
+    reference: policies.Reference | None
+    shadows: dict[str, Ema]
+
+
 def start(
     config: ConfigDict,
     script: checks.Script,
     *,
-    make_plan: Callable = batching.plan_batches,
-    old: bool = False,
+    make_plan: Callable[[ConfigDict, int], batching.BatchPlan] = batching.plan_batches,
+    shadows: tuple[str, ...] = (),
     reference: bool = False,
+    stored_prompts: list[prompts.Prompt] | None = None,
 ) -> Run:
-    """Check everything, then load everything.
+    """Check everything, then load everything, and resume.
 
     Args:
         script: what it asks of a config.
         make_plan: how an epoch divides over the ranks, from batching.py.
-        old: whether to keep a policy that follows the trained one, see Run.old.
+        shadows: names for policies that the script keeps beside the trained one, see Run.shadows.
         reference: whether to keep the first policy even where train.beta is 0.
+        stored_prompts: to train on in the place of the data set's, with images that exist already.
 
     Raises:
         ValueError: before any weight is loaded, for all that a user can get wrong.
     """
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
-    checks.check(config, script)
+    check_settings(config, script)
     family = models.model_class(config.model)
-    data = _check_files(config, family)
+    texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
     folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
-    run = _load(config, family, ranks, folder, old, reference, plan=plan, **data)
+    run = _load(config, family, ranks, folder, plan, texts, shadows, reference)
     if checkpoint:
         _resume(run, checkpoint)
     run.board.truncate(run.epoch)
@@ -79,45 +99,66 @@ def start(
     return run
 
 
+def check_settings(config: ConfigDict, script: checks.Script) -> None:
+    """Raises ValueError for what no file is needed to refuse."""
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    checks.check(config, script)
+
+
 def _load(
-    config: ConfigDict, family: type[FlowModel], ranks, folder: Path, old: bool, reference: bool, **fields
+    config: ConfigDict,
+    family: type[FlowModel],
+    ranks: distributed.Ranks,
+    folder: Path,
+    plan: batching.BatchPlan,
+    texts: Prompts,
+    shadows: tuple[str, ...],
+    reference: bool,
 ) -> Run:
-    """Everything with weights, and the run folder; `fields` are the run's others."""
+    """Everything with weights, and the run folder."""
     torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload_weights)
-    no_images = bool(fields["pairs"]) and not evaluates(config)
-    pool = None if no_images else Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
-    cache, missing = None, []
-    if config.embeddings_cache and not no_images:
-        cache, missing = _open_cache(config, family, ranks.device, **fields)
-    model = family.load(
-        config.model,
-        ranks.device,
-        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
-        alone=no_images,
-        text=cache is None or bool(missing),
-    )
-    embed_one = _embedder(config, model, cache, missing)  # first: text encoders leave before weights come
+    images = texts.drawn or evaluates(config)
+    pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
+    model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
     return Run(
-        **fields,
         **ranks._asdict(),
         config=config,
+        plan=plan,
         model=model,
+        train_prompts=texts.train,
+        choosing_prompts=texts.choosing,
+        test_prompts=texts.test,
         pool=pool,
-        **_learner(config, model, mesh, ranks.device, old, reference),
+        **_load_learner(config, model, mesh, ranks.device, shadows, reference)._asdict(),
         board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
-        embed_short=_shortener(config.sample.text_multiple, embed_one),
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
-        slots=sampling.slots(config.sample),
-        levels=model.schedule(1000, training_size(config)).timesteps,
     )
 
 
-def _check_files(config: ConfigDict, family: type[FlowModel]) -> dict[str, Any]:
-    """That everything the config names is there; the prompts of both splits, and pairs if there are any."""
+def _load_frozen(
+    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batching.BatchPlan, texts: Prompts
+) -> tuple[FlowModel, Callable[[str], Condition]]:
+    """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
+    encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
+    images, cache, missing = texts.drawn or evaluates(config), None, []
+    if config.embeddings_cache and images:
+        cache, missing = _open_cache(config, family, device, plan, texts)
+    model = family.load(
+        config.model,
+        device,
+        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
+        alone=not images,
+        text=cache is None or bool(missing),
+    )
+    return model, _embedder(config, model, cache, missing)
+
+
+def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[prompts.Prompt] | None) -> Prompts:
+    """That everything the config names is there; the prompts."""
     policies.check_lora(config.lora)
     if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(
@@ -125,22 +166,17 @@ def _check_files(config: ConfigDict, family: type[FlowModel]) -> dict[str, Any]:
             "padding, so none of it can be taken away; set 0"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    light, size = family.without_weights(config.model), training_size(config)
-    for drawn in (size, evaluation_size(config)):
-        light.check_size(drawn)
-    pairs, folder = {}, config.preferences.path
-    if folder:
-        pairs = preferences.open_pairs(folder, light.row_shapes(size, config.text_tokens), config.model, size)
-        taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
-        if len(pairs["train"]) < taken:
-            raise ValueError(f"{folder} holds {len(pairs['train'])} pairs to train on; an update takes {taken}")
-    train = pairs["train"].prompts if folder else prompts.load_prompts(config.dataset, "train")
-    chooses, test = _evaluated_prompts(config.dataset) if not folder or evaluates(config) else NO_PROMPTS
-    scored = [*([] if folder else train), *chooses.prompts, *test.prompts]
+    light = family.without_weights(config.model)
+    for size in (training_size(config), evaluation_size(config)):
+        light.check_size(size)
+    drawn = stored_prompts is None
+    train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
+    chooses, test = _evaluated_prompts(config.dataset) if drawn or evaluates(config) else NO_PROMPTS
+    scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
     texts = [prompt.text for prompt in scored]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], texts, [prompt.metadata for prompt in scored])
     light.check(texts, config.text_tokens)
-    return dict(train_prompts=train, choosing_prompts=chooses, test_prompts=test, pairs=pairs)
+    return Prompts(train, chooses, test, drawn)
 
 
 def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
@@ -151,7 +187,14 @@ def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
     return prompts.Split("validation", prompts.load_prompts(dataset, "validation")), test
 
 
-def _learner(config: ConfigDict, model: FlowModel, mesh, device, old: bool, reference: bool) -> dict[str, Any]:
+def _load_learner(
+    config: ConfigDict,
+    model: FlowModel,
+    mesh: fsdp_utils.DeviceMesh | None,
+    device: torch.device,
+    shadows: tuple[str, ...],
+    reference: bool,
+) -> Learner:
     """Lay out and fill the transformer, and build what trains it."""
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     if config.fsdp.activation_checkpointing:
@@ -169,21 +212,24 @@ def _learner(config: ConfigDict, model: FlowModel, mesh, device, old: bool, refe
     if config.compile:
         compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(model.pipeline)
-    train, trained = config.train, fsdp_utils.trainable_parameters(model.transformer)
-    optimizer = torch.optim.AdamW(
+    trained = fsdp_utils.trainable_parameters(model.transformer)
+    return Learner(
+        optimizer=_optimizer(config.train, trained),
+        loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
+        ema=Ema(trained, config.train.ema_decay, config.train.ema_interval),
+        reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
+        shadows={name: Ema(trained) for name in shadows},
+    )
+
+
+def _optimizer(train: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         trained.values(),
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
         fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
-    )
-    return dict(
-        optimizer=optimizer,
-        loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
-        ema=Ema(trained, train.ema_decay, train.ema_interval),
-        reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
-        old=Ema(trained) if old else None,
     )
 
 
@@ -197,27 +243,29 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 
 
 def _open_cache(
-    config, family, device, plan, train_prompts, choosing_prompts, test_prompts, pairs
+    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batching.BatchPlan, texts: Prompts
 ) -> tuple[Cache, list[str]]:
     """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks."""
-    how = dict(family.text_version(config.model), guided=_is_guided(config))
-    cache = Cache(config.embeddings_cache, how, config.text_tokens, device)
+    version = dict(family.text_version(config.model), guided=_is_guided(config))
+    cache = Cache(config.embeddings_cache, version, config.text_tokens, device)
     drawn = [
-        train_prompts[pick].text
-        for epoch in range(config.num_epochs if not pairs else 0)
-        for pick in prompts.epoch_prompts(len(train_prompts), plan.num_groups, config.seed, epoch)
+        texts.train[pick].text
+        for epoch in range(config.num_epochs if texts.drawn else 0)
+        for pick in prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
     ]
-    splits = (choosing_prompts, test_prompts) if evaluates(config) else ()
+    splits = (texts.choosing, texts.test) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
     return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
 
 
-def _is_guided(config) -> bool:
+def _is_guided(config: ConfigDict) -> bool:
     reference = config.train.reference_guidance_scale
     return max(config.sample.guidance_scale, config.eval.guidance_scale, reference) > 1
 
 
-def _embedder(config: ConfigDict, model: FlowModel, cache: Cache | None, missing: list[str]) -> Callable:
+def _embedder(
+    config: ConfigDict, model: FlowModel, cache: Cache | None, missing: list[str]
+) -> Callable[[str], Condition]:
     """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept.
 
     With a cache, what it lacks is encoded now, and the text encoders are dropped.
@@ -233,16 +281,12 @@ def _embedder(config: ConfigDict, model: FlowModel, cache: Cache | None, missing
     return lru_cache(maxsize=1024)(cache.read)
 
 
-def _shortener(multiple: int, embed_one: Callable) -> Callable | None:
-    return lru_cache(maxsize=1024)(lambda text: embed_one(text).trimmed(multiple)) if multiple else None
-
-
 def _synchronize(device: torch.device) -> Callable | None:
     """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
     return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
 
 
-def _choose_folder(config) -> tuple[Path, Path | None]:
+def _choose_folder(config: ConfigDict) -> tuple[Path, Path | None]:
     """Where this run writes and what it resumes from. A new run never writes into the folder of an older one.
 
     Raises ValueError for a checkpoint that is not there, or of another config.

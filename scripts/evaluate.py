@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -38,10 +38,10 @@ def configured(args):
     runs = [Path(name) for name in args.policies if candidates.is_run(Path(name))]
     common = candidates.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
-    found = [candidates.find(name, common, args.weights) for name in args.policies]
-    for config in {id(config): config for config in [common, *(candidate.config for candidate in found)]}.values():
+    compared = [candidates.find(name, common, args.weights) for name in args.policies]
+    for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
         override(config, args)
-    return found, common
+    return compared, common
 
 
 def override(config, args):
@@ -69,7 +69,7 @@ def chosen_prompts(args, config):
     return evaluation.part_of(split, config)
 
 
-def check(args, found, config, split):
+def check(args, compared, config, split):
     """The policies' model classes. Raises ValueError, before any weight is loaded, for what is wrong or not there."""
     for flag, values in (("--sizes", args.sizes), ("--best-of", args.best_of), ("--seeds", args.seeds)):
         if len(set(values or [])) != len(values or []):
@@ -82,7 +82,7 @@ def check(args, found, config, split):
     names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
     rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
     families = []
-    for candidate in found:
+    for candidate in compared:
         families.append(models.model_class(candidate.config.model))
         candidates.check(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)
@@ -106,25 +106,27 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     """Score a policy at every guidance scale and size; yields the row's settings and its scores."""
     config = candidate.config
     scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
-    how = dict(width=config.text_tokens, guided=max(scales) > 1)
-    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], **how))
+    guided = max(scales) > 1
+    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], width=config.text_tokens, guided=guided))
 
-    def velocity(x, t, condition, guidance_scale, size):
-        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
-
+    velocity = partial(policies.predict, model, config.precision)
     silent = not distributed.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
-    parts = dict(model=model, velocity=velocity, pool=pool, bar=bar)
-    parts |= dict(
+    sampler = evaluation.Sampler(
+        model=model,
+        velocity=velocity,
+        pool=pool,
+        bar=bar,
         rank=ranks.rank,
         world_size=ranks.world_size,
         embed=lambda texts: Condition.concat([embed_one(text) for text in texts]),
+        config=config,
     )
     shown = evaluation.spread(range(len(split.prompts)), config.eval.num_panel_images)
     for scale, size in itertools.product(scales, sizes):
         config.eval.guidance_scale, config.eval.height, config.eval.width = scale, size.height, size.width
         settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
-        scores = evaluation.score(evaluation.Sampler(**parts, config=config), split, seeds, shown)
+        scores = evaluation.score(sampler, split, seeds, shown)
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
 
 
@@ -207,14 +209,14 @@ def new_folder(name):
 
 
 def main(args):
-    found, common = configured(args)
+    compared, common = configured(args)
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
-    families = check(args, found, common, split)
+    families = check(args, compared, common, split)
     ranks = distributed.init_distributed()
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
     folder = new_folder(args.out) if distributed.is_main() else None
-    for candidate, family in zip(found, families):
+    for candidate, family in zip(compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = candidates.load(candidate, family, ranks.device, before)
         before = candidate, model
@@ -226,8 +228,8 @@ def main(args):
                 write_sheet(folder, len(rows), row, scores, split)
     if folder:
         table = markdown(rows, by, split, seeds)
-        told = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
-        (folder / "scores.json").write_text(json.dumps(told | dict(categories=categories, rows=texts)))
+        common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
+        (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
         (folder / "table.md").write_text(table)
         print(f"{table}\n{folder} holds every score, this table and the images.")
     pool.close()

@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -69,9 +70,15 @@ def load(config, family, device):
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     if config.lora.path:
         policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
-    how = dict(units=model.SHARD_UNITS, device=device, precision=config.precision)
-    weights, init = model.transformer_folder(config.model), policies.adapter_init(config.lora, config.seed)
-    fsdp_utils.prepare(model.transformer, None, weights=weights, init=init, **how)
+    fsdp_utils.prepare(
+        model.transformer,
+        None,
+        units=model.SHARD_UNITS,
+        weights=model.transformer_folder(config.model),
+        init=policies.adapter_init(config.lora, config.seed),
+        device=device,
+        precision=config.precision,
+    )
     return model
 
 
@@ -91,8 +98,7 @@ def from_rollouts(config, family, device) -> Callable:
     model, group = load(config, family, device), config.sample.num_images_per_prompt
     pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
 
-    def policy(x, t, condition, guidance_scale, size):
-        return policies.predict(model, config.precision, x, t, condition, guidance_scale, size)
+    policy = partial(policies.predict, model, config.precision)
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]
@@ -104,9 +110,9 @@ def from_rollouts(config, family, device) -> Callable:
         scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
         margin = config.preferences.min_margin
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)
-        kept, scores = pairs.kept.bool(), scores.view(-1, group).double()
-        reasons = [None if keep else NO_PREFERENCE for keep in kept.tolist()]
-        return columns(texts[::group], scores.amax(1).tolist(), scores.amin(1).tolist(), pairs, kept), reasons
+        usable, scores = pairs.loss_weight.bool(), scores.view(-1, group).double()
+        reasons = [None if keep else NO_PREFERENCE for keep in usable.tolist()]
+        return columns(texts[::group], scores.amax(1).tolist(), scores.amin(1).tolist(), pairs, usable), reasons
 
     return make
 
@@ -136,56 +142,56 @@ def from_images(config, family, device) -> Callable:
         texts = [row["prompt"].strip() for row in rows]
         embeds = model.encode(texts, width=config.text_tokens, guided=False)
         winners, losers = (model.encode_images(side, config.vae_batch_size) for side in images)
-        kept = torch.ones(len(rows))
+        ones = torch.ones(len(rows))
         scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
-        return columns(texts, *scores, preferences.Pairs(winners, losers, kept, embeds, kept), kept.bool()), reasons
+        return columns(texts, *scores, preferences.Pairs(winners, losers, ones, embeds, ones), ones.bool()), reasons
 
     return make
 
 
-def columns(texts, winner_scores, loser_scores, pairs, kept) -> dict[str, list | torch.Tensor]:
-    """Those that differ from row to row, of the pairs that are `kept` [P] bool."""
-    found = dict(prompt=texts, winner_score=winner_scores, loser_score=loser_scores)
-    found |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
-    found |= {name: values.cpu() for name, values in pairs.embeds.tensors().items()}
-    return pick(found, kept.nonzero().flatten().tolist())
+def columns(texts, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
+    """Those that differ from row to row, of the pairs that are `usable` [P] bool."""
+    table = dict(prompt=texts, winner_score=winner_scores, loser_score=loser_scores)
+    table |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
+    table |= {name: values.cpu() for name, values in pairs.embeds.tensors().items()}
+    return pick(table, usable.nonzero().flatten().tolist())
 
 
-def pick(found: dict, rows: list[int]) -> dict:
+def pick(table: dict, rows: list[int]) -> dict:
     """Some rows of all columns."""
     return {
         name: values[rows] if isinstance(values, torch.Tensor) else [values[row] for row in rows]
-        for name, values in found.items()
+        for name, values in table.items()
     }
 
 
 def make_part(make: Callable, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
     """Columns of each batch of `size` rows, and for each row why it has no pair, or None."""
-    found, reasons = [], []
+    batches, reasons = [], []
     for start in range(part.start, part.stop, size):
         batch = rows[start : min(start + size, part.stop)]
-        some, why = make(batch, start)
-        found += [some] if some else []
+        columns_of_batch, why = make(batch, start)
+        batches += [columns_of_batch] if columns_of_batch else []
         reasons += why
         bar.update(len(batch))
-    return found, reasons
+    return batches, reasons
 
 
-def write_part(config, shapes: dict, found: list[dict], folder: Path, number: int) -> dict[str, int]:
+def write_part(config, shapes: dict, batches: list[dict], folder: Path, number: int) -> dict[str, int]:
     """A file for each split that has a pair; how many they hold."""
     whole, counts = {}, {}
-    for name, first in found[0].items() if found else ():
-        parts = [some[name] for some in found]
-        whole[name] = torch.cat(parts) if isinstance(first, torch.Tensor) else list(chain.from_iterable(parts))
-    alike = dict(model=config.model, height=config.height, width=config.width)
-    alike |= dict(dtype=config.preferences.dtype, negative_prompt="")
+    for name, first in batches[0].items() if batches else ():
+        pieces = [batch[name] for batch in batches]
+        whole[name] = torch.cat(pieces) if isinstance(first, torch.Tensor) else list(chain.from_iterable(pieces))
+    constants = dict(model=config.model, height=config.height, width=config.width)
+    constants |= dict(dtype=config.preferences.dtype, negative_prompt="")
     for split in preferences.SPLITS:
         held_out = [is_held_out(config, text) for text in whole.get("prompt", [])]
         rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
         counts[split] = len(rows)
         if rows:
-            some = pick(whole, rows) | {name: [value] * len(rows) for name, value in alike.items()}
-            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", some, shapes, config.preferences.dtype)
+            table = pick(whole, rows) | {name: [value] * len(rows) for name, value in constants.items()}
+            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", table, shapes, config.preferences.dtype)
     return counts
 
 
@@ -197,9 +203,9 @@ def is_held_out(config, prompt: str) -> bool:
 
 def made_by(config) -> dict:
     """The settings that the files depend on, as JSON has them."""
-    found = config.to_dict()
-    found["preferences"].pop("max_dropped_share")
-    return json.loads(json.dumps({key: found[key] for key in (*MADE_BY, "preferences")}))
+    settings = config.to_dict()
+    settings["preferences"].pop("max_dropped_share")
+    return json.loads(json.dumps({key: settings[key] for key in (*MADE_BY, "preferences")}))
 
 
 def claim(config, folder: Path) -> bool:
@@ -222,11 +228,11 @@ def claim(config, folder: Path) -> bool:
 
 def finish(config, folder: Path) -> None:
     """Write report.json. Raises ValueError, and leaves the folder unfinished, if too much was unusable."""
-    parts = [json.loads(path.read_text()) for path in sorted((folder / "unfinished").glob("part_*.json"))]
-    pairs = {split: sum(part["pairs"][split] for part in parts) for split in preferences.SPLITS}
-    dropped = [row for part in parts for row in part["dropped"]]
+    part_reports = [json.loads(path.read_text()) for path in sorted((folder / "unfinished").glob("part_*.json"))]
+    pairs = {split: sum(part["pairs"][split] for part in part_reports) for split in preferences.SPLITS}
+    dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)
-    total, bad = sum(part["rows"] for part in parts), len(dropped) - reasons[NO_PREFERENCE]
+    total, bad = sum(part["rows"] for part in part_reports), len(dropped) - reasons[NO_PREFERENCE]
     print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {total}; dropped: {dict(reasons)}")
     if bad > config.preferences.max_dropped_share * total or not pairs["train"]:
         raise ValueError(
@@ -249,17 +255,18 @@ def main(config):
     make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
     shapes = light.row_shapes(training_size(config), config.text_tokens)
-    parts = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
-    mine = range(ranks.rank, len(parts), ranks.world_size)
-    with tqdm(total=sum(len(parts[n]) for n in mine), unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
+    part_rows = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
+    mine = range(ranks.rank, len(part_rows), ranks.world_size)
+    total = sum(len(part_rows[number]) for number in mine)
+    with tqdm(total=total, unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
         for number in mine:
             state = folder / "unfinished" / f"part_{number:05d}.json"
             if state.exists():
-                bar.update(len(parts[number]))
+                bar.update(len(part_rows[number]))
                 continue
-            found, reasons = make_part(make, rows, parts[number], size, bar)
-            counts = write_part(config, shapes, found, folder, number)
-            dropped = [dict(row=row, why=why) for row, why in zip(parts[number], reasons) if why]
+            batches, reasons = make_part(make, rows, part_rows[number], size, bar)
+            counts = write_part(config, shapes, batches, folder, number)
+            dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
             state.with_suffix(".tmp").replace(state)
     distributed.barrier()

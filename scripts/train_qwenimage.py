@@ -7,21 +7,26 @@ Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GR
 the algorithm, `main` its loop. Without arguments it trains the shipped tiny model.
 """
 
+from collections.abc import Iterator
+
 import torch
+from ml_collections import ConfigDict
 
 from flow_grpo import checks, command_line, sampling, windows
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
-from flow_grpo.rollout import concat, credit, minibatches
+from flow_grpo.prompts import Batch
+from flow_grpo.rollout import Minibatch, Rollout, concat, credit, minibatches
+from flow_grpo.run import Run
 from flow_grpo.saving import save
 from flow_grpo.startup import start
 
 
-def rollout(run, epoch):
+def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
     """Sample with SDE steps inside the window, ODE steps outside it; yields the steps to train and the scores."""
 
-    def walk(batch):
+    def walk(batch: Batch) -> sampling.Walk:
         window = windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
         return sampling.windowed(run, batch, epoch, window)
 
@@ -30,7 +35,7 @@ def rollout(run, epoch):
         yield sampling.remember(run, images, batch), sampling.score_images(run, images, batch, groups)
 
 
-def update(run, rows):
+def update(run: Run, rows: Minibatch) -> None:
     """Add the gradient of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
     step, reference = score_rows(run, rows)
     policy_loss = rows.weights * surrogate(run, step, rows)
@@ -38,7 +43,7 @@ def update(run, rows):
     accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
 
 
-def main(config):
+def main(config: ConfigDict) -> None:
     run = start(config, checks.GRPO)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq

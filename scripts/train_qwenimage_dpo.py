@@ -9,32 +9,71 @@ trains the shipped tiny model online.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from ml_collections import ConfigDict
+from torch import Tensor
 
 from flow_grpo import checks, command_line, distributed, losses, preferences, rng, sampling
 from flow_grpo.batching import plan_pairs
+from flow_grpo.diffusers_patch.models import model_class
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import spread, turns
 from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
+from flow_grpo.run import Run
 from flow_grpo.saving import save
-from flow_grpo.startup import start
+from flow_grpo.startup import check_settings, start
 
 
-def read(run, epoch):
+class Source(NamedTuple):
+    """Where pairs come from, and what noises them."""
+
+    train: preferences.PairFiles | None  # None = the policy samples them (online)
+    held_out: preferences.PairFiles | None
+    levels: Tensor  # [1000] f32, timesteps of the whole forward process
+
+
+def begin(config: ConfigDict) -> tuple[Run, Source]:
+    """Open the pairs of config.preferences.path, if it names a folder; then start the run.
+
+    Raises:
+        ValueError: as `start` does, and for pairs of another model or size, or too few of them.
+    """
+    check_settings(config, checks.DPO)
+    files = stored_pairs(config) if config.preferences.path else {}
+    texts = files["train"].prompts if files else None
+    run = start(config, checks.DPO, make_plan=plan_pairs, reference=True, stored_prompts=texts)
+    return run, Source(files.get("train"), files.get("validation"), run.model.schedule(1000, run.size).timesteps)
+
+
+def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
+    """The pairs of config.preferences.path by split. Raises ValueError where an epoch needs more of them."""
+    light, size = model_class(config.model).without_weights(config.model), training_size(config)
+    light.check_size(size)
+    folder, shapes = config.preferences.path, light.row_shapes(size, config.text_tokens)
+    files = preferences.open_pairs(folder, shapes, config.model, size)
+    taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
+    if len(files["train"]) < taken:
+        raise ValueError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {taken}")
+    return files
+
+
+def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pairs:
     """This rank's pairs of an epoch, from the disk."""
-    parts = []
+    batches = []
     with run.board.timed("rollout"):
         for batch in sampling.batches(run, epoch):
             rows = [metadata["pair"] for metadata in batch.metadata]
-            parts.append(run.pairs["train"].read(rows, list(batch.images), run.device))
+            batches.append(files.read(rows, list(batch.images), run.device))
     run.epoch_figures["images"] = (epoch + 1) * 2 * run.plan.num_groups
-    return preferences.concat(parts)
+    return preferences.concat(batches)
 
 
-def rollout(run, epoch):
+def rollout(run: Run, epoch: int) -> preferences.Pairs:
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
     drawn, scores = {}, []
     for batch, sampled in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
@@ -43,30 +82,45 @@ def rollout(run, epoch):
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
     numbers = sorted(drawn)
     latents, texts = zip(*(drawn[number] for number in numbers))
-    images = torch.stack(latents), run.embed(texts), numbers, distributed.local_rows(rewards["avg"])
-    return preferences.best_and_worst(*images, run.plan.group_size, run.config.preferences.min_margin)
+    return preferences.best_and_worst(
+        torch.stack(latents),
+        run.embed(texts),
+        numbers,
+        distributed.local_rows(rewards["avg"]),
+        group=run.plan.group_size,
+        margin=run.config.preferences.min_margin,
+    )
 
 
-def errors(run, pairs, streams):
-    """Velocity errors, [P] each: winner's and loser's under the policy, with gradients, and under the reference."""
+class Errors(NamedTuple):
+    """Mean squared errors of velocities, [P] each. Those of the policy have gradients."""
+
+    winner: Tensor
+    loser: Tensor
+    winner_reference: Tensor
+    loser_reference: Tensor
+
+
+def errors_of(run: Run, pairs: preferences.Pairs, levels: Tensor, streams: list[torch.Generator]) -> Errors:
+    """How far policy and reference are from the images of P pairs, at the noise and the level of each one's stream."""
     noise = rng.normal(pairs.winners.shape[1:], streams, run.device).repeat(2, *[1] * (pairs.winners.ndim - 1))
-    timesteps = logit_normal_timesteps(run.levels, streams).repeat(2)
+    timesteps = logit_normal_timesteps(levels, streams).repeat(2)
     x_0, embeds = torch.cat([pairs.winners, pairs.losers]), pairs.embeds.concat([pairs.embeds] * 2)
     x_t = noised(x_0, noise, timesteps)
 
-    def of_policy():
+    def of_policy() -> tuple[Tensor, Tensor]:
         return velocity_error(run.velocity(x_t, timesteps, embeds, guidance_scale=1.0), x_0, noise).chunk(2)
 
     with torch.no_grad(), run.reference.applied():
         reference = of_policy()
-    return *of_policy(), *reference
+    return Errors(*of_policy(), *reference)
 
 
-def figures(run, win, lose, ref_win, ref_lose):
+def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
     """Per pair: its loss, and what tells learning from collapse."""
-    winner_gap, loser_gap = win - ref_win, lose - ref_lose
+    winner_gap, loser_gap = errors.winner - errors.winner_reference, errors.loser - errors.loser_reference
     return dict(
-        loss=losses.dpo_loss(win, lose, ref_win, ref_lose, run.config.train.dpo_beta),
+        loss=losses.dpo_loss(*errors, beta=run.config.train.dpo_beta),
         implicit_accuracy=(winner_gap < loser_gap).float(),
         winner_error_gap=winner_gap.detach(),
         loser_error_gap=loser_gap.detach(),
@@ -74,55 +128,54 @@ def figures(run, win, lose, ref_win, ref_lose):
     )
 
 
-def update(run, pairs, epoch, inner):
+def update(run: Run, pairs: preferences.Pairs, levels: Tensor, epoch: int, inner: int) -> None:
     """Add the gradient of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
     names = "forward noise", epoch, inner
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
-    found = figures(run, *errors(run, pairs, streams))
-    accumulate(run, found.pop("loss"), pairs)
-    run.meter.add(**{name: values * pairs.kept for name, values in found.items()})
+    measured = figures(run, errors_of(run, pairs, levels, streams))
+    accumulate(run, measured["loss"], pairs)
+    run.meter.add(**{name: values * pairs.loss_weight for name, values in measured.items() if name != "loss"})
 
 
 @torch.no_grad()
-def validate(run, epoch):
+def validate(run: Run, source: Source, epoch: int) -> None:
     """The same figures on held-out pairs, with the averaged weights, and always the same noises."""
-    if not run.pairs or not len(run.pairs["validation"]):
+    held_out, measured = source.held_out, []
+    if not held_out:
         return
-    held_out, found = run.pairs["validation"], []
-    parts = torch.tensor(spread(range(len(held_out)), run.config.eval.num_pairs)).split(
-        run.config.sample.batch_size // 2
-    )
+    numbers = torch.tensor(spread(range(len(held_out)), run.config.eval.num_pairs))
+    batches = numbers.split(run.config.sample.batch_size // 2)
     with run.ema.applied(), run.board.timed("eval"):
-        for number, counts in turns(len(parts), run.rank, run.world_size, run.board.bar):
-            rows = parts[number].tolist()
+        for number, counts in turns(len(batches), run.rank, run.world_size, run.board.bar):
+            rows = batches[number].tolist()
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(run.config.eval.noises_per_pair):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
-                values = figures(run, *errors(run, pairs, streams))
-                found += [{name: value.cpu() for name, value in values.items()}] if counts else []
-    found = distributed.gather_objects(found)
-    means = {f"validation/{name}": torch.cat([part[name] for part in found]).mean().item() for name in found[0]}
+                values = figures(run, errors_of(run, pairs, source.levels, streams))
+                measured += [{name: value.cpu() for name, value in values.items()}] if counts else []
+    measured = distributed.gather_objects(measured)
+    means = {f"validation/{key}": torch.cat([part[key] for part in measured]).mean().item() for key in measured[0]}
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
-def main(config):
-    run = start(config, checks.DPO, make_plan=plan_pairs, reference=True)
+def main(config: ConfigDict) -> None:
+    run, source = begin(config)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         if is_due(config.eval_freq, epoch):
-            validate(run, epoch)
-        pairs = read(run, epoch) if run.pairs else rollout(run, epoch)
-        pairs.kept /= distributed.gather(pairs.kept).mean().clamp(min=1e-6)
+            validate(run, source, epoch)
+        pairs = read(run, source.train, epoch) if source.train else rollout(run, epoch)
+        pairs.loss_weight /= distributed.gather(pairs.loss_weight).mean().clamp(min=1e-6)
         for inner in range(config.train.inner_epochs):
             updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
-            optimise(run, updates, partial(update, epoch=epoch, inner=inner))
+            optimise(run, updates, partial(update, levels=source.levels, epoch=epoch, inner=inner))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)
         if run.stopped:
             break
     if config.eval_freq:
-        validate(run, run.epoch)
+        validate(run, source, run.epoch)
     finish(run)
 
 

@@ -7,24 +7,30 @@ is to predict the good ones, its mirror image about the old policy the bad ones.
 may sample. Without arguments it trains the shipped tiny model.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
+from ml_collections import ConfigDict
+from torch import Tensor
 
 from flow_grpo import checks, command_line, losses, rng, sampling
 from flow_grpo.forward import noised
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import accumulate, optimise
-from flow_grpo.rollout import Finished, concat, credit, minibatches
+from flow_grpo.rollout import CleanMinibatch, Finished, concat, credit, minibatches
+from flow_grpo.run import Run
 from flow_grpo.saving import save
 from flow_grpo.startup import start
 
+OLD = "old"  # the policy that samples: an average of the trained one's past
 
-def rollout(run, epoch):
+
+def rollout(run: Run, epoch: int) -> Iterator[tuple[Finished, sampling.Scored]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
     grid, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
-    with run.old.applied():
+    with run.shadows[OLD].applied():
         for batch, drawn in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
             streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
             places = torch.stack([torch.randperm(len(grid), generator=stream)[:num_steps] for stream in streams])
@@ -34,7 +40,7 @@ def rollout(run, epoch):
             yield finished, sampling.score_images(run, drawn, batch, torch.tensor(batch.groups))
 
 
-def noise_of(run, image):
+def noise_of(run: Run, image: int) -> int:
     """The number that names an image's noises and levels: its own, or its group's first image's (train.shared_noise).
 
     Advantages of a group add up to 0, so what its images have in common cancels in the gradient: the noise that
@@ -43,16 +49,16 @@ def noise_of(run, image):
     return image - image % run.plan.group_size if run.config.train.shared_noise else image
 
 
-def own_share(run):
+def own_share(run: Run) -> float:
     """The weight of flow matching on the run's own images in the next update (train.flow_matching_weight)."""
     train = run.config.train
     return train.flow_matching_weight * min((run.step + 1) / (train.flow_matching_warmup + 1), 1.0)
 
 
-def velocities(run, rows, x_t):
+def velocities(run: Run, rows: CleanMinibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of the old policy, of the reference (None where train.beta is 0) and, with gradients, of the trained one."""
     with torch.no_grad():
-        with run.old.applied():
+        with run.shadows[OLD].applied():
             old = run.velocity(x_t, rows.timesteps, rows.embeds)
         reference = None
         if run.reference:
@@ -62,7 +68,7 @@ def velocities(run, rows, x_t):
     return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
 
 
-def update(run, rows, epoch, inner):
+def update(run: Run, rows: CleanMinibatch, epoch: int, inner: int) -> None:
     """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, noised afresh."""
     train, sigma, names = run.config.train, rows.timesteps / 1000, ("forward noise", epoch, inner)
     streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.where.tolist()]
@@ -81,8 +87,8 @@ def update(run, rows, epoch, inner):
     accumulate(run, loss, rows)
 
 
-def main(config):
-    run = start(config, checks.NFT, old=True)
+def main(config: ConfigDict) -> None:
+    run = start(config, checks.NFT, shadows=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, scores = zip(*rollout(run, epoch))
@@ -92,7 +98,7 @@ def main(config):
         for inner in range(config.train.inner_epochs):
             updates = minibatches(images, run.plan, config.seed, epoch, inner)
             optimise(run, updates, partial(update, epoch=epoch, inner=inner))
-        run.old.move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+        run.shadows[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

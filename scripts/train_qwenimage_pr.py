@@ -7,19 +7,24 @@ branches leave it and are finished deterministically. They differ in that step's
 and steps are weighted by how noisy they are. Without arguments it trains the shipped tiny model.
 """
 
+from collections.abc import Iterator
+
 import torch
+from ml_collections import ConfigDict
+from torch import Tensor
 from train_qwenimage import update  # Flow-GRPO's loss, whose rows have several outcomes and the weights of their steps
 
 from flow_grpo import checks, command_line, sampling
 from flow_grpo.loop import finish, is_due, log_epoch
 from flow_grpo.measuring import evaluate
 from flow_grpo.optimization import optimise, recompute_log_probs
-from flow_grpo.rollout import concat, credit, minibatches
+from flow_grpo.rollout import Rollout, concat, credit, minibatches
+from flow_grpo.run import Run
 from flow_grpo.saving import save
 from flow_grpo.startup import start
 
 
-def rollout(run, epoch):
+def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
     """Sample trunks and their branches; yields, as they are finished, the steps to train and the branches' scores."""
     noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     branching = sampling.Walk(noisy, run.plan.num_branches)
@@ -28,14 +33,14 @@ def rollout(run, epoch):
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
 
 
-def groups_of(run, images):
+def groups_of(run: Run, images: range) -> Tensor:
     """[B, K, J]: a group is the branches of one trunk's step; its number is the same on any number of ranks."""
     steps = torch.arange(run.plan.num_trained_steps)
     groups = torch.tensor(images)[:, None] * len(steps) + steps
     return groups[:, :, None].expand(-1, -1, run.plan.num_branches)
 
 
-def main(config):
+def main(config: ConfigDict) -> None:
     run = start(config, checks.PR)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq

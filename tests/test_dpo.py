@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import train_qwenimage_dpo as script
-from small import MODELS, config_of, few_prompts, lines_of, prepare, train
+from small import config_of, few_prompts, lines_of, prepare, train
 
-from flow_grpo import checks, preferences, rng, startup
-from flow_grpo.batching import plan_pairs
+from flow_grpo import preferences, rng
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 
 NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
@@ -23,11 +23,11 @@ def pairs_folder(tmp_path_factory):
 
 @pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
 def started(request, pairs_folder, tmp_path):
-    """A run before its first epoch, and its first pairs."""
+    """A run before its first epoch, where its pairs come from, and its first pairs."""
     how = dict(preferences__path=pairs_folder, lora__rank=request.param, eval__num_prompts=0)
     config = config_of(NAME, tmp_path, **how)
-    run = startup.start(config, checks.DPO, make_plan=plan_pairs, reference=True)
-    yield run, script.read(run, 0)
+    run, source = script.begin(config)
+    yield run, source, script.read(run, source.train, 0)
     run.board.finish()
 
 
@@ -44,40 +44,40 @@ def streams(pairs):
 
 def test_an_image_that_is_both_winner_and_loser_has_one_error(started):
     """Noise, level, prompt and weights are one for both sides of a pair."""
-    run, pairs = started
+    run, source, pairs = started
     pairs.losers = pairs.winners.clone()
     move(run)
-    win, lose, ref_win, ref_lose = script.errors(run, pairs, streams(pairs))
+    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
     torch.testing.assert_close(win, lose, rtol=1e-5, atol=0)
     torch.testing.assert_close(ref_win, ref_lose, rtol=1e-5, atol=0)
     assert win.std() > 0.01  # levels and noises differ from pair to pair
 
 
 def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
-    run, pairs = started
-    win, lose, ref_win, ref_lose = script.errors(run, pairs, streams(pairs))
+    run, source, pairs = started
+    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
     assert torch.equal(win, ref_win)
     assert torch.equal(lose, ref_lose)
     assert win.requires_grad
     assert not ref_win.requires_grad
     move(run)
-    moved, _, still, _ = script.errors(run, pairs, streams(pairs))
+    moved, _, still, _ = script.errors_of(run, pairs, source.levels, streams(pairs))
     assert torch.equal(still, ref_win)
     assert (moved - win).abs().max() > 1e-3
 
 
 def test_pairs_from_a_disk_need_neither_text_encoder_nor_vae(started):
-    run, _ = started
+    run, *_ = started
     assert run.pipeline.vae is None
     assert run.pipeline.text_encoder is None
     assert run.pool is None
 
 
 def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
-    run, pairs = started
-    again = script.read(run, 0)
+    run, source, pairs = started
+    again = script.read(run, source.train, 0)
     assert torch.equal(again.winners, pairs.winners)
-    other = script.read(run, 1)
+    other = script.read(run, source.train, 1)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))
 
@@ -204,4 +204,4 @@ def test_fewer_pairs_than_an_update_takes_are_refused(tmp_path):
 
 def shapes_of_tiny():
     tiny = "flow_grpo/assets/tiny_qwenimage"
-    return MODELS["qwenimage"].without_weights(tiny).row_shapes(Size(64, 64), 20), tiny, Size(64, 64)
+    return QwenImage.without_weights(tiny).row_shapes(Size(64, 64), 20), tiny, Size(64, 64)

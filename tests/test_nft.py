@@ -19,7 +19,7 @@ PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # 
 def started(request, tmp_path):
     """A run before its first epoch."""
     config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
-    run = startup.start(config, checks.NFT, old=True)
+    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
     yield run
     run.board.finish()
 
@@ -43,7 +43,7 @@ def test_the_old_policy_samples_whatever_the_trained_one_has_become(started):
     move(run)
     again = rollout(run)
     assert torch.equal(again.latents, first.latents)
-    run.old.move(1.0)  # had the trained policy sampled, its images would have been these
+    run.shadows["old"].move(1.0)  # had the trained policy sampled, its images would have been these
     trained = rollout(run)
     assert (trained.latents - first.latents).abs().max() > 0.01
 
@@ -57,7 +57,7 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
     assert torch.equal(old, velocity.detach())
     weights = [p.detach().clone() for p in run.parameters]
     move(run)
-    run.old.move(0.5)
+    run.shadows["old"].move(0.5)
     again, still, moved = script.velocities(run, rows, rows.latents)
     assert torch.equal(still, reference)
     assert (again - old).abs().max() > 1e-3
@@ -80,7 +80,7 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     plain = script.noised
     monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
     config = config_of(NAME, tmp_path, train__shared_noise=True)
-    run = startup.start(config, checks.NFT, old=True)
+    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
     images = rollout(run)
     groups = images.images // run.plan.group_size
     for group in groups.unique():

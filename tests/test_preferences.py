@@ -162,7 +162,7 @@ def test_best_and_worst_of_each_group():
     pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, 0.1)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
-    assert pairs.kept.tolist() == [1, 0]
+    assert pairs.loss_weight.tolist() == [1, 0]
     assert pairs.numbers.tolist() == [40, 44]
     assert pairs.embeds.text.flatten().tolist() == [0, 4]
 

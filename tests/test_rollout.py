@@ -145,14 +145,14 @@ def test_credit_goes_to_the_image_or_the_outcome(per_outcome):
     rollout = sampled(range(BATCH))
     if not per_outcome:  # a window: one outcome
         rollout = concat([rollout])
-        rollout.log_probs, rollout.advantages, rollout.kept = (
-            x[:, :, :1].clone() for x in (rollout.log_probs, rollout.advantages, rollout.kept)
+        rollout.log_probs, rollout.advantages, rollout.loss_weight = (
+            x[:, :, :1].clone() for x in (rollout.log_probs, rollout.advantages, rollout.loss_weight)
         )
     shape = rollout.log_probs.shape if per_outcome else (BATCH, 1, 1)
     values = torch.arange(float(torch.Size(shape).numel()))
     credit(rollout, values, values / 2)
     assert torch.equal(rollout.advantages, values.view(shape).expand(rollout.log_probs.shape))
-    assert torch.equal(rollout.kept, values.view(shape).expand(rollout.log_probs.shape) / 2)
+    assert torch.equal(rollout.loss_weight, values.view(shape).expand(rollout.log_probs.shape) / 2)
 
 
 @pytest.mark.slow

@@ -84,17 +84,19 @@ def change_weights(run, number: int) -> None:
 
 def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda rows: rows, mode=torch.enable_grad):
     """What the update says of `rows`, image * K + step, in minibatches of `size`, each changed, inside mode()."""
-    parts, plan = [], run.plan
+    forwards, plan = [], run.plan
     run.plan = replace(plan, batch_size=size or plan.batch_size)
-    for some in rows.split(run.plan.batch_size):
+    for minibatch in rows.split(run.plan.batch_size):
         seen.clear()
         with mode():
-            step = policy_step(run, change(rollout.take(some, len(rows))))
+            step = policy_step(run, change(rollout.take(minibatch, len(rows))))
         mean = step.prev_sample_mean.detach()[:: plan.num_branches]
-        parts.append(Forward(seen[-1].velocity[: len(some)], mean, step.log_prob.detach().view(len(some), -1)))
+        forwards.append(
+            Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))
+        )
         del step  # and its graph, before the next one is made
     run.plan = plan
-    return Forward(*(torch.cat(column) for column in zip(*parts)))
+    return Forward(*(torch.cat(column) for column in zip(*forwards)))
 
 
 def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
@@ -103,19 +105,21 @@ def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
     before: () -> context in which the weights are those of before their change.
     """
     size, wider = run.plan.batch_size, rollout.embeds.num_tokens + 16
-    found = {"no gradients": dict(mode=torch.no_grad)}
-    found |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
-    found["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
+    changes = {"no gradients": dict(mode=torch.no_grad)}
+    changes |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
+    changes["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
     if rollout.embeds.mask is not None:
-        found["text padded by 16 more"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.padded(wider)))
-        found["text cut to the longest prompt"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.trimmed(1)))
-    found["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
+        changes["text padded by 16 more"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.padded(wider)))
+        changes["text cut to the longest prompt"] = dict(
+            change=lambda rows: replace(rows, embeds=rows.embeds.trimmed(1))
+        )
+    changes["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
     if run.config.lora.rank:
         merged = policies.merged(run.pipeline.transformer)
-        found["merged adapter"] = dict(mode=lambda: merged())
+        changes["merged adapter"] = dict(mode=lambda: merged())
     if before:
-        found["weights of before the change"] = dict(mode=before)
-    return found | {
+        changes["weights of before the change"] = dict(mode=before)
+    return changes | {
         f"{name} attention": dict(mode=lambda b=backend: sdpa_kernel(b)) for name, backend in BACKENDS.items()
     }
 
@@ -148,34 +152,34 @@ def by_cause(run, seen, rollout: Rollout, before: Callable | None = None) -> dic
     shuffled = torch.randperm(len(rows), generator=rng.generator(0, "neighbours"))
     others = forward(run, seen, rollout, rows[shuffled])
     back = shuffled.argsort().to(others.velocity.device)
-    found = {"other neighbours": Forward(*(part[back] for part in others))}
-    for name, how in causes(run, rollout, before).items():
+    forwards = {"other neighbours": Forward(*(part[back] for part in others))}
+    for name, change in causes(run, rollout, before).items():
         try:
-            found[name] = forward(run, seen, rollout, rows, **how)
+            forwards[name] = forward(run, seen, rollout, rows, **change)
         except RuntimeError as error:  # not every kernel takes every input
-            found[name] = str(error).splitlines()[0]
-    return found
+            forwards[name] = str(error).splitlines()[0]
+    return forwards
 
 
 def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
     """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
     image, step = rows // rollout.shape[0], rows % rollout.shape[0]
     device = rollout.latents.device
-    here, at = image.to(device), step.to(device)
+    image_index, step_index = image.to(device), step.to(device)
     if not torch.equal(rollout.timesteps.cpu(), planned(run, epoch, rollout)):
         return "window: an image was noisy at other steps than the others of its block"
-    x, t = rollout.latents[here, at], rollout.timesteps[here, at]
+    x, t = rollout.latents[image_index, step_index], rollout.timesteps[image_index, step_index]
     calls = [match(x[i], t[i], seen) for i in range(len(rows))]
     drawn = torch.stack([call.x[row] for call, row in calls])
     if not torch.equal(drawn, x):
         kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
         return f"latents: stored{kind}, not as the policy saw them"
-    texts = torch.stack([rollout.embeds.text[i] for i in here])
-    told = [call.condition.text[row] for call, row in calls]
-    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(told, texts)):
+    texts = torch.stack([rollout.embeds.text[i] for i in image_index])
+    seen_texts = [call.condition.text[row] for call, row in calls]
+    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(seen_texts, texts)):
         return "text: the policy saw other embeddings"
     velocities = torch.stack([call.velocity[row] for call, row in calls])
-    noted = Forward(velocities, rollout.means[here, at], rollout.log_probs[here, at])
+    noted = Forward(velocities, rollout.means[image_index, step_index], rollout.log_probs[image_index, step_index])
     names = ("velocity", "mean", "log-prob")
     return next((name for name, a, b in zip(names, noted, plain) if not torch.equal(a, b)), "")
 
@@ -186,8 +190,8 @@ def planned(run, epoch: int, rollout: Rollout) -> Tensor:
     if run.plan.num_branches > 1:
         return timesteps[: rollout.shape[0]].expand(len(rollout.images), -1)
     blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.images]
-    found = [windows.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks]
-    return torch.stack([timesteps[list(window)][: rollout.shape[0]] for window in found])
+    noisy_steps = [windows.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks]
+    return torch.stack([timesteps[list(window)][: rollout.shape[0]] for window in noisy_steps])
 
 
 def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
@@ -196,29 +200,30 @@ def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
     for call in seen:
         distance = (call.x - x).flatten(1).square().sum(1) + 1e9 * (call.t - t).abs()
         value, row = distance.min(0)
-        best = min(best or (value, call, row), (value, call, row), key=lambda found: found[0])
+        best = min(best or (value, call, row), (value, call, row), key=lambda nearest: nearest[0])
     return best[1], best[2]
 
 
 def compare(run, seen, engine: str, before) -> tuple[dict, Rollout]:
     """Draw an epoch and score it by the update's forward: the gap, the first difference and what explains it best."""
     run.config.sample.engine = engine
-    run.slots = sampling.slots(run.config.sample)
     seen.clear()
     script = train_qwenimage_pr if run.plan.num_branches > 1 else train_qwenimage
-    rollout = concat([kept for kept, _ in script.rollout(run, 0)])
+    rollout = concat([rollout for rollout, _ in script.rollout(run, 0)])
     drawn, rows = list(seen), some_rows(rollout, run.plan.batch_size)
     plain = forward(run, seen, rollout, rows)
-    here, at = (part.to(rollout.latents.device) for part in (rows // rollout.shape[0], rows % rollout.shape[0]))
-    noted = rollout.log_probs[here, at]
-    found = dict(gap=largest(noted, plain.log_prob), cause="")
-    found["first"] = first_difference(run, 0, rollout, drawn, plain, rows)
-    if found["gap"] > 0:
+    image_index, step_index = (
+        part.to(rollout.latents.device) for part in (rows // rollout.shape[0], rows % rollout.shape[0])
+    )
+    noted = rollout.log_probs[image_index, step_index]
+    result = dict(gap=largest(noted, plain.log_prob), cause="")
+    result["first"] = first_difference(run, 0, rollout, drawn, plain, rows)
+    if result["gap"] > 0:
         others = by_cause(run, seen, rollout, before)
         gaps = {name: largest(noted, o.log_prob) for name, o in others.items() if isinstance(o, Forward)}
         best = min(gaps, key=gaps.get)
-        found["cause"] = best if gaps[best] < 0.1 * found["gap"] else ""
-    return found, rollout
+        result["cause"] = best if gaps[best] < 0.1 * result["gap"] else ""
+    return result, rollout
 
 
 def largest(a: Tensor, b: Tensor) -> float:
@@ -230,13 +235,13 @@ def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
     """Both tables in Markdown."""
     limit = run.config.train.clip_range / 10
     lines = ["| rollout | largest gap | parts first at | like |", "|---|---|---|---|"]
-    for name, found in compared.items():
-        lines.append(f"| {name} | {found['gap']:.2g} | {found['first'] or '-'} | {found['cause'] or '-'} |")
+    for name, result in compared.items():
+        lines.append(f"| {name} | {result['gap']:.2g} | {result['first'] or '-'} | {result['cause'] or '-'} |")
     measures = {}
     for scale in sorted({run.config.sample.guidance_scale, 1.0}):
         run.config.sample.guidance_scale = scale
         plain = forward(run, seen, rollout, some_rows(rollout, run.plan.batch_size))
-        measures[scale] = {name: cells(plain, found, limit) for name, found in by_cause(run, seen, rollout).items()}
+        measures[scale] = {name: cells(plain, changed, limit) for name, changed in by_cause(run, seen, rollout).items()}
     heads = [f"guidance {scale:g}: velocity | mean | log-prob | at most {limit:.0e}" for scale in measures]
     lines += ["", f"| one thing changed | {' | '.join(heads)} |", "|---" * (1 + 4 * len(heads)) + "|"]
     for name in next(iter(measures.values())):
@@ -244,11 +249,11 @@ def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
     return "\n".join(lines)
 
 
-def cells(plain: Forward, found: Forward | str, limit: float) -> str:
+def cells(plain: Forward, changed: Forward | str, limit: float) -> str:
     """The largest gaps of one cause."""
-    if isinstance(found, str):
-        return f"{found[:60]} | | |"
-    gaps = [largest(a, b) for a, b in zip(plain, found)]
+    if isinstance(changed, str):
+        return f"{changed[:60]} | | |"
+    gaps = [largest(a, b) for a, b in zip(plain, changed)]
     return " | ".join([f"{gap:.2g}" for gap in gaps] + ["yes" if gaps[-1] <= limit else "no"])
 
 
@@ -284,7 +289,7 @@ def main(config, random_weights: bool) -> int:
         compared, text = check(config)
     settings = f"{config.precision}, batches of {config.sample.batch_size}, compiled: {config.compile}"
     print(f"{config.name}: {settings}\n\n{text}")
-    return int(max(found["gap"] for found in compared.values()) > config.train.clip_range / 10)
+    return int(max(result["gap"] for result in compared.values()) > config.train.clip_range / 10)
 
 
 if __name__ == "__main__":

@@ -109,14 +109,17 @@ def targets(kind: str) -> list[str]:
 def split(seed: int) -> tuple[list[dict], list[dict]]:
     """(train, test): objects with prompt and target. No target of one is, in any case and spacing, one of the other."""
     wordings = shuffled(itertools.product(STYLES, SCENES.items(), VERBS, CASES), seed)
-    parts = [], []
+    splits = [], []
     for kind in TRAIN:
         chosen = shuffled(targets(kind), seed)[: TEST[kind] + TRAIN[kind]]
-        parts[1].extend(chosen[: TEST[kind]])
-        parts[0].extend(chosen[TEST[kind] :])
+        splits[1].extend(chosen[: TEST[kind]])
+        splits[0].extend(chosen[TEST[kind] :])
     train, test = (
-        [_worded(target, *wording) for target, wording in zip(shuffled(part, seed), itertools.cycle(wordings))]
-        for part in parts
+        [
+            _worded(target, *wording)
+            for target, wording in zip(shuffled(targets_of_split, seed), itertools.cycle(wordings))
+        ]
+        for targets_of_split in splits
     )
     return train, test
 

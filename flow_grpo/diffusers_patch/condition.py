@@ -29,16 +29,16 @@ class Condition:
 
     def take(self, rows: slice | Tensor) -> "Condition":
         """The rows of a slice or an index tensor."""
-        return _map(lambda parts: parts[0][rows], [self])
+        return _map(lambda tensors: tensors[0][rows], [self])
 
     @staticmethod
-    def concat(parts: list["Condition"]) -> "Condition":
-        """Join along B; all parts are padded to one width."""
-        return _map(torch.cat, parts) if len(parts) > 1 else parts[0]
+    def concat(conditions: list["Condition"]) -> "Condition":
+        """Join along B; all conditions are padded to one width."""
+        return _map(torch.cat, conditions) if len(conditions) > 1 else conditions[0]
 
     def expand(self, num: int) -> "Condition":
         """One row as `num` rows."""
-        return _map(lambda parts: parts[0].expand(num, *parts[0].shape[1:]), [self])
+        return _map(lambda tensors: tensors[0].expand(num, *tensors[0].shape[1:]), [self])
 
     def padded(self, width: int) -> "Condition":
         """Rows of `width` text tokens, masked beyond their own; for transformers that take a mask."""
@@ -58,8 +58,8 @@ class Condition:
 TENSORS = tuple(field.name for field in fields(Condition) if field.name != "negative")
 
 
-def _map(change: Callable[[list[Tensor]], Tensor], parts: list[Condition]) -> Condition:
+def _map(change: Callable[[list[Tensor]], Tensor], conditions: list[Condition]) -> Condition:
     """Apply `change` to every tensor field of some conditions; the first one's negative stays."""
-    columns = {name: [getattr(part, name) for part in parts] for name in TENSORS}
+    columns = {name: [getattr(condition, name) for condition in conditions] for name in TENSORS}
     changed = {name: None if values[0] is None else change(values) for name, values in columns.items()}
-    return replace(parts[0], **changed)
+    return replace(conditions[0], **changed)

@@ -173,7 +173,7 @@ def choose(in_flight: list[Request], slots: Slots) -> list[Request]:
     by_kind = {}
     for request in in_flight:
         by_kind.setdefault(request.kind, []).append(request)
-    packed = [pack(alike, slots.size(alike[0])) for alike in by_kind.values()]
+    packed = [pack(requests, slots.size(requests[0])) for requests in by_kind.values()]
     return max(packed, key=lambda batch: (fill(batch, slots), batch[0].needs_log_prob))
 
 
@@ -210,15 +210,15 @@ def denoise_step(velocity: Velocity, batch: list[Request], slots: Slots, mode: C
 
 def step_scheduler(batch: list[Request], velocities: Tensor, slots: Slots) -> list[Request]:
     """Move every request of a batch by one step, in place; returns those that have left them: branches and heirs."""
-    new, alike = [], {}
+    new, groups = [], {}
     for request, v in zip(batch, velocities.split([request.num_rows for request in batch]), strict=True):
         if request.solver:
             request.latents = request.solver.step(v, request.timestep, request.latents, return_dict=False)[0]
         else:  # one call for all that share a schedule and a kind of noise
             params = request.params
             noise = (request.num_branches, params.noise_level, params.sde_type) if request.needs_log_prob else ()
-            alike.setdefault((id(request.scheduler), *noise), []).append((request, v))
-    for pairs in alike.values():
+            groups.setdefault((id(request.scheduler), *noise), []).append((request, v))
+    for pairs in groups.values():
         requests, v = [request for request, _ in pairs], _joined([v for _, v in pairs])
         if requests[0].needs_log_prob:
             new += noisy_step(requests, v, slots.ode_rows)
@@ -305,11 +305,11 @@ def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
     """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per step."""
     trace = [
         TracedStep(
-            _joined([part.timestep for part in parts]),
-            _joined([part.latents for part in parts]),
-            SDEStep(*(_joined(column) for column in zip(*(part.step for part in parts)))),
+            _joined([traced.timestep for traced in traced_steps]),
+            _joined([traced.latents for traced in traced_steps]),
+            SDEStep(*(_joined(column) for column in zip(*(traced.step for traced in traced_steps)))),
         )
-        for parts in zip(*(request.trace for request in finished), strict=True)
+        for traced_steps in zip(*(request.trace for request in finished), strict=True)
     ]
     return _joined([_drawn(request) for request in finished]), trace
 
@@ -322,6 +322,6 @@ def _drawn(request: Request) -> Tensor:
     return _joined([branch.latents for branch in request.branches]).unflatten(0, shape).transpose(0, 1)
 
 
-def _joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Along the rows; one part as it is."""
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Along the rows; one tensor as it is."""
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]

@@ -42,12 +42,12 @@ def text_version(folder: str) -> dict[str, str | int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files) if path.is_file()}
 
 
-def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **parts) -> DiffusionPipeline:
-    """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `parts` beside them."""
+def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
+    """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
     folder = shipped.find(folder)
     names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
     heavy = [name for name in names if not name.startswith(WITHOUT_WEIGHTS)]
-    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | parts)
+    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
 
 
 def load_pipeline(
@@ -75,8 +75,8 @@ def load_pipeline(
         return without_weights(pipeline_class, folder, transformer=transformer)
     encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"vae": vae_dtype, "default": encoder_dtype}
-    parts = {} if text else dict.fromkeys(_text_encoders(pipeline_class.load_config(folder)))
-    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes, **parts), device)
+    left_out = {} if text else dict.fromkeys(_text_encoders(pipeline_class.load_config(folder)))
+    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out), device)
 
 
 def _text_encoders(names) -> list[str]:

@@ -291,14 +291,14 @@ def post_decode(
     model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
 ) -> Iterator[tuple[list[Request], Sampled]]:
     """Images of finished requests, some B requests together as soon as they fill a decode."""
-    some = []
+    ready = []
     for request in finished:
-        some.append(request)
-        if sum(max(1, len(one.branches)) for one in some) >= vae_batch_size:
-            yield some, _decoded(model, some, vae_batch_size)
-            some = []
-    if some:
-        yield some, _decoded(model, some, vae_batch_size)
+        ready.append(request)
+        if sum(max(1, len(r.branches)) for r in ready) >= vae_batch_size:
+            yield ready, _decoded(model, ready, vae_batch_size)
+            ready = []
+    if ready:
+        yield ready, _decoded(model, ready, vae_batch_size)
 
 
 def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Sampled:

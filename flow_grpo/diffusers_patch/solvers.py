@@ -37,14 +37,14 @@ class Extrapolation:
 
     def __init__(self, scheduler, start: int, ratio: float):
         num_steps, sigmas = len(scheduler.timesteps), scheduler.sigmas
-        asked = asked_steps(start, num_steps, ratio)
-        self.timesteps = scheduler.timesteps[asked]
+        steps = asked_steps(start, num_steps, ratio)
+        self.timesteps = scheduler.timesteps[steps]
         self.last, self.weights = None, []  # the last velocity; of each one to come, and of its change since the last
-        for before, here, following in zip([None, *asked], asked, [*asked[1:], num_steps], strict=False):
-            to_come = sigmas[here + 1 : following + 1]
-            bent = (to_come.diff() * (to_come[:-1] - sigmas[here])).sum()
-            change = 0.0 if before is None else bent / (sigmas[here] - sigmas[before])
-            self.weights.append((sigmas[following] - sigmas[here], change))
+        for before, step, following in zip([None, *steps], steps, [*steps[1:], num_steps], strict=False):
+            to_come = sigmas[step + 1 : following + 1]
+            bent = (to_come.diff() * (to_come[:-1] - sigmas[step])).sum()
+            change = 0.0 if before is None else bent / (sigmas[step] - sigmas[before])
+            self.weights.append((sigmas[following] - sigmas[step], change))
         self.weights.reverse()
 
     def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:

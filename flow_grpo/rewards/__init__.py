@@ -84,9 +84,9 @@ def bounds(name: str) -> tuple[float, float]:
     return getattr(_file(name), "RANGE", (-math.inf, math.inf)) if name in known() else (-math.inf, math.inf)
 
 
-def as_scores(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     """What a `score` returned, as a dict."""
-    return found if isinstance(found, dict) else {"score": found}
+    return output if isinstance(output, dict) else {"score": output}
 
 
 def checked(name: str, values, prompts: list[str]) -> Tensor:

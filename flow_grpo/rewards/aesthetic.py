@@ -25,7 +25,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
 
     Raises:
-        ValueError: weights or processor cannot be had, or the predictor is not one for this CLIP.
+        ValueError: missing weights or processor, or the predictor is not one for this CLIP.
     """
     weights = read_weights("aesthetic", predictor)
     clip, prepare = load_clip("aesthetic", model, processor or model, device)

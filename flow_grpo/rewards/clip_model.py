@@ -30,15 +30,15 @@ def to_pil(images: Tensor) -> list[Image.Image]:
 
 def in_batches(score: Callable[..., Tensor], size: int, *columns) -> Tensor:
     """score(*columns) over `size` rows at a time; every column has a row per image."""
-    parts = [slice(start, start + size) for start in range(0, len(columns[0]), size)]
-    return torch.cat([score(*(column[part] for column in columns)) for part in parts])
+    slices = [slice(start, start + size) for start in range(0, len(columns[0]), size)]
+    return torch.cat([score(*(column[rows] for column in columns)) for rows in slices])
 
 
 def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, CLIPProcessor]:
     """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder.
 
     Raises:
-        ValueError: weights or processor cannot be had; the message names the reward and the id.
+        ValueError: missing weights or processor; the message names the reward and the id.
     """
     clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
     prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
@@ -100,9 +100,9 @@ def optional_package(reward: str, name: str, install: str) -> ModuleType:
         ) from error
 
 
-def _pretrained(reward: str, kind: type, name: str, **how):
+def _pretrained(reward: str, kind: type, name: str, **options):
     try:
-        return kind.from_pretrained(name, **how)
+        return kind.from_pretrained(name, **options)
     except OSError as error:  # no such id, or no network and nothing in the cache
         raise ValueError(
             f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "

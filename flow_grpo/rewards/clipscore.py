@@ -23,7 +23,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         prefix: put before every prompt, with a space of its own at the end.
 
     Raises:
-        ValueError: weights or processor cannot be had.
+        ValueError: missing weights or processor.
     """
     clip, prepare = load_clip("clipscore", model, processor or model, device)
 
@@ -31,7 +31,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         texts = [prefix + prompt for prompt in prompts]
-        found = in_batches(lambda *rows: cosines(clip, prepare, *rows), BATCH_SIZE, images, texts)
-        return SCALE * found.clamp(0, 1)
+        similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), BATCH_SIZE, images, texts)
+        return SCALE * similarities.clamp(0, 1)
 
     return score

@@ -23,7 +23,7 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
         config: the package's YAML file, which also names the base model; its own HPSv3_7B.yaml unless given.
 
     Raises:
-        ValueError: no package, or weights that cannot be had.
+        ValueError: no package, or missing weights.
     """
     package = optional_package("hpsv3", "hpsv3", INSTALL)
     try:
@@ -36,8 +36,8 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> [B] each, an image per forward as bfloat16 would feel its neighbours."""
         pairs = zip(to_pil(images), prompts, strict=True)
-        found = torch.cat([judge.reward(image_paths=[picture], prompts=[prompt]) for picture, prompt in pairs])
-        mu, log_sigma = found.float().unbind(1)
+        outputs = torch.cat([judge.reward(image_paths=[picture], prompts=[prompt]) for picture, prompt in pairs])
+        mu, log_sigma = outputs.float().unbind(1)
         return {"score": mu, "sigma": log_sigma.exp()}
 
     return score

@@ -24,7 +24,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         folder: what the references' paths are relative to.
 
     Raises:
-        ValueError: weights or processor cannot be had; when scoring, no reference or none that can be read.
+        ValueError: missing weights or processor; when scoring, no reference or none that can be read.
     """
     clip, prepare = load_clip("image_similarity", model, processor or model, device)
     known = {}  # path -> embedding
@@ -39,8 +39,8 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         paths = [Path(folder, _reference(prompt, data)) for prompt, data in zip(prompts, metadata, strict=True)]
         wanted = torch.stack([embedding(path) for path in paths])
-        found = in_batches(lambda part: embed(clip, prepare, to_pil(part)), BATCH_SIZE, images)
-        return (found * wanted).sum(1).clamp(*RANGE)
+        embeddings = in_batches(lambda part: embed(clip, prepare, to_pil(part)), BATCH_SIZE, images)
+        return (embeddings * wanted).sum(1).clamp(*RANGE)
 
     return score
 

@@ -26,7 +26,7 @@ def load(device: torch.device | str, model: str = MODEL, folder: str | None = No
         folder: where the package keeps ImageReward.pt and med_config.json; ~/.cache/ImageReward unless given.
 
     Raises:
-        ValueError: no package, or weights that cannot be had.
+        ValueError: no package, or missing weights.
     """
     package = optional_package("imagereward", "ImageReward", INSTALL)
     try:

@@ -37,8 +37,8 @@ def load_judge(
 
     def parse(body: bytes) -> float:
         text = answer_of(body)
-        found = find.findall(text)
-        number = (found[-1] if isinstance(found[-1], str) else found[-1][0]) if found else None
+        matches = find.findall(text)
+        number = (matches[-1] if isinstance(matches[-1], str) else matches[-1][0]) if matches else None
         try:
             values = [(float(number) - lowest) / (highest - lowest)]
         except (TypeError, ValueError) as error:
@@ -47,8 +47,8 @@ def load_judge(
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         questions = [question(image, template.replace("{prompt}", text)) for image, text in zip(images, prompts)]
-        how = dict(model=model, temperature=0.0, max_tokens=max_tokens)
-        sent = [judge.post("/v1/chat/completions", parse, json=how | asked) for asked in questions]
+        settings = dict(model=model, temperature=0.0, max_tokens=max_tokens)
+        sent = [judge.post("/v1/chat/completions", parse, json=settings | message) for message in questions]
         return torch.tensor([future.result() for future in sent])
 
     return score

@@ -54,26 +54,26 @@ def check_prompts(prompts: Sequence[str], metadata: Sequence[dict] | None = None
         target_of(prompt, extra)
 
 
-def window_distance(found: str, target: str) -> int:
-    """Fewest single-character edits between the target and the nearest stretch of `found`, perhaps an empty one."""
-    edits = [0] * (len(found) + 1)  # per place of `found` at which the stretch may end
+def window_distance(text: str, target: str) -> int:
+    """Fewest single-character edits between the target and the nearest stretch of `text`, perhaps an empty one."""
+    edits = [0] * (len(text) + 1)  # per place of `text` at which the stretch may end
     for i, wanted in enumerate(target, start=1):
         above, edits = edits, [i]
-        for j, seen in enumerate(found, start=1):
+        for j, seen in enumerate(text, start=1):
             edits.append(min(above[j - 1] + (wanted != seen), above[j] + 1, edits[j - 1] + 1))
     return min(edits)
 
 
-def grade(found: str, target: str) -> dict[str, float]:
-    """The score of an image that shows `found`, and what is logged beside it.
+def grade(text: str, target: str) -> dict[str, float]:
+    """The score of an image that shows `text`, and what is logged beside it.
 
     Returns:
         score: see the module.
-        exact: 1.0 if the target occurs in the found text as it is, else 0.0.
+        exact: 1.0 if the target occurs in the text as it is, else 0.0.
         surplus: characters beyond the target's number, per character of the target.
     """
-    found, target = normalise(found), normalise(target)
-    distance, surplus = window_distance(found, target), max(0, len(found) - len(target))
+    text, target = normalise(text), normalise(target)
+    distance, surplus = window_distance(text, target), max(0, len(text) - len(target))
     score = max(0.0, 1 - (distance + SURPLUS_COST * surplus) / len(target))
     return {"score": score, "exact": float(distance == 0), "surplus": surplus / len(target)}
 
@@ -126,11 +126,11 @@ def _reader(threads: int) -> Callable[[np.ndarray], str]:
             f"reward ocr needs rapidocr and onnxruntime ({error}): pip install 'flow_grpo[ocr]'"
         ) from error
     engine = "EngineConfig.onnxruntime"
-    how = {f"{engine}.intra_op_num_threads": threads, f"{engine}.inter_op_num_threads": 1}
-    ocr = RapidOCR(params={"Global.log_level": "critical", "Global.use_cls": False, **how})
+    thread_settings = {f"{engine}.intra_op_num_threads": threads, f"{engine}.inter_op_num_threads": 1}
+    ocr = RapidOCR(params={"Global.log_level": "critical", "Global.use_cls": False, **thread_settings})
 
     def read(pixels: np.ndarray) -> str:
-        found = ocr(np.ascontiguousarray(pixels[..., ::-1]))  # the engine expects BGR
-        return " ".join(found.txts[i] for i in reading_order(found.boxes)) if found.txts else ""
+        result = ocr(np.ascontiguousarray(pixels[..., ::-1]))  # the engine expects BGR
+        return " ".join(result.txts[i] for i in reading_order(result.boxes)) if result.txts else ""
 
     return read

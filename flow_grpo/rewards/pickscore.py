@@ -22,7 +22,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
         processor: hub id or folder of its CLIPProcessor.
 
     Raises:
-        ValueError: weights or processor cannot be had.
+        ValueError: missing weights or processor.
     """
     clip, prepare = load_clip("pickscore", model, processor, device)
 

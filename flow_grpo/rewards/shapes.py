@@ -210,8 +210,8 @@ def detect(images: Tensor) -> list[list[Detection]]:
 
     Pictures are looked at AT_ONCE together, on their own device; one's objects do not depend on its neighbours.
     """
-    parts = images.split(AT_ONCE.get(images.device.type, len(images)))
-    return [detections for part in parts for detections in _detect(part)]
+    batches = images.split(AT_ONCE.get(images.device.type, len(images)))
+    return [detections for batch in batches for detections in _detect(batch)]
 
 
 def _detect(images: Tensor) -> list[list[Detection]]:
@@ -271,9 +271,9 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
     check_metadata(metadata)
     include, credits = metadata["include"], []
     for entry in include:
-        found = len(_matching(detections, {"class": entry["class"]}))
+        num_drawn = len(_matching(detections, {"class": entry["class"]}))
         matching = _matching(detections, entry)
-        credits.append(max(0.0, 1 - abs(entry["count"] - found) / entry["count"]))
+        credits.append(max(0.0, 1 - abs(entry["count"] - num_drawn) / entry["count"]))
         if entry.get("color"):
             credits.append(float(len(matching) == entry["count"]))
         if entry.get("position"):
@@ -287,8 +287,8 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
 
 def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
     """Raises ValueError for the first prompt without GenEval metadata that names shapes."""
-    for prompt, asked in zip(prompts, metadata, strict=True):
-        check_metadata({"prompt": prompt} | asked)
+    for prompt, data in zip(prompts, metadata, strict=True):
+        check_metadata({"prompt": prompt} | data)
 
 
 def load(device):
@@ -297,7 +297,7 @@ def load(device):
     def score(images, prompts, metadata):
         if metadata is None:
             raise ValueError("the shapes reward needs GenEval metadata for each image: prompts from *_metadata.jsonl")
-        grades = [grade(seen, asked) for seen, asked in zip(detect(images), metadata, strict=True)]
+        grades = [grade(seen, data) for seen, data in zip(detect(images), metadata, strict=True)]
         dense, strict = torch.tensor(grades).view(-1, 2).unbind(1)
         return {"score": dense, "accuracy": strict}
 

@@ -100,10 +100,10 @@ class Pool:
     def _collect(self, requests: dict[str, list[tuple[Future, list[str]]]]) -> dict[str, Tensor]:
         scores = {}
         for name, sent in requests.items():
-            parts = [self.scorers[name].receive(future, prompts) for future, prompts in sent]
-            keys = next((part for part in parts if len(part) > 1), parts[0])
+            answers = [self.scorers[name].receive(future, prompts) for future, prompts in sent]
+            keys = next((answer for answer in answers if len(answer) > 1), answers[0])
             for key in keys:
-                column = [part.get(key, torch.full_like(part["score"], torch.nan)) for part in parts]
+                column = [answer.get(key, torch.full_like(answer["score"], torch.nan)) for answer in answers]
                 scores[name if key == "score" else f"{name}_{key}"] = torch.cat(column)
         scores["avg"] = sum(weight * scores[name] for name, weight in self.weights.items())
         return scores

@@ -138,13 +138,13 @@ class RemoteScorer(Scorer):
         request, suffix = json.dumps({"prompts": prompts, "metadata": metadata}), self.settings.image_format
         files = [wire.pack_image(image, suffix) for image in images.cpu()]
         key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()
-        parts = [("images", (f"{i}.{suffix}", file, wire.TYPES[suffix])) for i, file in enumerate(files)]
+        uploads = [("images", (f"{i}.{suffix}", file, wire.TYPES[suffix])) for i, file in enumerate(files)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
             return wire.read_scores(_json(body), len(prompts), self.bounds)
 
         headers = {"Idempotency-Key": key}
-        return self.server.post("/score", parse, data={"request": request}, files=parts, headers=headers)
+        return self.server.post("/score", parse, data={"request": request}, files=uploads, headers=headers)
 
 
 def _json(body: bytes) -> Any:

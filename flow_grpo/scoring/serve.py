@@ -37,12 +37,14 @@ def announce(url: str) -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Load the reward, print the server's address, serve until stopped. Its token is the environment's REWARD_TOKEN."""
-    given = parse(args)
-    rewards.check_options(given.name, given.options)
-    score = rewards.load(given.name, torch.device(given.device), given.options)
-    limits = Limits(given.batch_size, given.max_delay_s, given.max_waiting, given.max_body_mib << 20, given.max_side)
-    app = make_app(given.name, score, limits, os.environ.get("REWARD_TOKEN", ""))
-    asyncio.run(serve(app, given.host, given.port, announce, given.parent))
+    parsed = parse(args)
+    rewards.check_options(parsed.name, parsed.options)
+    score = rewards.load(parsed.name, torch.device(parsed.device), parsed.options)
+    limits = Limits(
+        parsed.batch_size, parsed.max_delay_s, parsed.max_waiting, parsed.max_body_mib << 20, parsed.max_side
+    )
+    app = make_app(parsed.name, score, limits, os.environ.get("REWARD_TOKEN", ""))
+    asyncio.run(serve(app, parsed.host, parsed.port, announce, parsed.parent))
 
 
 if __name__ == "__main__":

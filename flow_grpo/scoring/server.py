@@ -77,8 +77,8 @@ class Line:
                     while sum(len(job.images) for job in jobs) < self.limits.batch_size:
                         jobs.append(await self.queue.get())
             sizes = {job.images[0].shape for job in jobs}
-            for alike in ([job for job in jobs if job.images[0].shape == size] for size in sizes):
-                await self._score(alike)
+            for same_size in ([job for job in jobs if job.images[0].shape == size] for size in sizes):
+                await self._score(same_size)
 
     async def _score(self, jobs: list[Job]) -> None:
         images, prompts, metadata = (

@@ -86,8 +86,8 @@ def read_scores(answer: Any, count: int, bounds: tuple[float, float] = (-math.in
 def check_numbers(name: str, values: Any, count: int, bounds: tuple[float, float] | None = None) -> Tensor:
     """A list of `count` finite numbers within `bounds` as a float32 tensor. Raises BadAnswer."""
     if not isinstance(values, list) or len(values) != count:
-        found = f"{len(values)} values" if isinstance(values, list) else str(values)[:80]
-        raise BadAnswer(f"{name}: {found} for {count} images")
+        received = f"{len(values)} values" if isinstance(values, list) else str(values)[:80]
+        raise BadAnswer(f"{name}: {received} for {count} images")
     low, high = bounds or (-math.inf, math.inf)
     for value in values:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
