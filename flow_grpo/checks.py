@@ -61,8 +61,29 @@ def _check_meaning(config) -> None:
             "a weight compares recomputed log-probs with the rollout's; set 'recompute'"
         )
     _check_best_by(config)
+    _check_ignored_in_pairs(config.train)
     if config.sample.noise_level == 0:
         raise ValueError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+
+
+def _check_ignored_in_pairs(train) -> None:
+    """Refuse a setting that another one makes the run ignore."""
+    if train.target_update_size and (train.objective == "guard" or not train.clip_range):
+        raise ValueError(
+            f"config.train.target_update_size is {train.target_update_size} with config.train.objective "
+            f"{train.objective!r} and clip_range {train.clip_range}: an update's size is measured in clip ranges of "
+            "the plain ratio; set objective 'clip' and a clip_range above 0"
+        )
+    if train.target_update_size and train.updates_per_epoch * train.inner_epochs == 1:
+        raise ValueError(
+            f"config.train.target_update_size is {train.target_update_size} with one update an epoch: its ratios "
+            "are all 1, so its size is never seen; set config.train.updates_per_epoch to 2 or more"
+        )
+    if train.flow_matching_warmup and not train.flow_matching_weight:
+        raise ValueError(
+            f"config.train.flow_matching_warmup is {train.flow_matching_warmup}, but config.train.flow_matching_weight "
+            "is 0: there is no weight to rise to"
+        )
 
 
 def _check_best_by(config) -> None:

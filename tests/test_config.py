@@ -234,3 +234,21 @@ def test_what_args_say_of_one_reward_is_checked_as_what_is_said_of_all(key, wron
     config.reward.args = {"shapes": {key: wrong}}
     with pytest.raises(ValueError, match=says):
         check_rewards({"shapes": 1.0}, (), config.reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "named"),
+    [
+        ("shapes_qwenimage", dict(target_update_size=1.0, objective="guard"), "target_update_size"),
+        ("shapes_qwenimage", dict(target_update_size=1.0, clip_range=0.0), "target_update_size"),
+        ("shapes_qwenimage", dict(target_update_size=1.0, updates_per_epoch=1), "target_update_size"),
+        ("shapes_qwenimage_nft", dict(flow_matching_warmup=5), "flow_matching_warmup"),
+    ],
+)
+def test_a_setting_that_another_one_makes_the_run_ignore_is_refused(name, values, named):
+    script = checks.NFT if name.endswith("nft") else checks.GRPO
+    config = config_of(name)
+    checks.check(config, script)
+    config.train.update(values)
+    with pytest.raises(ValueError, match=f"config.train.{named} is "):
+        checks.check(config, script)
