@@ -62,8 +62,9 @@ class Run:
     epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
-    learning_rate_factor: float = 1.0  # of the configured one  <- watch, _lower_learning_rate, resume
-    num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
+    learning_rate_factor: float = 1.0  # of the configured one  <- watch, _lower_learning_rate, _resume
+    learning_rate_ceiling: float = 1.0  # of this factor: what halving left of it  <- _lower_learning_rate, _resume
+    num_roll_backs: int = 0  # by config.health.action  <- _roll_back, _resume
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, _resume
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
 

@@ -15,8 +15,10 @@ from flow_grpo import (
     checkpoints,
     checks,
     compiled,
+    dashboards,
     distributed,
     float8,
+    folders,
     fsdp_utils,
     policies,
     prompts,
@@ -49,6 +51,13 @@ class Prompts(NamedTuple):
     choosing: prompts.Split
     test: prompts.Split
     drawn: bool  # whether images of the training prompts are made; not where they are stored
+
+
+class Place(NamedTuple):
+    """Where a run writes and what it goes on from."""
+
+    folder: Path
+    checkpoint: Path | None
 
 
 class Learner(NamedTuple):
@@ -89,10 +98,11 @@ def start(
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
-    run = _load(config, family, ranks, folder, plan, texts, shadows, reference)
-    if checkpoint:
-        _resume(run, checkpoint)
+    place = distributed.on_main(_take_folder, config)
+    with folders.given_back(place.folder):
+        run = _load(config, family, ranks, place.folder, plan, texts, shadows, reference)
+    if place.checkpoint:
+        _resume(run, place.checkpoint)
     run.board.truncate(run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
@@ -286,33 +296,43 @@ def _synchronize(device: torch.device) -> Callable | None:
     return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
 
 
-def _choose_folder(config: ConfigDict) -> tuple[Path, Path | None]:
-    """Where this run writes and what it resumes from. A new run never writes into the folder of an older one.
+def _take_folder(config: ConfigDict) -> Place:
+    """Where this run writes, locked, and what it resumes from. A new run never writes into the folder of an older one.
 
-    Raises ValueError for a checkpoint that is not there, or of another config.
+    Raises ValueError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
+    not there, is damaged, or is of another config.
     """
-    first = Path(config.output_dir, config.run_name or config.name)
-    if config.resume_from not in ("", "latest"):
-        checkpoint = checkpoints.find(first, config.resume_from)
+    first, which = Path(config.output_dir, config.run_name or config.name), config.resume_from
+    if which in ("", "latest"):
+        folder = folders.newest(first) if which else folders.take(first)
+        if folder is None:
+            folders.make(folder := first)
+        which = which and folder / "checkpoints"
+    else:
+        folder = _folder_of(checkpoints.find(first, which))
+    unlocked = folders.lock(folder)
+    checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
+    if checkpoint:
         checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
-        folder = checkpoint.parents[1]  # of "checkpoints", or of the best evaluation's state
-        return folder.parent if folder.name == best.NAME else folder, checkpoint
-    taken = [first] if first.exists() else []
-    while (following := first.with_name(f"{first.name}-{len(taken) + 1}")).exists():
-        taken.append(following)
-    if config.resume_from == "latest" and taken:
-        checkpoint = checkpoints.find(taken[-1] / "checkpoints")
-        if checkpoint:
-            checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
-        return taken[-1], checkpoint
-    return (following if taken else first), None
+    goes_on = f"goes on from {checkpoint.name}" if checkpoint else "begins"
+    for line in [unlocked, *damaged, f"the run {goes_on} in {folder}"]:
+        dashboards.say(line)
+    return Place(folder, checkpoint)
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    """The run's, whose "checkpoints", or best evaluation's state, a checkpoint lies in."""
+    folder = checkpoint.parents[1]
+    return folder.parent if folder.name == best.NAME else folder
 
 
 def _resume(run: Run, checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     config, may_differ = run.config.to_dict(), settings.may_differ()
-    run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
-    run.saved_epoch = run.epoch
+    progress = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
+    run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
+    run.learning_rate_factor, run.learning_rate_ceiling = progress.learning_rate_factor, progress.learning_rate_ceiling
+    run.num_roll_backs = progress.num_roll_backs
     if evaluates(run.config):
         candidate = best_candidate(run, run.epoch, {})
         run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)

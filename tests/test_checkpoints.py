@@ -18,7 +18,7 @@ import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, distributed, fsdp_utils, offload
+from flow_grpo import checkpoints, distributed, exports, fsdp_utils, offload
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -29,9 +29,9 @@ def start(weights, mesh=None, lora=True):
     return transformer, optimizer_of(transformer), ema_of(transformer)
 
 
-def save(folder, run, epoch, **how):
-    how = dict(step=epoch, config=CONFIG) | how
-    return checkpoints.save(folder, checkpoints.training_state(*run), epoch=epoch, **how)
+def save(folder, run, epoch, *, step=None, config=CONFIG, **how):
+    progress = checkpoints.Progress(epoch, epoch if step is None else step)
+    return checkpoints.save(folder, checkpoints.training_state(*run), progress, config=config, **how)
 
 
 def resume(checkpoint, run, config=CONFIG, **how):
@@ -76,11 +76,11 @@ def two_ranks(folder, lora):
     train(*run[:2], range(3, 5), run[2])
     seen["unbroken"] = whole(run)
     if lora:
-        checkpoints.save_lora(pipeline_of(run[0]), folder / "export")
+        exports.save_lora(pipeline_of(run[0]), folder / "export")
     else:
-        checkpoints.save_transformer(run[0], folder / "transformer")
+        exports.save_transformer(run[0], folder / "transformer")
     fresh = start(folder / "base", mesh, lora)
-    assert resume(checkpoint, fresh) == (1, 1)
+    assert resume(checkpoint, fresh)[:2] == (1, 1)
     seen["loaded"] = whole(fresh)
     train(*fresh[:2], range(3, 5), fresh[2])
     seen["resumed"] = whole(fresh)
@@ -122,7 +122,7 @@ def saves_until(folder, first, last):
     """Checkpoints number first, first + 1, ..., two to an epoch so that every second one replaces its predecessor."""
     for n in range(first, last):
         state = {"a": torch.full((40_000,), n, dtype=torch.int64), "b": torch.tensor(n)}
-        checkpoints.save(folder, state, epoch=n // 2, step=n, config=CONFIG)
+        checkpoints.save(folder, state, checkpoints.Progress(n // 2, n), config=CONFIG)
         (folder / "n").write_text(str(n))
         (folder / "n").rename(folder / "completed")
 
@@ -210,7 +210,7 @@ def test_resume_is_bitwise(folder, tmp_path, steps):
     unbroken, resumed = start(folder / "base"), start(folder / "base")
     train(*unbroken[:2], range(steps), unbroken[2])
     checkpoint = save(tmp_path, unbroken, 4, step=steps)
-    assert resume(checkpoint, resumed) == (4, steps)
+    assert resume(checkpoint, resumed)[:2] == (4, steps)
     for run in (unbroken, resumed):
         train(*run[:2], range(steps, steps + 3), run[2])
     assert same(whole(resumed), whole(unbroken))
@@ -278,9 +278,7 @@ def test_a_run_that_went_back_abandons_its_future(folder, tmp_path):
 
 def test_extra_files_appear_with_the_checkpoint_or_not_at_all(folder, tmp_path):
     run = start(folder / "base")
-    checkpoint = save(
-        tmp_path, run, 1, extra_files=lambda path: checkpoints.save_lora(pipeline_of(run[0]), path / "lora")
-    )
+    checkpoint = save(tmp_path, run, 1, extra_files=lambda path: exports.save_lora(pipeline_of(run[0]), path / "lora"))
     assert (checkpoint / "lora" / "pytorch_lora_weights.safetensors").is_file()
     with pytest.raises(KeyError):
         save(tmp_path, run, 2, extra_files=lambda path: {}["no such export"])
@@ -307,7 +305,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_loadable(tmp_path):
     assert [kill["killed"] for kill in log] == [-signal.SIGKILL] * 12
     assert [kill["loads"] for kill in log] == [True] * 12
     assert sum(bool(kill["leftovers"]) for kill in log) >= 3, "the kills must hit saves"
-    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, epoch=10**6, step=1, config=CONFIG)
+    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, checkpoints.Progress(10**6, 1), config=CONFIG)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -321,7 +319,7 @@ def test_a_replaced_checkpoint_stays_until_its_successor_is_there(folder, tmp_pa
 def test_diffusers_loads_the_exported_adapter_alpha_included(folder, ranks, tmp_path, source):
     run = start(folder / "base")
     if source == "one rank":
-        checkpoints.save_lora(pipeline_of(run[0]), tmp_path)
+        exports.save_lora(pipeline_of(run[0]), tmp_path)
     else:
         tmp_path = folder / "export"
         for name, p in fsdp_utils.trainable_parameters(run[0]).items():
@@ -338,7 +336,7 @@ def test_diffusers_loads_the_exported_adapter_alpha_included(folder, ranks, tmp_
 def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
     expected = {name.removeprefix("model/"): t for name, t in ranks[0][False]["unbroken"].items() if "model/" in name}
     run = start(folder / "transformer", lora=False)
-    checkpoints.save_transformer(run[0], tmp_path)
+    exports.save_transformer(run[0], tmp_path)
     for export in (folder / "transformer", tmp_path):
         loaded = QwenImageTransformer2DModel.from_pretrained(export)
         assert same(dict(loaded.named_parameters()), expected)
