@@ -41,7 +41,7 @@ def sentences() -> Iterator[None]:
     """Ends the process with status 2 and one sentence where the user can mend it; a bug keeps its traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if not _is_meant_for_the_user(error):
             raise
         rank = os.environ.get("RANK", "0")
@@ -50,7 +50,7 @@ def sentences() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _is_meant_for_the_user(error: ValueError) -> bool:
+def _is_meant_for_the_user(error: ValueError | OSError) -> bool:
     """Whether a `raise` statement outside of all libraries made it: neither torch, say, nor Python itself."""
     entry = error.__traceback__
     while entry.tb_next:

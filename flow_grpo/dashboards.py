@@ -49,7 +49,9 @@ def on_main(method):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
-            raise OSError(f"disk full: no space left for the run folder {self.run_dir}; {advice}") from error
+            full = OSError(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
+            full.errno = error.errno  # which the sentence need not repeat
+            raise full from error
 
     return call
 

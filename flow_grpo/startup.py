@@ -11,21 +11,17 @@ from torch import Tensor
 
 from flow_grpo import (
     batching,
-    best,
-    checkpoints,
     checks,
     compiled,
-    dashboards,
     distributed,
     float8,
     folders,
     fsdp_utils,
     policies,
     prompts,
+    resuming,
     rewards,
-    settings,
     trackers,
-    watching,
 )
 from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading, models
@@ -38,7 +34,6 @@ from flow_grpo.evaluation import evaluates, part_of
 from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
-from flow_grpo.saving import best_candidate, state
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 
@@ -52,13 +47,6 @@ class Prompts(NamedTuple):
     choosing: prompts.Split
     test: prompts.Split
     drawn: bool  # whether images of the training prompts are made; not where they are stored
-
-
-class Place(NamedTuple):
-    """Where a run writes and what it goes on from."""
-
-    folder: Path
-    checkpoint: Path | None
 
 
 class Learner(NamedTuple):
@@ -99,11 +87,11 @@ def start(
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    place = distributed.on_main(_take_folder, config)
+    place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):
         run = _load(config, family, ranks, place.folder, plan, texts, shadows, reference)
     if place.checkpoint:
-        _resume(run, place.checkpoint)
+        resuming.resume(run, place.checkpoint)
     run.board.truncate(run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
@@ -296,48 +284,3 @@ def _embedder(
 def _synchronize(device: torch.device) -> Callable | None:
     """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
     return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
-
-
-def _take_folder(config: ConfigDict) -> Place:
-    """Where this run writes, locked, and what it resumes from. A new run never writes into the folder of an older one.
-
-    Raises ValueError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
-    not there, is damaged, or is of another config.
-    """
-    first, which = Path(config.output_dir, config.run_name or config.name), config.resume_from
-    if which in ("", "latest"):
-        folder = folders.newest(first) if which else folders.take(first)
-        if folder is None:
-            folders.make(folder := first)
-        which = which and folder / "checkpoints"
-    else:
-        folder = _folder_of(checkpoints.find(first, which))
-    unlocked = folders.lock(folder)
-    checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
-    if checkpoint:
-        checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
-    goes_on = f"goes on from {checkpoint.name}" if checkpoint else "begins"
-    for line in [unlocked, *damaged, f"the run {goes_on} in {folder}"]:
-        dashboards.say(line)
-    return Place(folder, checkpoint)
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    """The run's, whose "checkpoints", or best evaluation's state, a checkpoint lies in."""
-    folder = checkpoint.parents[1]
-    return folder.parent if folder.name == best.NAME else folder
-
-
-def _resume(run: Run, checkpoint: Path) -> None:
-    """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    config, may_differ = run.config.to_dict(), settings.may_differ()
-    progress = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
-    run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
-    run.learning_rate_factor, run.learning_rate_ceiling = progress.learning_rate_factor, progress.learning_rate_ceiling
-    run.num_roll_backs = progress.num_roll_backs
-    if evaluates(run.config):
-        candidate = best_candidate(run, run.epoch, {})
-        run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)
-        if notice:
-            run.board.say(notice)
-    watching.resume(run)

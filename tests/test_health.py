@@ -282,12 +282,16 @@ def test_a_run_with_an_alarm_stops_with_everything_saved(tmp_path):
 
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_path):
     how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12)
+    how |= dict(train__target_update_size=1e6)  # which raises the rate whenever it may
     whole = train(NAME, tmp_path / "whole", **how)
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
     assert factors == [1 / 2] * 10 + [1 / 4] * 2
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))
     parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
     assert lines_of(parts) == lines_of(whole)
+    (parts / "metrics.jsonl").unlink()  # with the pause, but not with the rate
+    train(NAME, tmp_path / "parts", **how | dict(resume_from="latest", num_epochs=13))
+    assert lines_of(parts, "epoch")[0]["health/learning_rate_factor"] == 1 / 8
 
 
 def test_updates_above_the_target_size_lower_the_rate_and_smaller_ones_raise_it_again_up_to_the_configured_one(

@@ -131,6 +131,40 @@ def test_resuming_with_another_config_names_the_settings(tmp_path):
     assert json.loads((folder / "config.json").read_text())["num_epochs"] == 2
 
 
+def test_damage_is_named_and_costs_an_epoch_at_most(tmp_path, capfd):
+    folder = train(NAME, tmp_path, num_epochs=2)
+    before, (first, newest) = lines_of(folder), sorted((folder / "checkpoints").iterdir())
+    for path in [next((newest / "state").iterdir()), next((first / "best").glob("*.safetensors"))]:
+        flip_a_bit(path)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"kind": "epoch"}\n')
+    cut(folder / "images" / "first.npz")
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"{newest} is damaged: state/rank_0000_0000.safetensors: the bytes are not"):
+        train(NAME, tmp_path, resume_from=str(newest))
+    train(NAME, tmp_path, resume_from="latest", num_epochs=2)
+    said = capfd.readouterr().out
+    assert f"{newest} is damaged: " in said
+    assert f"the run goes on from {first}" in said
+    assert f"{first / 'best'} is damaged: " in said
+    for name in ("metrics.damaged.jsonl", "images/first.damaged.npz", "best_damaged"):
+        assert str(folder / name) in said
+        assert (folder / name).exists()
+    assert lines_of(folder, "update") == [line for line in before if line["kind"] == "update"]
+    assert (folder / "best").is_dir()
+    assert (folder / "samples.png").is_file()
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def test_latest_with_nothing_there_is_a_new_run(tmp_path):
     folder = train(NAME, tmp_path, resume_from="latest", num_epochs=1, eval_freq=0)
     assert len(lines_of(folder, "epoch")) == 1

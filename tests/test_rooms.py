@@ -101,10 +101,13 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("prompts", "rollout", "scoring.pool"),
         *(PATCH + name for name in ("condition", "flow_model", "sampling_params", "size")),
     },
+    "resuming": {
+        *("best", "checkpoints", "dashboards", "evaluation", "folders", "saving", "settings", "watching"),
+    },
     "startup": {
-        *("batching", "best", "checkpoints", "compiled", "dashboards", "distributed", "ema", "embeddings"),
-        *("evaluation", "float8", "fsdp_utils", "metrics", "parity", "policies", "prompts", "rewards", "run", "saving"),
-        *("checks", "folders", "scoring.pool", "scoring.settings", "settings", "trackers", "watching"),
+        *("batching", "checks", "compiled", "dashboards", "distributed", "ema", "embeddings", "evaluation", "float8"),
+        *("folders", "fsdp_utils", "metrics", "parity", "policies", "prompts", "resuming", "rewards", "run"),
+        *("scoring.pool", "scoring.settings", "trackers"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
     "loop": {
