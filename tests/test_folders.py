@@ -121,6 +121,18 @@ def test_a_rank_ends_with_a_torchrun_that_is_killed(monkeypatch):
     os.close(reading)
 
 
+def test_a_rank_whose_torchrun_has_ended_before_does_not_wait_for_it(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        for name, value in (server | dict(TORCHELASTIC_USE_AGENT_STORE="True", RANK="0")).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="torchrun has ended"):
+            distributed.init_distributed()  # nobody listens there
+        free.listen()
+        distributed.end_with_torchrun()
+
+
 def rank(writing):
     """What torchrun does: a process of its own that waits."""
     if os.fork() == 0:
