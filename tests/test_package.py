@@ -31,6 +31,7 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo").rglob("*.py")}
     tiny = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo/assets/tiny_qwenimage").rglob("*.*")}
     assert modules | tiny <= names
+    assert {f"flow_grpo/assets/tiny_{name}/model_index.json" for name in ("sd3", "flux")} <= names
     for split in ("train", "validation", "test"):
         data = wheel.read(f"flow_grpo/assets/dataset/shapes/{split}_metadata.jsonl")
         assert data == (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_bytes()
