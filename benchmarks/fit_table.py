@@ -33,7 +33,7 @@ CARDS = {  # GB -> the card meant, its dense bf16 TFLOP/s and its bus in GB/s, b
 
 @dataclass(frozen=True)
 class Size:
-    """A model at its published size, for 512 px; tests/test_fit_table.py counts the first three."""
+    """A model at its published size, for 512 px; tests/test_benchmarks.py counts the first three."""
 
     parameters: float
     trained_per_rank: float  # LoRA parameters for each of its ranks
@@ -151,8 +151,9 @@ def measurements(lines: list[dict]) -> dict[tuple[str, str, str], list[Measureme
         card, script, *words = line["cell"].split(" ")
         variants = words.pop(0) if words and words[0].startswith(",") else ""
         row, limit = Row(int(card), script, variants, " ".join(words)), LIMIT_GIB[int(card)]
-        speed = 0.0 if line["shared"] else line.get("images_per_s", 0.0)
-        one = Measurement(line["outcome"] == "fits", line.get("memory/peak_gib", 0.0), speed, limit)
+        fits = line["outcome"] == "fits"
+        speed = line["images_per_s"] if fits and not line["shared"] else 0.0
+        one = Measurement(fits, line["memory/peak_gib"] if fits else 0.0, speed, limit)
         known.setdefault(row.key, []).append(one)
     return known
 
