@@ -110,6 +110,7 @@ def test_a_flag_sets_a_value_of_its_settings_type(words, key, value):
         (["--seed=3"], r"seed"),
         (["--config.trouble.action=stop"], r"config\.trouble is now config\.health"),
         (["-config.trouble.action"], r"config\.trouble is now config\.health"),
+        (["--config.reward.token=x"], r"config\.reward\.token would be stored with the config; set REWARD_TOKEN"),
     ],
 )
 def test_what_a_command_line_cannot_mean_is_refused(words, says):

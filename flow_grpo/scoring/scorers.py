@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class LocalScorer(Scorer):
         if settings.backend == "thread":
             # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
             workers = settings.in_flight if rewards.is_service(name) else 1
-            self.threads = Threads(workers, torch_threads=1)
+            self.threads = Threads(workers, partial(torch.set_num_threads, 1))
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:

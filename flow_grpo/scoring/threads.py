@@ -5,8 +5,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import torch
-
 
 class Threads:
     """Calls in threads of their own, in the order in which they come.
@@ -14,13 +12,13 @@ class Threads:
     concurrent.futures joins its threads when the interpreter exits, for ever if one of them hangs.
 
     Args:
-        torch_threads: of each call's torch operations on a CPU; None = as everywhere.
+        initialize: called first in each thread.
     """
 
-    def __init__(self, count: int, torch_threads: int | None = None):
+    def __init__(self, count: int, initialize: Callable[[], None] = lambda: None):
         self.count, self.calls = count, queue.SimpleQueue()
         for _ in range(count):
-            threading.Thread(target=self._work, args=(torch_threads,), daemon=True, name="reward").start()
+            threading.Thread(target=self._work, args=(initialize,), daemon=True, name="reward").start()
 
     def submit(self, function: Callable, *args) -> Future:
         """Its result, some time."""
@@ -33,9 +31,8 @@ class Threads:
         for _ in range(self.count):
             self.calls.put(None)
 
-    def _work(self, torch_threads: int | None) -> None:
-        if torch_threads:
-            torch.set_num_threads(torch_threads)
+    def _work(self, initialize: Callable[[], None]) -> None:
+        initialize()
         while call := self.calls.get():
             future, function, args = call
             if future.set_running_or_notify_cancel():
