@@ -53,9 +53,12 @@ SETTINGS = (
     Setting("name", "base", "of this config; set by the file that made it", may_differ=True),
     Setting("run_name", "", 'folder under output_dir; "" = name', may_differ=True),
     Setting("output_dir", "runs", "where run folders are made", may_differ=True),
+    Setting("logger", "wandb", "where else curves go; without one, report.html is written at every evaluation",
+            choices=("wandb", "tensorboard", "both", "none"), may_differ=True),
     Setting("project", "flow_grpo", "in wandb, which is offline unless WANDB_MODE=online", may_differ=True),
     Setting("resume_from", "",
             '"" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint\'s folder', may_differ=True),
+    Setting("custom", {}, "settings of your own, which a config file of your own adds and no check looks at"),
     Setting("seed", 42, "names every random draw of the run"),
     Setting("num_epochs", 100, "rollout + update rounds", least=1, may_differ=True),
     Setting("max_hours", 0.0, unit="h", least=0, may_differ=True,
@@ -247,7 +250,8 @@ SETTINGS = (
             may_differ=True),
     Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
             scripts=(DPO,), may_differ=True),
-    Setting("eval.num_panel_images", 12, "shown in wandb and samples.png", unit="images", least=1, may_differ=True),
+    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png", unit="images", least=1,
+            may_differ=True),
 
     Setting("health.action", "log",
             "log: print, lower_learning_rate: halve it, stop: save and end, roll_back: to the best weights",
@@ -293,7 +297,8 @@ def default_config() -> ConfigDict:
             config[section] = ConfigDict()
         target = config[section] if section else config
         target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
-    return config.lock()
+    config.lock().custom.unlock()
+    return config
 
 
 def value_of(config: ConfigDict, key: str) -> Any:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, exported, lines_of, train
 from test_scoring import served
 
-from flow_grpo import sampling
+from flow_grpo import rewards, sampling
 from flow_grpo.rewards import shapes
 
 TOKEN = "open-sesame"
@@ -204,12 +204,15 @@ def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
             r"vlm_judge.url is 'host:1'; it begins with http",
         ),
         (dict(reward__args={"shapes": {"url": "http://127.0.0.1:1"}}), r"no answer from http://127.0.0.1:1"),
+        (dict(reward__backend="process", reward_fn={"local": 1.0}), r"'local' is a function of this process"),
         (dict(reward__backend="threads"), r"reward.backend is 'threads'"),
         (dict(reward_fn={"vlm_judge": 1.0}), r"reward 'vlm_judge' needs config.reward.args.vlm_judge: url, model"),
         (dict(reward__max_masked_share=2.0), r"max_masked_share is 2.0"),
     ],
 )
-def test_settings_are_checked(how, says, tmp_path):
+def test_settings_are_checked(how, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("local", lambda images, prompts, metadata: images.mean((1, 2, 3)))
     with pytest.raises(ValueError, match=says):
         train(WINDOW, tmp_path / "runs", **how)
     assert not (tmp_path / "runs").exists()
@@ -239,12 +242,13 @@ def test_a_new_file_is_a_new_reward(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "brightness.py").write_text(REWARD)
     command = [sys.executable, "scripts/train_qwenimage.py", f"--config=config/grpo.py:{WINDOW},smoke"]
-    command += ["--config.reward_fn.brightness=1.0", f"--config.output_dir={tmp_path}"]
+    command += ["--config.reward_fn.brightness=1.0", "--config.reward.args.brightness.gain=0.5"]
+    command += [f"--config.output_dir={tmp_path}"]
     env = ENV | {"FLOW_GRPO_REWARDS": str(tmp_path / "mine")}
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr[-2000:]
     line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[0]
-    assert 0 < line["reward/brightness"] < 1
+    assert 0 < line["reward/brightness"] < 0.5
     assert line["reward/avg"] == pytest.approx(line["reward/brightness"] + line["reward/shapes"])
     refused = warm.run(command[1:], ENV)
     assert "brightness" in refused.stderr

@@ -38,6 +38,22 @@ def test_watched_rewards_are_measured_on_request_and_do_not_count():
     assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
 
 
+def redness(images, prompts, metadata):
+    return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
+
+
+def test_a_function_is_a_reward_once_it_is_registered(monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("redness", redness)
+    rewards.check_rewards({"redness": 1.0})
+    scores = Pool(CPU, {"redness": 2.0}, [], config_of(WINDOW).reward).submit(images(), ["a"] * 3, [{}] * 3).result()
+    assert torch.equal(scores["redness"], images()[:, 0].mean((1, 2)))
+    assert torch.equal(scores["avg"], 2 * scores["redness"])
+    assert torch.equal(scores["redness_max"], images().amax((1, 2, 3)))
+    with pytest.raises(ValueError, match="'shapes': it is a file's name"):
+        rewards.register("shapes", redness)
+
+
 def test_an_unknown_watched_reward_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match=r"no reward 'pickscor' .* nearest: pickscore"):
         rewards.check_rewards({"shapes": 1.0}, ["pickscor"])

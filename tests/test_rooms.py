@@ -72,7 +72,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "rollout": {"batching", "losses", "rng"},
     "metrics": set(),
     "pixels": set(),
-    "dashboards": {"metrics", "pictures", "pixels"},
+    "trackers": set(),
+    "dashboards": {"metrics", "pictures", "pixels", "trackers"},
     "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "distributed"},
     "evaluation": {
@@ -106,7 +107,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "startup": {
         *("batching", "best", "checkpoints", "compiled", "dashboards", "distributed", "ema", "embeddings"),
         *("evaluation", "float8", "fsdp_utils", "metrics", "parity", "policies", "prompts", "rewards", "run", "saving"),
-        *("checks", "scoring.pool", "scoring.settings", "settings", "watching"),
+        *("checks", "scoring.pool", "scoring.settings", "settings", "trackers", "watching"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
     "loop": {"distributed", "evaluation", "measuring", "run", "saving", "watching"},
@@ -135,7 +136,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     },
 }
 OUTSIDE = {  # packages that live in one room
-    "wandb": {"dashboards"},
+    "wandb": {"trackers"},
+    "torch.utils.tensorboard": {"trackers"},
     "torch.distributed": {"distributed", "fsdp_utils", "checkpoints"},
     "matplotlib": {"pictures"},
     "httpx": {"scoring.client", "scoring.settings"},
@@ -185,6 +187,13 @@ def test_rooms_import_only_what_they_may(room):
 def test_a_dependency_lives_in_one_room(package):
     users = {room for room in ROOMS if any((n + ".").startswith(package + ".") for n in imports(path_of(room)))}
     assert users == OUTSIDE[package]
+
+
+def test_no_tracker_is_imported_before_a_run_asks_for_it():
+    tree = ast.parse(path_of("trackers").read_text())
+    names = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert names
+    assert not [name for name in names if "wandb" in name or "tensorboard" in name]
 
 
 def test_no_module_names_a_model():
