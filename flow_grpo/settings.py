@@ -87,7 +87,7 @@ SETTINGS = (
 
     Setting("reward.args", {}, "NAME -> any setting of this section but max_pending, and the options of its load()"),
     Setting("reward.url", "", "of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087"),
-    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks",
+    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks of a machine",
             choices=("inline", "thread", "process"), may_differ=True),
     Setting("reward.device", "", 'of a thread\'s or a process\'s model, such as "cuda:7"; "" = the rank\'s own',
             may_differ=True),
@@ -96,11 +96,14 @@ SETTINGS = (
             least=1, may_differ=True),
     Setting("reward.on_failure", "fail", "mask: leave the image out of its group", choices=("fail", "mask")),
     Setting("reward.max_masked_share", 0.05, "of an epoch's images; more is an error", least=0, most=1),
-    Setting("reward.token", "", "for a server that asks for one", may_differ=True),
+    Setting("reward.token_file", "",
+            "whose first line is the token of a server that asks for one; \"\" = the environment's REWARD_TOKEN",
+            may_differ=True),
     Setting("reward.image_format", "npy", "to a server: npy has every bit, png has 8 bits and a tenth of the size",
             choices=("npy", "png")),
     Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, may_differ=True),
-    Setting("reward.timeout_s", 120.0, "of one request", unit="s", least=0, may_differ=True),
+    Setting("reward.timeout_s", 120.0, "of one request; in a thread it may take timeout_s and retry_s together",
+            unit="s", least=0, may_differ=True),
     Setting("reward.retry_s", 300.0, "how long a server may be away", unit="s", least=0, may_differ=True),
 
     Setting("lora.rank", 32, "0 = train the full weights", least=0),
@@ -219,6 +222,8 @@ SETTINGS = (
             'folder of parquet files from prepare_preferences.py; "" = online, of images just sampled', scripts=(DPO,)),
     Setting("preferences.source", "",
             'to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files', scripts=(DPO,)),
+    Setting("preferences.max_rows", 0, "of the source, its first ones; 0 = all", unit="prompts or pairs", least=0,
+            scripts=(DPO,)),
     Setting("preferences.min_margin", 0.0, "own rollouts, online: the winner's reward is higher by more than this",
             least=0, scripts=(DPO,)),
     Setting("preferences.validation_share", 0.1, "of the prompts, whose pairs are held out", least=0, scripts=(DPO,)),
@@ -277,9 +282,11 @@ SETTINGS = (
 )
 # fmt: on
 BY_KEY = {setting.key: setting for setting in SETTINGS}
+TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the token by config.reward.token_file"
 RENAMED = {  # key of older configs -> what became of it
     "trouble": "is now config.health",
     "resolution": "is now config.height and config.width",
+    "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 
 
@@ -320,6 +327,7 @@ def may_differ() -> tuple[str, ...]:
     """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
     fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.may_differ}
     keys = [setting.key for setting in SETTINGS if setting.may_differ]
+    keys += ["reward.token"]  # of older configs
     return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
 
 

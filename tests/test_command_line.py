@@ -133,6 +133,7 @@ def test_settings_of_ones_own_are_free_in_a_file_of_ones_own(tmp_path):
         (["--seed=3"], r"seed"),
         (["--config.trouble.action=stop"], r"config\.trouble is now config\.health"),
         (["-config.trouble.action"], r"config\.trouble is now config\.health"),
+        (["--config.reward.token=x"], r"config\.reward\.token would be stored with the config; set REWARD_TOKEN"),
     ],
 )
 def test_what_a_command_line_cannot_mean_is_refused(words, says):

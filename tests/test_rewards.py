@@ -81,13 +81,15 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
 
 
-def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monkeypatch):
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(tmp_path, monkeypatch, capsys):
     (tmp_path / "constant.py").write_text(
         "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
+    said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
+    assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
 def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):

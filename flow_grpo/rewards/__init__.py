@@ -7,6 +7,7 @@ the lowest and the highest score there can be; check_prompts(prompts, metadata),
 cannot score.
 """
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONNECTION = ("token", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+CONNECTION = ("token_file", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
@@ -105,9 +106,33 @@ def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return output if isinstance(output, dict) else {"score": output}
 
 
+def scores_of(
+    name: str, score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> dict[str, Tensor]:
+    """What a reward's `score` says, by name, each [B] float32 on the CPU.
+
+    Args:
+        images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
+
+    Raises:
+        ValueError: not one finite number per image, or no "score" among them.
+        RuntimeError: it has called sys.exit.
+    """
+    try:
+        scores = as_scores(score(images.clone(), list(prompts), copy.deepcopy(metadata)))
+    except SystemExit as error:
+        raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
+    if "score" not in scores:
+        raise ValueError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
+    return {key: checked(name, values, prompts) for key, values in scores.items()}
+
+
 def checked(name: str, values, prompts: list[str]) -> Tensor:
     """[B] float32 on the CPU. Raises ValueError unless they are one finite number per image, and names the prompt."""
-    values = torch.as_tensor(values).detach().float().cpu()
+    values = torch.as_tensor(values).detach()
+    if values.is_complex():
+        raise ValueError(f"reward {name!r} returned complex numbers")
+    values = values.float().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
