@@ -1,4 +1,4 @@
-"""What leaves a run: its LoRA in diffusers and in peft, its card, full weights as a pipeline, an upload; and what a fork adds."""
+"""What leaves a run: its LoRA in diffusers and in peft, its card, full weights as a pipeline, an upload."""
 
 import json
 import shutil
