@@ -58,7 +58,8 @@ def add_peft_files(folder: Path, base: str) -> None:
     settings = {key.removeprefix(OUR_PREFIX): value for key, value in stored.items()}
     config = LoraConfig(r=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"])
     config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(folder)
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True))
     weights = load_file(folder / policies.LORA_FILE)
     renamed = {PEFT_PREFIX + name.removeprefix(OUR_PREFIX): weight for name, weight in weights.items()}
     save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
