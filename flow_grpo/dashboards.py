@@ -23,6 +23,7 @@ from tqdm import tqdm
 from flow_grpo.metrics import check_name
 from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
 from flow_grpo.pixels import to_uint8
+from flow_grpo.quoting import quoted
 
 
 def on_main(method):
@@ -39,6 +40,14 @@ def on_main(method):
             raise OSError(error.errno, f"no space left for the run folder {self.run_dir}; {advice}") from error
 
     return call
+
+
+def check_project(name: str) -> None:
+    """Raises ValueError for a name that wandb refuses."""
+    try:
+        wandb.Settings(project=name)
+    except (wandb.errors.UsageError, ValueError) as error:
+        raise ValueError(f"config.project is {quoted(name)}; wandb says: {error}") from error
 
 
 class Dashboard:

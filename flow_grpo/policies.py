@@ -16,6 +16,7 @@ from flow_grpo import float8, fsdp_utils, offload, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.quoting import quoted
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -52,7 +53,7 @@ def stored_adapter(folder: Path | str) -> Callable[[str, torch.Size], Tensor]:
 def check_lora(lora) -> None:
     """Raises ValueError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha."""
     if lora.rank < 0 or (lora.rank == 0 and lora.path):
-        raise ValueError(f"lora.rank is {lora.rank} with lora.path {lora.path!r}: 0 trains the full weights")
+        raise ValueError(f"lora.rank is {lora.rank} with lora.path {quoted(lora.path)}: 0 trains the full weights")
     if not lora.path:
         return
     path = Path(lora.path, LORA_FILE)

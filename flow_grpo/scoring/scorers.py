@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring import wire
 from flow_grpo.scoring.client import Server
 from flow_grpo.scoring.processes import start_server
@@ -41,7 +42,7 @@ class Scorer:
             self.last_error = f"{type(error).__name__}: {error}"
             if self.settings.on_failure == "mask":
                 return {"score": torch.full((len(prompts),), torch.nan)}
-            message = f"reward {self.name!r} ({self.address}): {error}; first prompt: {prompts[0]!r}"
+            message = f"reward {self.name!r} ({self.address}): {error}; first prompt: {quoted(prompts[0])}"
             raise RewardFailed(message) from error
 
 

@@ -1,11 +1,14 @@
 """What config.reward says of each reward, checked before any model is loaded."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
+import torch
 
 from flow_grpo import rewards
+from flow_grpo.quoting import quoted
 from flow_grpo.settings import BY_KEY, check_value
 
 
@@ -32,6 +35,8 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         settings: config.reward.
     """
     args = settings.args.to_dict()
+    for name, overrides in args.items():
+        _check_args(f"config.reward.args.{name}", overrides)
     served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
     rewards.check_rewards(weights, watched, served)
     for name in {**weights, **dict.fromkeys(watched)}:
@@ -39,6 +44,7 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         reward, options = split_settings(name, settings)
         for key, value in reward._asdict().items():
             check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+        check_device(reward.device, f"config.reward.device of {name}")
         if name in served:
             _check_server(name, reward.url, options)
         else:
@@ -47,6 +53,27 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         raise ValueError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
         )
+
+
+def _check_args(key: str, overrides: Any) -> None:
+    """That it is a dict, and can be written into config.json."""
+    if not isinstance(overrides, dict):
+        raise ValueError(f"{key} is {quoted(overrides)}; it must be a dict")
+    try:
+        json.dumps(overrides)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{key} is {quoted(overrides)}, which config.json cannot hold: {error}") from error
+
+
+def check_device(name: str, key: str) -> None:
+    """Raises ValueError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
+        raise ValueError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
