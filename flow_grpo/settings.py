@@ -6,6 +6,7 @@ table follow the default config, what a value may be, what a script refuses beca
 run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs/settings.md` writes.
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,9 +58,12 @@ SETTINGS = (
     Setting("name", "base", "of this config; set by the file that made it", may_differ=True),
     Setting("run_name", "", 'folder under output_dir; "" = name', may_differ=True),
     Setting("output_dir", "runs", "where run folders are made", may_differ=True),
+    Setting("logger", "wandb", "where else curves go; without one, report.html is written at every evaluation",
+            choices=("wandb", "tensorboard", "both", "none"), may_differ=True),
     Setting("project", "flow_grpo", "in wandb, which is offline unless WANDB_MODE=online", may_differ=True),
     Setting("resume_from", "",
             '"" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint\'s folder', may_differ=True),
+    Setting("custom", {}, "settings of your own, which a config file of your own adds and no check looks at"),
     Setting("seed", 42, "names every random draw of the run", least=-(2**63), most=2**63 - 1),
     Setting("num_epochs", 100, "rollout + update rounds", least=1, may_differ=True),
     Setting("max_hours", 0.0, unit="h", least=0, may_differ=True,
@@ -88,7 +92,7 @@ SETTINGS = (
 
     Setting("reward.args", {}, "NAME -> any setting of this section but max_pending, and the options of its load()"),
     Setting("reward.url", "", "of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087"),
-    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks",
+    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks of a machine",
             choices=("inline", "thread", "process"), may_differ=True),
     Setting("reward.device", "", 'of a thread\'s or a process\'s model, such as "cuda:7"; "" = the rank\'s own',
             may_differ=True),
@@ -97,11 +101,14 @@ SETTINGS = (
             least=1, may_differ=True),
     Setting("reward.on_failure", "fail", "mask: leave the image out of its group", choices=("fail", "mask")),
     Setting("reward.max_masked_share", 0.05, "of an epoch's images; more is an error", least=0, most=1),
-    Setting("reward.token", "", "for a server that asks for one", may_differ=True),
+    Setting("reward.token_file", "",
+            "whose first line is the token of a server that asks for one; \"\" = the environment's REWARD_TOKEN",
+            may_differ=True),
     Setting("reward.image_format", "npy", "to a server: npy has every bit, png has 8 bits and a tenth of the size",
             choices=("npy", "png")),
     Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, most=4096, may_differ=True),
-    Setting("reward.timeout_s", 120.0, "of one request", unit="s", least=0.1, may_differ=True),
+    Setting("reward.timeout_s", 120.0, "of one request; in a thread it may take timeout_s and retry_s together",
+            unit="s", least=0.1, may_differ=True),
     Setting("reward.retry_s", 300.0, "how long a server may be away", unit="s", least=0, may_differ=True),
 
     Setting("lora.rank", 32, "0 = train the full weights", least=0, most=4096),
@@ -252,7 +259,8 @@ SETTINGS = (
             may_differ=True),
     Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
             scripts=(DPO,), may_differ=True, most=10**4),
-    Setting("eval.num_panel_images", 12, "shown in wandb and samples.png", unit="images", least=1, may_differ=True),
+    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png", unit="images", least=1,
+            may_differ=True),
 
     Setting("health.action", "log",
             "log: print, lower_learning_rate: halve it, stop: save and end, roll_back: to the best weights",
@@ -281,9 +289,11 @@ SETTINGS = (
 )
 # fmt: on
 BY_KEY = {setting.key: setting for setting in SETTINGS}
+TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the token by config.reward.token_file"
 RENAMED = {  # key of older configs -> what became of it
     "trouble": "is now config.health",
     "resolution": "is now config.height and config.width",
+    "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 
 
@@ -296,7 +306,8 @@ def default_config() -> ConfigDict:
             config[section] = ConfigDict()
         target = config[section] if section else config
         target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
-    return config.lock()
+    config.lock().custom.unlock()
+    return config
 
 
 def value_of(config: ConfigDict, key: str) -> Any:
@@ -323,6 +334,7 @@ def may_differ() -> tuple[str, ...]:
     """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
     fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.may_differ}
     keys = [setting.key for setting in SETTINGS if setting.may_differ]
+    keys += ["reward.token"]  # of older configs
     return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
 
 
@@ -340,9 +352,11 @@ def check_value(setting: Setting, value: Any, key: str) -> None:
         raise ValueError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, setting.choices))}")
     if _is_number(value) and not setting.least <= value <= setting.most:  # NaN compares false
         raise ValueError(f"config.{key} is {quoted(value)}; it must be from {setting.least:.7g} to {setting.most:.7g}")
-    for text in [value] if isinstance(value, str) else value if isinstance(value, tuple) else ():
+    for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str):
             _check_text(text, key)
+    if isinstance(value, ConfigDict):
+        _check_dict(value.to_dict(), key)
 
 
 def _is_number(value: Any) -> bool:
@@ -354,7 +368,7 @@ def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return _is_number(value)
     if isinstance(default, dict):
-        return isinstance(value, Mapping | ConfigDict)
+        return isinstance(value, Mapping | ConfigDict) and all(isinstance(key, str) for key in value)
     if isinstance(default, tuple) and isinstance(value, tuple):
         entries = default or ("",) * len(value)
         return len(value) == len(entries) and all(map(_is_like, value, entries))
@@ -365,19 +379,27 @@ def _kind(default: Any) -> str:
     """Of a value, in words."""
     if isinstance(default, tuple):
         return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
-    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", dict: "a dict"}
+    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+    names[dict] = "a dict with names as its keys"
     return names[type(default)]
 
 
 def _check_text(value: str, key: str) -> None:
-    """Raises ValueError for what no file's name can be; a token may be longer."""
+    """Raises ValueError for what no file's name can be."""
     if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
         raise ValueError(f"config.{key} is {quoted(value)}; it has a character that no file's name can have")
-    longest = max(len(part.encode()) for part in value.split("/"))
-    if len(value) > 4000 or (longest > 255 and not key.endswith(".token")):
+    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
         raise ValueError(
             f"config.{key} is {quoted(value)}; it has {len(value)} characters, which is too long for a name"
         )
+
+
+def _check_dict(value: dict, key: str) -> None:
+    """Raises ValueError for what config.json cannot hold."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config.{key} is {quoted(value)}, which config.json cannot hold: {error}") from error
 
 
 def _limits(setting: Setting) -> str:

@@ -22,9 +22,10 @@ from flow_grpo import (
     prompts,
     rewards,
     settings,
+    trackers,
     watching,
 )
-from flow_grpo.dashboards import Dashboard, check_project
+from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading, models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -103,7 +104,7 @@ def check_settings(config: ConfigDict, script: checks.Script) -> None:
     """Raises ValueError for what no file is needed to refuse."""
     checks.drop_unused_rewards(config)
     checks.check(config, script)
-    check_project(config.project)
+    trackers.check(config.logger, config.project)
 
 
 def _load(
