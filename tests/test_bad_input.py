@@ -93,6 +93,14 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
         (WINDOW, dict(model="nowhere/at/all"), r"'nowhere/at/all' is no diffusers folder and no hub id"),
         (WINDOW, dict(dataset="nowhere"), r"'nowhere' needs train_metadata.jsonl or train.txt"),
         (WINDOW, dict(resume_from="nowhere"), r"no checkpoint at nowhere"),
+        (WINDOW, dict(project="a/b?c"), r"config.project is 'a/b\?c'; wandb says"),
+        (
+            WINDOW,
+            dict(embeddings_cache="/proc/nowhere"),
+            r"config.embeddings_cache: /proc/nowhere .* cannot be written",
+        ),
+        (WINDOW, dict(reward__device="cuda:99"), r"config.reward.device of shapes is 'cuda:99', which is not there"),
+        (WINDOW, dict(train__adam_eps=0.0), r"config.train.adam_eps is 0.0; it must be from 1e-20"),
     ],
 )
 def test_settings_are_checked_before_any_weight_is_loaded(name, how, says, weightless, tmp_path):
