@@ -48,40 +48,22 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     rewards.check_rewards(weights, watched, served)
     for name in {**weights, **dict.fromkeys(watched)}:
         args.pop(name, None)
-        _check_reward(name, name in served, *split_settings(name, settings))
+        reward, options = split_settings(name, settings)
+        _check_connection(name, reward, options)
+        if name in served:
+            _check_server(f"config.reward.args.{name}", reward, options)
+        else:
+            rewards.check_options(name, options)
+        _check_backend(name, reward)
     if args:
         raise ValueError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
         )
 
 
-def _check_reward(name: str, served: bool, reward: RewardSettings, options: dict[str, Any]) -> None:
-    for key, value in reward._asdict().items():
-        check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
-    check_device(reward.device, f"config.reward.device of {name}")
-    read_token(reward.token_file)
-    key = f"config.reward.args.{name}"
-    if "token" in options:
-        raise ValueError(f"{key}.token {RENAMED['reward.token']}")
-    if "url" in options:
-        check_url(f"{key}.url", options["url"])
-    if served:
-        _check_server(key, reward, options)
-    else:
-        rewards.check_options(name, options)
+def _check_backend(name: str, reward: RewardSettings) -> None:
     if name in rewards.REGISTERED and reward.backend == "process":
         raise ValueError(f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file")
-
-
-def check_device(name: str, key: str) -> None:
-    """Raises ValueError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
-    try:
-        device = torch.device(name or "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
-        raise ValueError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
@@ -94,6 +76,28 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
         options |= {"url": overrides["url"]} if "url" in overrides else {}
         reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
     return reward, options
+
+
+def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
+    for key, value in reward._asdict().items():
+        check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+    check_device(reward.device, f"config.reward.device of {name}")
+    read_token(reward.token_file)
+    if "token" in options:
+        raise ValueError(f"config.reward.args.{name}.token {RENAMED['reward.token']}")
+    if "url" in options:  # of a server of another kind
+        check_url(f"config.reward.args.{name}.url", options["url"])
+
+
+def check_device(name: str, key: str) -> None:
+    """Raises ValueError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
+        raise ValueError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def check_url(key: str, url: Any) -> None:
