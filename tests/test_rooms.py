@@ -73,7 +73,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "metrics": set(),
     "pixels": set(),
     "trackers": set(),
-    "dashboards": {"metrics", "pictures", "pixels", "trackers"},
+    "report": {"command_line", "health", "metrics", "pictures", "settings"},
+    "dashboards": {"metrics", "pictures", "pixels", "report", "trackers"},
     "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "distributed"},
     "evaluation": {
@@ -144,6 +145,7 @@ OUTSIDE = {  # packages that live in one room
     "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
     "uvicorn": {"scoring.listening"},
     "pyarrow": {"preferences", "image_pairs"},
+    "jinja2": {"report"},
     "scipy": {"rewards.shapes"},
     "rapidocr": {"rewards.ocr"},
 }
