@@ -212,6 +212,11 @@ def find(folder: Path | str, which: str = "latest") -> Path | None:
     return checkpoint
 
 
+def named(checkpoint: Path | None) -> str:
+    """The last checkpoint, for a sentence."""
+    return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+
+
 def _start(folder: Path, tmp: Path) -> None:
     """Clear what a killed save left behind."""
     for leftover in folder.glob(".tmp-*"):
@@ -248,7 +253,8 @@ def publish(tmp: Path) -> None:
     to know the old one until the new one is there.
     """
     for path in [*tmp.rglob("*"), tmp]:
-        _fsync(path)
+        if not path.is_symlink():
+            _fsync(path)
     done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
     if done.exists():
         done.rename(done.with_name(f".old-{done.name}"))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flow_grpo import checkpoints, distributed, folders, measuring, policies, watching
+from flow_grpo import checkpoints, distributed, folders, fsdp_utils, measuring, policies, publishing, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -21,6 +21,7 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch = epoch + 1
     run.epoch_figures |= run.gaps.pop(distributed.over_ranks)
     run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
+    run.epoch_figures["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
@@ -34,9 +35,14 @@ def _out_of_time(run: Run) -> bool:
     return bool(limit) and distributed.broadcast_object(run.hours >= limit)
 
 
+def _complete(run: Run) -> None:
+    for notice in publishing.complete(run.folder):
+        run.board.say(notice)
+
+
 def finish(run: Run) -> None:
     """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
-    the test prompts, draw the plots, and leave the process group."""
+    the test prompts, draw the plots, write the model cards, and leave the process group."""
     if run.epoch > run.saved_epoch:
         save(run)
     measuring.evaluate(run, run.epoch, last=True)
@@ -46,6 +52,7 @@ def finish(run: Run) -> None:
     if run.pool:
         run.pool.close()
     run.board.finish()
+    distributed.on_main(_complete, run)
     run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
     distributed.close()
     folders.release(run.folder)

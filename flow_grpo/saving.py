@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flow_grpo import best, checkpoints, distributed, exports, folders, fsdp_utils, offload, policies
+from flow_grpo import best, checkpoints, distributed, exports, finite, folders, fsdp_utils, offload, policies
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -27,11 +27,15 @@ def state(run: "Run") -> dict[str, Tensor]:
 
 
 def save(run: "Run") -> None:
-    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation."""
+    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation.
+
+    Raises:
+        FloatingPointError: weights, averages or optimizer state are not finite; nothing is written.
+    """
 
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
-            export(run, folder)
+            _export(run, folder)
         distributed.on_main(best.link, run.folder, folder)
 
     with run.board.timed("save"), _explained(run.folder):
@@ -41,9 +45,10 @@ def save(run: "Run") -> None:
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
     offload.reload_optimizer_state(run.optimizer)
-    rates = run.learning_rate_factor, run.learning_rate_ceiling
+    rates, tensors = (run.learning_rate_factor, run.learning_rate_ceiling), state(run)
+    _check_finite(run, tensors)
     progress = checkpoints.Progress(epoch, run.step, *rates, run.num_roll_backs)
-    checkpoints.save(folder, state(run), progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
+    checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 
 
 @contextmanager
@@ -60,12 +65,26 @@ def _explained(run_folder: Path) -> Iterator[None]:
 
 
 def export(run: "Run", folder: Path) -> None:
-    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training."""
+    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training.
+
+    Raises:
+        FloatingPointError: they are not finite; nothing is written.
+    """
+    _check_finite(run, run.ema.state_dict())
+    _export(run, folder)
+
+
+def _export(run: "Run", folder: Path) -> None:
     with run.ema.applied():
         if run.config.lora.rank:
             exports.save_lora(run.pipeline, folder)
         else:
             exports.save_transformer(run.pipeline.transformer, folder / "transformer")
+
+
+def _check_finite(run: "Run", tensors: dict[str, Tensor]) -> None:
+    last = checkpoints.find(run.folder / "checkpoints") if distributed.is_main() else None
+    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.named(last)})")
 
 
 def load_export(run: "Run", folder: Path) -> None:

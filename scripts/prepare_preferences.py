@@ -31,6 +31,7 @@ from flow_grpo import (
     policies,
     preferences,
     prompts,
+    rewards,
     rng,
     settings,
 )
@@ -48,7 +49,7 @@ MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "p
 
 def check(config):
     """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    checks.drop_unused_rewards(config)
     checks.check(config, PREPARES)
     policies.check_lora(config.lora)
     if not config.preferences.path:
@@ -61,6 +62,7 @@ def check(config):
         raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
+    rewards.check_prompts(config.reward_fn, [row.text for row in rows], [row.metadata for row in rows])
     light.check([row.text for row in rows], config.text_tokens)
     return light, rows
 
@@ -213,6 +215,7 @@ def claim(config, folder: Path) -> bool:
     unfinished, report = folder / "unfinished", folder / "report.json"
     if unfinished.exists() or report.exists():
         before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
+        before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
         differ = [key for key, value in made_by(config).items() if before[key] != value]
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
@@ -255,7 +258,8 @@ def main(config):
     make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
     shapes = light.row_shapes(training_size(config), config.text_tokens)
-    part_rows = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
+    used = range(min(len(rows), config.preferences.max_rows or len(rows)))
+    part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
     total = sum(len(part_rows[number]) for number in mine)
     with tqdm(total=total, unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
@@ -275,4 +279,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo")
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo", after_stop=lambda: "the same command goes on with it")

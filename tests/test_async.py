@@ -17,6 +17,7 @@ from test_scoring import served
 from flow_grpo import rewards, sampling
 from flow_grpo.rewards import shapes
 
+TOKEN = "open-sesame"
 WINDOW, BRANCHES, NFT, DPO = (
     "shapes_qwenimage",
     "shapes_qwenimage_pr",
@@ -37,7 +38,7 @@ def assert_same_run(folder, other):
 
 @pytest.fixture(scope="module")
 def address():
-    with served(name="shapes") as (url, _):
+    with served(name="shapes", env={"REWARD_TOKEN": TOKEN}) as (url, _):
         yield url
 
 
@@ -50,12 +51,15 @@ def address():
         (DPO, ("thread", "url")),
     ],
 )
-def test_every_backend_trains_the_same_weights(name, backends, address, tmp_path):
+def test_every_backend_trains_the_same_weights_and_stores_no_token(name, backends, address, tmp_path, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     inline = train(name, tmp_path / "inline", reward__backend="inline")
     for backend in backends:
         how = dict(reward__backend=backend)
         how = dict(reward__args={"shapes": {"url": address}}) if backend == "url" else how
         assert_same_run(inline, train(name, tmp_path / backend, **how))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
@@ -188,7 +192,17 @@ def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
         (dict(reward__args={"shape": {"url": "http://127.0.0.1:1"}}), r"reward.args.shape: .* not in config.reward_fn"),
         (dict(reward__args={"shapes": {"urll": "x"}}), r"reward.args.shapes: urll unknown"),
         (dict(reward__args={"shapes": {"on_failure": "zero"}}), r"on_failure is 'zero'; it may be 'fail', 'mask'"),
-        (dict(reward__args={"shapes": {"url": "127.0.0.1:1"}}), r"url is '127.0.0.1:1'; it begins with http"),
+        (dict(reward__args={"shapes": {"url": "127.0.0.1:1"}}), r"shapes.url is '127.0.0.1:1'"),
+        (dict(reward__args={"shapes": {"url": "http://[::1:1"}}), r"shapes.url is 'http://\[::1:1'"),
+        (dict(reward__args={"shapes": {"url": "ftp://a"}}), r"shapes.url is 'ftp://a'; it begins with http"),
+        (dict(reward__args={"shapes": {"url": "http://me:secret@a"}}), r"shapes.url holds a password, which would be"),
+        (dict(reward__args={"shapes": {"token": "secret"}}), r"shapes.token would be stored with the config; set REW"),
+        (dict(reward__token_file="no/such/file"), r"no token in token_file .no/such/file"),
+        (dict(reward__url="http://127.0.0.1:1"), r"config.reward.url is 'http://127.0.0.1:1', but a server scores one"),
+        (
+            dict(reward_fn={"vlm_judge": 1.0}, reward__args={"vlm_judge": {"url": "host:1", "model": "m"}}),
+            r"vlm_judge.url is 'host:1'; it begins with http",
+        ),
         (dict(reward__args={"shapes": {"url": "http://127.0.0.1:1"}}), r"no answer from http://127.0.0.1:1"),
         (dict(reward__backend="process", reward_fn={"local": 1.0}), r"'local' is a function of this process"),
         (dict(reward__backend="threads"), r"reward.backend is 'threads'"),

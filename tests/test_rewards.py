@@ -27,6 +27,37 @@ def test_a_flat_image_compresses_best_and_an_image_alone_as_in_a_batch():
     assert score(images(3), ["a"] * 3, [{}] * 3)[1] == score(images(3)[1:2], ["a"], [{}])[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata", "says"),
+    [
+        ("geneval", {}, 'geneval needs metadata with "include"'),
+        ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
+        ("image_similarity", {"reference": 5}, "needs the path"),
+    ],
+)
+def test_prompts_that_a_reward_cannot_score_are_refused_by_their_metadata(name, metadata, says):
+    good = {"include": [{"class": "dog", "count": 1}], "reference": "a.png"}
+    rewards.check_prompts([name], ["a", "b"], [good, good])
+    with pytest.raises(ValueError, match=rf"{says}.*'b{{40,}}\.\.\.b+' has not"):
+        rewards.check_prompts([name], ["a", "b" * 5000], [good, metadata])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("pickscore", {"model": 5}, r"config\.reward\.args\.pickscore\.model is 5; it must be str"),
+        ("ocr", {"threads": 1.5}, r"ocr\.threads is 1\.5; it must be int \| None"),
+        ("ocr", {"threads": True}, r"ocr\.threads is True"),
+        ("pickscore", {"models": "a"}, r"pickscore: models unknown; it takes model, processor"),
+    ],
+)
+def test_options_of_another_type_are_refused(name, options, says):
+    rewards.check_options("ocr", {"threads": None})
+    rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
+    with pytest.raises(ValueError, match=says):
+        rewards.check_options(name, options)
+
+
 def test_watched_rewards_are_measured_on_request_and_do_not_count():
     pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
     metadata = [{"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}] * 3
@@ -81,13 +112,15 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
 
 
-def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monkeypatch):
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(tmp_path, monkeypatch, capsys):
     (tmp_path / "constant.py").write_text(
         "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
+    said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
+    assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
 def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):

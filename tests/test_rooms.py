@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PATCH = "diffusers_patch."
 ROOMS = {  # module -> the flow_grpo modules it may import
     "rng": set(),
+    "quoting": set(),
     "batching": set(),
     "losses": set(),
     "advantages": set(),
@@ -27,6 +28,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "compiled": set(),
     "distributed": set(),
     "fsdp_utils": {"distributed", "stored_weights"},
+    "finite": {"distributed", "fsdp_utils"},
     "offload": {"fsdp_utils"},
     "ema": {"offload"},
     "rewards": set(),
@@ -44,29 +46,44 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     **{f"rewards.{name}": {"scoring.pickled", "scoring.wire"} for name in ("geneval", "deqa")},
     "scoring": set(),
     "scoring.wire": {"pixels"},
-    "scoring.client": set(),
+    "scoring.threads": set(),
+    "scoring.tokens": set(),
+    "scoring.client": {"scoring.tokens"},
     "scoring.pickled": {"pixels", "scoring.client", "scoring.wire"},
-    "scoring.server": {"rewards", "scoring.wire"},
-    "scoring.serve": {"rewards", "scoring.server"},
-    "scoring.processes": {"distributed"},
-    "scoring.settings": {"rewards", "settings"},
+    "scoring.requests": {"scoring.threads", "scoring.wire"},
+    "scoring.listening": set(),
+    "scoring.server": {"rewards", "scoring.requests", "scoring.threads"},
+    "scoring.serve": {
+        *("command_line", "rewards", "scoring.listening", "scoring.requests", "scoring.server", "scoring.tokens"),
+    },
+    "scoring.processes": {"distributed", "scoring.client"},
+    "scoring.settings": {"rewards", "settings", "scoring.client", "scoring.tokens"},
     "scoring.scorers": {
         *("rewards", "scoring", "scoring.client", "scoring.processes", "scoring.settings", "scoring.wire"),
+        "scoring.threads",
     },
-    "scoring.pool": {"scoring.scorers"},
+    "scoring.pool": {"finite", "scoring.client", "scoring.scorers"},
     "health": set(),
     "forward": set(),
-    "image_pairs": {PATCH + "size"},
+    "image_pairs": {"prompts", PATCH + "size"},
     "windows": {"rng"},
     "prompts": {"rng", "shipped"},
-    "policies": {"float8", "fsdp_utils", "offload", "rng", *(PATCH + n for n in ("condition", "flow_model", "size"))},
+    "policies": {
+        "finite",
+        "float8",
+        "fsdp_utils",
+        "offload",
+        "rng",
+        *(PATCH + n for n in ("condition", "flow_model", "size")),
+    },
     "embeddings": {PATCH + "condition"},
     "preferences": {"prompts", PATCH + "condition", PATCH + "size"},
     "rollout": {"batching", "losses", "rng"},
     "metrics": set(),
     "pixels": set(),
     "trackers": set(),
-    "dashboards": {"folders", "metrics", "pictures", "pixels", "trackers"},
+    "report": {"command_line", "health", "metrics", "pictures", "settings"},
+    "dashboards": {"folders", "metrics", "pictures", "pixels", "report", "trackers"},
     "folders": set(),
     "checksums": set(),
     "shards": {"checksums", "distributed", "fsdp_utils"},
@@ -77,13 +94,25 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("estimates", "distributed", "prompts", "rng", "scoring.pool", PATCH + "denoise_with_logprob"),
         *(PATCH + name for name in ("flow_model", "sample_with_logprob", "sampling_params", "size")),
     },
-    "saving": {"best", "checkpoints", "distributed", "exports", "folders", "fsdp_utils", "offload", "policies"},
+    "saving": {
+        "best",
+        "checkpoints",
+        "distributed",
+        "exports",
+        "finite",
+        "folders",
+        "fsdp_utils",
+        "offload",
+        "policies",
+    },
     "estimates": set(),
     "candidates": {"best", "fsdp_utils", "policies", "settings", "shipped", PATCH + "flow_model"},
     "measuring": {"best", "evaluation", "saving"},
     "watching": {"distributed", "health", "optimization", "saving"},
     "optimization": {
+        "checkpoints",
         "distributed",
+        "finite",
         "fsdp_utils",
         "losses",
         "offload",
@@ -110,8 +139,10 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("scoring.pool", "scoring.settings", "trackers"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
+    "publishing": {"best", "policies", "report", "shipped"},
     "loop": {
-        *("checkpoints", "distributed", "evaluation", "folders", "measuring", "policies", "run", "saving", "watching"),
+        *("checkpoints", "distributed", "evaluation", "folders", "fsdp_utils", "measuring", "policies", "publishing"),
+        *("run", "saving", "watching"),
     },
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
@@ -137,15 +168,17 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         for model in ("qwenimage", "sd3", "flux")
     },
 }
+ANYWHERE = "diffusers_patch", "quoting"  # any room may import them: a name alone, and how messages quote values
 OUTSIDE = {  # packages that live in one room
     "wandb": {"trackers"},
     "torch.utils.tensorboard": {"trackers"},
     "torch.distributed": {"distributed", "fsdp_utils"},
     "matplotlib": {"pictures"},
     "httpx": {"scoring.client", "scoring.settings"},
-    "starlette": {"scoring.server"},
-    "uvicorn": {"scoring.server"},
+    "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
+    "uvicorn": {"scoring.listening"},
     "pyarrow": {"preferences", "image_pairs"},
+    "jinja2": {"publishing", "report"},
     "scipy": {"rewards.shapes"},
     "rapidocr": {"rewards.ocr"},
 }
@@ -171,7 +204,7 @@ def imports(path):
 
 def rooms_in(names):
     ours = {name.removeprefix("flow_grpo.") for name in names if name.startswith("flow_grpo.")}
-    return {name for name in ours if name in ROOMS and name != "diffusers_patch"}
+    return {name for name in ours if name in ROOMS and name not in ANYWHERE}
 
 
 def test_every_module_has_a_room():

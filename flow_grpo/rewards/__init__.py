@@ -7,12 +7,15 @@ the lowest and the highest score there can be; check_prompts(prompts, metadata),
 cannot score.
 """
 
+import copy
 import difflib
 import importlib
 import inspect
 import math
 import os
 import pkgutil
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONNECTION = ("token", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+from flow_grpo.quoting import quoted
+
+CONNECTION = ("token_file", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+MOST = 1e9  # size of a weight
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
@@ -57,10 +63,13 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
     for name in {**weights, **dict.fromkeys(watched)}:
         if name not in known() and name not in served:
             near = difflib.get_close_matches(name, known(), cutoff=0)
-            raise ValueError(f"no reward {name!r} in flow_grpo/rewards; nearest: {', '.join(near)}")
+            key = f"config.{'reward_fn' if name in weights else 'eval.rewards'}"
+            raise ValueError(f"{key}: no reward {quoted(name)} in flow_grpo/rewards; nearest: {', '.join(near)}")
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ValueError(f"config.reward_fn.{name} is {weight!r}; its weight must be a finite number")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
+            raise ValueError(
+                f"config.reward_fn.{name} is {quoted(weight)}; its weight must be a number from {-MOST:g} to {MOST:g}"
+            )
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -72,9 +81,26 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"config.reward.args.{name}: {', '.join(unknown)} unknown; it takes {', '.join(takes) or 'none'}"
         )
+    for key, value in options.items():
+        if key in takes and not _fits(value, takes[key].annotation):
+            raise ValueError(
+                f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {_words(takes[key].annotation)}"
+            )
     needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
     if needed:
         raise ValueError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether an option is of its parameter's type. An int may stand for a float; other annotations allow anything."""
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if not all(isinstance(kind, type) for kind in kinds) or annotation is inspect.Parameter.empty:
+        return True
+    return type(value) in kinds or (float in kinds and type(value) is int) or kinds == (object,)
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def check_prompts(names: Iterable[str], prompts: list[str], metadata: list[dict]) -> None:
@@ -105,14 +131,40 @@ def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return output if isinstance(output, dict) else {"score": output}
 
 
+def scores_of(
+    name: str, score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> dict[str, Tensor]:
+    """What a reward's `score` says, by name, each [B] float32 on the CPU.
+
+    Args:
+        images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
+
+    Raises:
+        ValueError: not one finite number per image, or no "score" among them.
+        RuntimeError: it has called sys.exit.
+    """
+    try:
+        scores = as_scores(score(images.clone(), list(prompts), copy.deepcopy(metadata)))
+    except SystemExit as error:
+        raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
+    if "score" not in scores:
+        raise ValueError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
+    return {key: checked(name, values, prompts) for key, values in scores.items()}
+
+
 def checked(name: str, values, prompts: list[str]) -> Tensor:
     """[B] float32 on the CPU. Raises ValueError unless they are one finite number per image, and names the prompt."""
-    values = torch.as_tensor(values).detach().float().cpu()
+    values = torch.as_tensor(values).detach()
+    if values.is_complex():
+        raise ValueError(f"reward {name!r} returned complex numbers")
+    values = values.float().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(f"reward {name!r} is {values[bad[0]].item()} for {prompts[bad[0]]!r} ({len(bad)} such images)")
+        raise ValueError(
+            f"reward {name!r} is {values[bad[0]].item()} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
+        )
     return values
 
 
