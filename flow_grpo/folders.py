@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -118,13 +118,16 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def given_back(folder: Path) -> Iterator[None]:
-    """If the block fails: release the folder that this process holds, and remove it if nothing was written to it."""
+    """If the block fails: release the folder that this process holds. If nothing was written to it, it is removed, and
+    the folder around it too where that is empty then."""
     try:
         yield
     except BaseException:
         if folder.resolve() in _held and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
             folder.rmdir()
+            with suppress(OSError):
+                folder.parent.rmdir()
         release(folder)
         raise
 
