@@ -1,5 +1,6 @@
 """Pictures of a run, drawn from its folder alone: reward.png, samples.png and the contact sheets of images/."""
 
+import io
 import json
 import math
 import textwrap
@@ -163,3 +164,62 @@ def draw_cells(rows: list[list[tuple]]) -> Sheet:
                 y += line
         top += height + gap
     return Sheet(page, boxes)
+
+
+class Line(NamedTuple):
+    """One run's curve of a panel."""
+
+    label: str
+    epochs: np.ndarray
+    values: np.ndarray
+
+
+LINES = (  # colour, dashes and marker of the first, the second, ... run: told apart without colour, too
+    *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
+    *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
+)
+MOST_POINTS = 200  # of a line; more are averaged
+
+
+def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
+    """Curves over epochs as an <svg> element whose text is text. None keeps the next line's style its own.
+
+    Args:
+        limit: a level that is drawn across.
+    """
+    settings = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(3.6, 2.2))
+        axes = figure.add_axes((0.15, 0.17, 0.82, 0.78))
+        for line, (colour, dashes, marker) in zip(lines, LINES * len(lines)):
+            if line is not None:
+                epochs, values = thinned(line.epochs), thinned(line.values)
+                every = -(-len(values) // 12)
+                axes.plot(
+                    epochs, values, dashes, color=colour, marker=marker, markersize=4, markevery=every, label=line.label
+                )
+        if limit is not None:
+            axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
+        if len(lines) > 1:
+            axes.legend(frameon=False, fontsize=7, handlelength=3)
+        axes.set_xlabel("epoch", labelpad=1)
+        axes.grid(color="#e8e8e8")
+        axes.margins(x=0.04, y=0.12)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return stream.getvalue()[stream.getvalue().index("<svg") :]
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """At most MOST_POINTS means of neighbours."""
+    parts = np.array_split(values, min(len(values), MOST_POINTS))
+    return np.array([part.mean() for part in parts])
+
+
+def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
+    """The pictures of a contact sheet with their captions and figures; of older runs the sheet itself."""
+    page, notes = Image.open(sheet).convert("RGB"), sheet.with_suffix(".json")
+    if not notes.exists():
+        return [(page, "", "")]
+    cells = json.loads(notes.read_text())["cells"]
+    return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]
