@@ -1,12 +1,12 @@
 """The command line: files from anywhere, overrides, and sentences for what the user can mend."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from small import ENV, ROOT
 
 from flow_grpo import command_line, prompts, shipped
@@ -169,8 +169,7 @@ def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, mo
     ],
 )
 def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
-    command, env = [sys.executable, ROOT / "scripts" / script, *words], ENV | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([ROOT / "scripts" / script, *words], ENV, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
     assert "Traceback" not in done.stderr
