@@ -242,7 +242,10 @@ def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(m
         assert not entry(x).requires_grad
 
 
-def test_compiled_blocks_keep_the_share_that_they_may():
+def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
+    """Graphs are cut as they are for compiled kernels, which take seconds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+
     def kept(share):
         torch._dynamo.reset()
         sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)
