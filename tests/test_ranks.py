@@ -101,7 +101,7 @@ def assert_complete(folder, evaluated):
 @pytest.mark.parametrize("variants", [",flash", ",fast,stepwise"])
 def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, tmp_path):
     """Windows of their own (a batch is a block) leave one rank more solver steps, or more to share, than the other."""
-    how = dict(sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=3, eval_freq=0)
+    how = dict(sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=2, eval_freq=0)
     how |= dict(sample__num_images_per_prompt=4)
     one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
     assert_same(one, on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", **how, fsdp__mode="shard"))
