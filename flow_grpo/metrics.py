@@ -3,7 +3,6 @@
 `python -m flow_grpo.metrics` prints the table of docs/metrics.md.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -117,10 +116,19 @@ def metrics_table() -> str:
     return "\n".join(["| name | unit | meaning | what to expect |", "|---|---|---|---|", *rows])
 
 
-def check_name(name: str) -> None:
-    """Assert that METRICS explains `name`."""
-    known = name in METRICS or any("<" in key and name.startswith(key.split("<")[0]) for key in METRICS)
-    assert known, f"{name!r} is not in METRICS; the nearest is {difflib.get_close_matches(name, METRICS, 1, 0)}"
+def explain(name: str) -> tuple[str, Metric] | None:
+    """The row of METRICS for a name, and the row's key; None for a name that it does not explain."""
+    if name in METRICS:
+        return name, METRICS[name]
+    keys = [key for key in METRICS if "<" in key and name.startswith(key.split("<")[0])]
+    fitting = [key for key in keys if name.endswith(key.rpartition(">")[2]) and name.count("/") == key.count("/")]
+    key = max(fitting or keys, key=len, default=None)  # reward/<name>_group_std before reward/<name>
+    return key and (key, METRICS[key])
+
+
+def is_known(name: str) -> bool:
+    """Whether METRICS explains `name`."""
+    return explain(name) is not None
 
 
 class Meter:

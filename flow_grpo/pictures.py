@@ -1,9 +1,11 @@
 """Pictures of a run, drawn from its folder alone: reward.png, samples.png and the contact sheets of images/."""
 
+import io
 import json
 import math
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -13,6 +15,13 @@ from PIL import Image, ImageDraw, ImageFont
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
 FONT = ImageFont.load_default(12)
+
+
+class Sheet(NamedTuple):
+    """Pictures on a page."""
+
+    page: Image.Image
+    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture
 
 
 def read_metrics(run_dir) -> list[dict]:
@@ -100,9 +109,9 @@ def fit(picture: Image.Image) -> Image.Image:
     return picture.resize([round(length * factor) for length in picture.size], resampling)
 
 
-def contact_sheet(pictures: list[Image.Image], captions: list[str], rewards: list[float]) -> Image.Image:
-    """The pictures in about twice as many columns as rows, prompt and reward under each."""
-    cells = [(p, wrap(c, p.width), f"{r:.3f}") for p, c, r in zip(pictures, captions, rewards, strict=True)]
+def contact_sheet(pictures: list[Image.Image], captions: list[str], figures: list[str]) -> Sheet:
+    """The pictures in about twice as many columns as rows, caption and figure under each."""
+    cells = [(p, wrap(c, p.width), figure) for p, c, figure in zip(pictures, captions, figures, strict=True)]
     columns = math.ceil(math.sqrt(2 * len(cells)))
     return draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
 
@@ -131,7 +140,7 @@ def plot_samples(run_dir) -> Path | None:
         pair = [(Image.fromarray(p["pixels"][index]), [], f"{p['rewards'][index]:.3f}") for p in panels]
         rows += [[]] if i % prompts_per_row == 0 else []
         rows[-1] += [(None, wrap(panels[0]["captions"][index], pair[0][0].width), ""), *pair]
-    draw_cells(rows).save(Path(run_dir, "samples.png"))
+    draw_cells(rows).page.save(Path(run_dir, "samples.png"))
     return Path(run_dir, "samples.png")
 
 
@@ -140,7 +149,7 @@ def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
 
 
-def draw_cells(rows: list[list[tuple]]) -> Image.Image:
+def draw_cells(rows: list[list[tuple]]) -> Sheet:
     """Draw rows of (picture or None, lines of ink under it, one more line in blue) on a white page."""
     gap, line = 14, 15
     width = max((picture.width for row in rows for picture, _, _ in row if picture), default=128)
@@ -148,15 +157,75 @@ def draw_cells(rows: list[list[tuple]]) -> Image.Image:
     heights = [max(row) for row in cell_heights]
     size = gap + max(map(len, rows)) * (width + gap), gap + sum(heights) + gap * len(rows)
     page = Image.new("RGB", size, "white")
-    draw, top = ImageDraw.Draw(page), gap
+    draw, top, boxes = ImageDraw.Draw(page), gap, []
     for row, height in zip(rows, heights):
         for column, (picture, lines, figure) in enumerate(row):
             left, y = gap + column * (width + gap), top
             if picture:
                 page.paste(picture, (left, top))
+                boxes.append((left, top, left + picture.width, top + picture.height))
                 y += picture.height + 4
             for text, colour in [*((text, INK) for text in lines), (figure, BLUE)]:
                 draw.text((left, y), text, colour, FONT)
                 y += line
         top += height + gap
-    return page
+    return Sheet(page, boxes)
+
+
+class Line(NamedTuple):
+    """One run's curve of a panel."""
+
+    label: str
+    epochs: np.ndarray
+    values: np.ndarray
+
+
+LINES = (  # colour, dashes and marker of the first, the second, ... run: told apart without colour, too
+    *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
+    *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
+)
+MOST_POINTS = 200  # of a line; more are averaged
+
+
+def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
+    """Curves over epochs as an <svg> element whose text is text. None keeps the next line's style its own.
+
+    Args:
+        limit: a level that is drawn across.
+    """
+    settings = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(3.6, 2.2))
+        axes = figure.add_axes((0.15, 0.17, 0.82, 0.78))
+        for line, (colour, dashes, marker) in zip(lines, LINES * len(lines)):
+            if line is not None:
+                epochs, values = thinned(line.epochs), thinned(line.values)
+                every = -(-len(values) // 12)
+                axes.plot(
+                    epochs, values, dashes, color=colour, marker=marker, markersize=4, markevery=every, label=line.label
+                )
+        if limit is not None:
+            axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
+        if len(lines) > 1:
+            axes.legend(frameon=False, fontsize=7, handlelength=3)
+        axes.set_xlabel("epoch", labelpad=1)
+        axes.grid(color="#e8e8e8")
+        axes.margins(x=0.04, y=0.12)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return stream.getvalue()[stream.getvalue().index("<svg") :]
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """At most MOST_POINTS means of neighbours."""
+    parts = np.array_split(values, min(len(values), MOST_POINTS))
+    return np.array([part.mean() for part in parts])
+
+
+def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
+    """The pictures of a contact sheet with their captions and figures; of older runs the sheet itself."""
+    page, notes = Image.open(sheet).convert("RGB"), sheet.with_suffix(".json")
+    if not notes.exists():
+        return [(page, "", "")]
+    cells = json.loads(notes.read_text())["cells"]
+    return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]

@@ -191,7 +191,7 @@ RUNS = ["shapes_qwenimage,flash", "shapes_qwenimage,fast", "shapes_qwenimage_pr"
 
 @pytest.mark.parametrize("name", [*RUNS, "shapes_qwenimage_dpo,online"])
 def test_a_run_in_slots_logs_what_a_run_in_batches_logs(name, tmp_path):
-    how = dict(num_epochs=1, sample__num_prompts_per_epoch=4, vae_batch_size=3)  # more than a batch, and decodes of parts of it
+    how = dict(num_epochs=1, sample__num_prompts_per_epoch=4, vae_batch_size=3)  # decodes of parts of a batch
     runs = [train(name, tmp_path / engine, sample__engine=engine, **how) for engine in ("full", "stepwise")]
     full, slotted = (lines_of(folder) for folder in runs)
     for ours, theirs in zip(slotted, full, strict=True):
