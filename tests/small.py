@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 MODELS = {name: models.by_name(name) for name in models.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
-FEW = dict(eval__num_prompts=4, eval__num_steps=2, save_freq=0)  # evaluations of `config_of`; it saves at the end alone
+FEW = dict(eval__num_prompts=4, save_freq=0)  # evaluations of `config_of`; it saves at the end alone
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 

@@ -256,7 +256,7 @@ def test_the_limit_of_update_size_chosen_without_a_run_suits_it(stories, capsys)
 
 
 NAME = "shapes_qwenimage"
-HOW = dict(health__grad_norm_spike=1e-3, eval_freq=0, sample__num_prompts_per_epoch=1)  # every gradient is a spike
+HOW = dict(health__grad_norm_spike=1e-3, eval_freq=0)  # every gradient is a spike
 
 
 def test_every_action_may_be_chosen():
@@ -282,7 +282,7 @@ def test_a_run_with_an_alarm_stops_with_everything_saved(tmp_path):
 
 
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_path):
-    how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12)
+    how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12, sample__num_prompts_per_epoch=1)
     whole = train(NAME, tmp_path / "whole", **how)
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
     assert factors == [1 / 2] * 10 + [1 / 4] * 2
