@@ -18,7 +18,7 @@ HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2) | FEW
 
 def command_of(name, output_dir, **how):
     script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
-    how = HOW | how | (dict(sample__num_branches=3) if "_pr" in name else {})  # as in this process's runs
+    how = HOW | (dict(sample__num_branches=3) if "_pr" in name else {}) | how  # as in this process's runs
     flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config={file_of(name)}:{name},smoke", f"--config.output_dir={output_dir}", *flags]
 
@@ -69,7 +69,7 @@ def offline_wandb(name, output_dir, **how):
     ("name", "start", "how"),
     [
         ("shapes_qwenimage", by_torchrun, {}),
-        ("shapes_qwenimage_pr", offline_wandb, {}),
+        ("shapes_qwenimage_pr", offline_wandb, dict(sample__num_branches=6)),  # which leave no slot empty
         ("shapes_qwenimage_nft", offline_wandb, {}),
         ("shapes_qwenimage_dpo,online", offline_wandb, ONLINE),
     ],
