@@ -198,7 +198,7 @@ def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
         (dict(reward__args={"shapes": {"url": "ftp://a"}}), r"shapes.url is 'ftp://a'; it begins with http"),
         (dict(reward__args={"shapes": {"url": "http://me:secret@a"}}), r"shapes.url holds a password, which would be"),
         (dict(reward__args={"shapes": {"token": "secret"}}), r"shapes.token would be stored with the config; set REW"),
-        (dict(reward__token_file="no/such/file"), r"no token in no/such/file"),
+        (dict(reward__token_file="no/such/file"), r"no token in token_file .no/such/file"),
         (dict(reward__url="http://127.0.0.1:1"), r"config.reward.url is 'http://127.0.0.1:1', but a server scores one"),
         (
             dict(reward_fn={"vlm_judge": 1.0}, reward__args={"vlm_judge": {"url": "host:1", "model": "m"}}),

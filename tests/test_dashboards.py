@@ -202,9 +202,9 @@ def test_without_a_tracker_a_run_keeps_its_folder_alone(tmp_path, monkeypatch, c
 
 def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    trackers.check("wandb")
+    trackers.check("wandb", "a project")
     with pytest.raises(ValueError, match="pip install tensorboard"):
-        trackers.check("both")
+        trackers.check("both", "a project")
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

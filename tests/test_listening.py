@@ -126,7 +126,7 @@ def test_the_address_is_announced_when_it_can_be_connected_to():
         (["shapes", "--host", "::"], "there is no token"),
         (["shapes", "--host", "no such host"], "which is no address"),
         (["shapes", "--device", "warp:9"], "--device is 'warp:9'"),
-        (["shapes", "--token-file", "no/such/file"], "no token in no/such/file"),
+        (["shapes", "--token-file", "no/such/file"], "no token in token_file 'no/such/file'"),
         (["shapes", "--host", "0.0.0.0", "--without-token", "--device", "warp:9"], "--device is 'warp:9'"),
     ],
 )

@@ -41,8 +41,8 @@ def best_of(folder):
     """Everything in best/. The LoRA file's tensors alone: its header lists the adapted layers in no fixed order."""
     files = {path.name: path for path in (folder / "best").iterdir()}
     tensors = load_file(files.pop("pytorch_lora_weights.safetensors"))
-    texts = {name: path.read_text() for name, path in files.items()}
-    return texts, {name: tensor.tolist() for name, tensor in tensors.items()}
+    others = {name: path.read_bytes() for name, path in files.items()}
+    return others, {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def writes(folder, since):
