@@ -222,7 +222,8 @@ def publish(tmp: Path) -> None:
     to know the old one until the new one is there.
     """
     for path in [*tmp.rglob("*"), tmp]:
-        _fsync(path)
+        if not path.is_symlink():
+            _fsync(path)
     done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
     if done.exists():
         done.rename(done.with_name(f".old-{done.name}"))

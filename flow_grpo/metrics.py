@@ -66,6 +66,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     ),
     "validation/<name>": Metric("", "DPO: the same of held-out pairs, always under the same noises", "like <name>"),
     "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce instability"),
+    "weight_norm": Metric("", "norm of all trained weights after the epoch", "changes slowly; a jump is a wrong step"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),

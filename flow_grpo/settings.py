@@ -73,6 +73,8 @@ SETTINGS = (
     Setting("keep_checkpoints", 2, "newest ones that stay", least=1, may_differ=True),
     Setting("eval_freq", 10, "between evaluations; before the first and after the last always; 0 = never",
             unit="epochs", least=0, may_differ=True),
+    Setting("rollout_images_freq", 0, "between epochs of which images/ keeps an image of each prompt; 0 = never",
+            unit="epochs", least=0, may_differ=True),
     Setting("model", "flow_grpo/assets/tiny_qwenimage", "diffusers folder or hub id"),
     Setting("dataset", "dataset/shapes",
             "folder with {train,validation,test}_metadata.jsonl or .txt; it need not have validation"),
@@ -261,7 +263,7 @@ SETTINGS = (
             may_differ=True),
     Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
             scripts=(DPO,), may_differ=True, most=10**4),
-    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png", unit="images", least=1,
+    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png; of a rollout", unit="images", least=1,
             may_differ=True),
 
     Setting("health.action", "log",

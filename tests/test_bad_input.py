@@ -203,7 +203,7 @@ def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(na
         "    return lambda images, *_: images.mean((1, 2, 3)) * (1 if next(calls) < 2 else 3e38)\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    how = dict(reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999, sample__engine="full")
+    how = dict(reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999, sample__engine="full", save_freq=1)
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
         train(name, tmp_path / "runs", **how)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)

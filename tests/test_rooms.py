@@ -122,7 +122,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("checks", "scoring.pool", "scoring.settings", "settings", "trackers", "watching"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
-    "loop": {"distributed", "evaluation", "measuring", "run", "saving", "watching"},
+    "publishing": {"best", "policies", "report", "shipped"},
+    "loop": {"publishing", "distributed", "fsdp_utils", "evaluation", "measuring", "run", "saving", "watching"},
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
@@ -157,7 +158,7 @@ OUTSIDE = {  # packages that live in one room
     "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
     "uvicorn": {"scoring.listening"},
     "pyarrow": {"preferences", "image_pairs"},
-    "jinja2": {"report"},
+    "jinja2": {"publishing", "report"},
     "scipy": {"rewards.shapes"},
     "rapidocr": {"rewards.ocr"},
 }
