@@ -56,10 +56,11 @@ def plot_reward(run_dir) -> Path | None:
     records = read_metrics(run_dir)
     training = {name[7:] for record in records for name in record if name.startswith("reward/")}
     training = {name for name in training if not name.endswith(("group_std", "zero_std_share"))}
-    if len(training) == 2:
-        training.discard("avg")  # it says what the only reward says
     evaluated = {name[5:] for record in records for name in record if name.startswith("eval/")} - {"std_error"}
     names = sorted(training | evaluated)
+    epochs = [record for record in records if "reward/avg" in record]
+    if any(all(r["reward/avg"] == r.get(f"reward/{name}") for r in epochs) for name in training - {"avg"}):
+        names.remove("avg")  # it says what the only reward says
     if not names:
         return None
     columns = min(3, len(names))
@@ -94,9 +95,12 @@ def draw_reward(axes, records: list[dict], name: str) -> None:
     epochs, values = curve(records, "test", f"test/{name}")
     if len(epochs):
         axes.plot(epochs, values, color=INK, linestyle="none", marker="x", markersize=5, label="test")
-    axes.set_title(name, loc="left", fontweight="bold", color=INK)
+    axes.set_title(name, loc="left", fontweight="bold", color=INK, y=1.0, pad=32)  # room for the upper axis
     axes.set(xlabel="epoch", ylabel="mean reward")
+    axes.xaxis.set_label_coords(0.5, -0.14)  # else all tick labels are laid out once more to see where there is room
+    axes.yaxis.set_label_coords(-0.155, 0.5)
     axes.margins(x=0.08, y=0.1)
+    axes.locator_params(nbins=5)
     axes.grid(color="#e8e8e8")
     axes.legend(frameon=False, labelcolor=INK)
     epochs, images = curve(records, "epoch", "images")
@@ -104,6 +108,8 @@ def draw_reward(axes, records: list[dict], name: str) -> None:
         per_epoch = images[-1] / (epochs[-1] + 1) / 1000
         above = axes.secondary_xaxis("top", functions=(lambda x: x * per_epoch, lambda x: x / per_epoch))
         above.set_xlabel("thousand images", color=GREY)
+        above.xaxis.set_label_coords(0.5, 1.13, transform=axes.transAxes)
+        above.locator_params(axis="x", nbins=5)
         above.tick_params(colors=GREY, length=2)
         above.spines["top"].set_visible(False)
 

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import math
+import re
 import statistics
 import sys
 from collections import Counter
@@ -24,14 +25,13 @@ from ml_collections import ConfigDict
 
 from flow_grpo import command_line, health, metrics, pictures, settings
 
-GROUPS = {  # title -> what the names of its curves begin with
-    "Reward and evaluation": ("reward/", "eval/", "test/", "validation/"),
-    "Update": (
-        *("policy_loss", "ratio_", "clip_fraction_", "approx_kl", "kl_reference", "old_distance", "reference_distance"),
-        *("relative_velocity_norm", "implicit_accuracy", "winner_", "loser_", "grad_norm", "weight_norm"),
-        *("learning_rate", "advantage_abs_mean"),
-    ),
-    "Health": ("health/", "parity/log_prob_abs_diff_max"),
+SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"
+GROUPS = {  # title -> what the names of its curves look like
+    "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{SPREADS})[^/]+$",
+    "Signal within groups": rf"(reward|eval)/.*{SPREADS}",
+    "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
+    "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_abs_mean",
+    "Health": "health/|parity/log_prob_abs_diff_max$",
 }
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "project", "algorithm")  # settings that say nothing
 MOST_EVALUATIONS = 12  # whose images are on the page
@@ -97,12 +97,17 @@ def curve(run: Recorded, name: str) -> pictures.Line | None:
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain."""
     logged = {name: None for run in runs for record in run.records for name in record if name != "kind"}
-    chosen = {
-        title: sorted(name for name in logged if name.startswith(prefixes) and name.count("/") < 2)
-        for title, prefixes in GROUPS.items()
-    }
+    chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
+    single = [name for name in logged if name.partition("/")[2] != "avg" and _repeats_the_sum(runs, name)]
+    chosen = {title: [name for name in names if name not in single] for title, names in chosen.items()}
     chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.is_known(name)]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+
+
+def _repeats_the_sum(runs: Sequence[Recorded], name: str) -> bool:
+    """Whether a reward is the only one, so that the weighted sum says what it says."""
+    total = f"{name.partition('/')[0]}/avg"
+    return all(record[name] == record.get(total) for run in runs for record in run.records if name in record)
 
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
@@ -137,7 +142,7 @@ def _summary_row(run: Recorded) -> list[str]:
 
 
 def alarms(run: Recorded) -> list[str]:
-    """One sentence per alarm and stretch of epochs, as the run said it at the end of the stretch."""
+    """One sentence per alarm and stretch of epochs, as it was at the end of the stretch."""
     exceeded = {record["epoch"] for record in run.records if record.get("health/limits_exceeded")}
     epochs, sentences, start = health.by_epoch(run.records, run.config), [], None
     for number, epoch in enumerate(epochs):
@@ -147,7 +152,7 @@ def alarms(run: Recorded) -> list[str]:
         if number + 1 == len(epochs) or epochs[number + 1].number not in exceeded:
             stretch = f"epoch {start + 1}" if start == epoch.number else f"epochs {start + 1} to {epoch.number + 1}"
             verdict = health.judge(epochs[: number + 1], run.config.health)
-            sentences += [f"{stretch}: {alarm.sentence}" for alarm in verdict.alarms]
+            sentences += [f"{run.label}, {stretch}: {alarm.sentence}" for alarm in verdict.alarms]
             start = None
     return sentences
 
@@ -223,7 +228,8 @@ def page(runs: Sequence[Recorded]) -> str:
         title=" · ".join(run.label for run in runs),
         summary=summary(runs),
         groups=panels(runs),
-        runs=[(run, moments(run), prompts(run), alarms(run)) for run in runs],
+        alarms=[sentence for run in runs for sentence in alarms(run)],
+        runs=[(run, moments(run), prompts(run)) for run in runs],
         settings=changed_settings(runs),
         phases=phases(runs),
     )

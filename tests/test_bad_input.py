@@ -100,6 +100,7 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
             r"config.embeddings_cache: /proc/nowhere .* cannot be written",
         ),
         (WINDOW, dict(reward__device="cuda:99"), r"config.reward.device of shapes is 'cuda:99', which is not there"),
+        (WINDOW, dict(fsdp__shard_size=7), r"fsdp.shard_size is 7 with config.fsdp.mode 'replicate'"),
         (WINDOW, dict(train__adam_eps=0.0), r"config.train.adam_eps is 0.0; it must be from 1e-20"),
     ],
 )
@@ -204,7 +205,7 @@ def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(na
         "    return lambda images, *_: images.mean((1, 2, 3)) * (1 if next(calls) < 2 else 3e38)\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    how = dict(reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999, sample__engine="full")
+    how = dict(reward_fn={"brightness": 1.0}, eval_freq=0, reward__batch_size=999, sample__engine="full", save_freq=1)
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
         train(name, tmp_path / "runs", **how)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)

@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from small import ENV, ROOT
 
 from flow_grpo import checks, command_line, prompts, shipped, startup
@@ -257,8 +257,7 @@ def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, mo
     ],
 )
 def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
-    command, env = [sys.executable, ROOT / "scripts" / script, *words], ENV | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([ROOT / "scripts" / script, *words], ENV, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
     assert "Traceback" not in done.stderr

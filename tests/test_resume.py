@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from small import lines_of, stored, train
+from small import FEW, lines_of, stored, train
 from two_ranks import launch
 
 from flow_grpo import fsdp_utils
@@ -23,8 +23,8 @@ NUM_KILLS, NUM_EPOCHS = 5, 8
 def command(output_dir):
     script = "scripts/train_qwenimage_pr.py"
     how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
-    how["eval.num_prompts"] = 4  # as in this process's runs
-    flags = [f"--config.{key}={value}" for key, value in how.items()]
+    how = FEW | how | dict(save_freq=1, sample__num_branches=3)  # but for the checkpoints, as in this process's runs
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
 
 

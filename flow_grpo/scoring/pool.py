@@ -121,7 +121,8 @@ class Pool:
                 scorer.check()
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
                 said_s = time.monotonic()
-                notice("waiting: " + "; ".join(filter(None, (scorer.state() for scorer in self.scorers.values()))))
+                if states := [state for scorer in self.scorers.values() if (state := scorer.state())]:
+                    notice(f"waiting: {'; '.join(states)}")
 
     def _collect(
         self, requests: dict[str, list[tuple[Future, list[str]]]], are_finite: Tensor, prompts: list[str]

@@ -179,8 +179,9 @@ class RemoteScorer(Scorer):
             raise RewardFailed(f"reward {self.name!r} ({self.address}): {ending}")
 
     def state(self) -> str:
-        """How much it has not answered; "" for nothing."""
-        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
+        """How much it has not answered; "" for nothing, or where the client says that it is away."""
+        waits = self.pending and not self.server.was_noticed()
+        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if waits else ""
 
     def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""
