@@ -107,7 +107,7 @@ def _refusal(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         who, host = "another process", socket.gethostname()
     away = "" if host == socket.gethostname() else f". If that machine is gone, remove {folder / LOCK}"
-    return f"{who} is writing to {folder}: stop it or wait for its end, or start a run of another run_name{away}"
+    return f"{who} is writing to {folder}: stop it, wait for its end, or write to another folder{away}"
 
 
 def release(folder: Path) -> None:

@@ -26,6 +26,7 @@ from flow_grpo import (
     checks,
     command_line,
     distributed,
+    folders,
     fsdp_utils,
     image_pairs,
     policies,
@@ -245,15 +246,19 @@ def finish(config, folder: Path) -> None:
     report = dict(made_by=made_by(config), pairs=pairs, reasons=dict(reasons), dropped=dropped)
     (folder / "unfinished" / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "unfinished" / "report.json").replace(folder / "report.json")
+    folders.release(folder / "unfinished")
     shutil.rmtree(folder / "unfinished")
 
 
 def main(config):
     light, rows = check(config)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
-    if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
+    if not distributed.on_main(claim, config, folder):
         print(f"{folder} is complete")
         return
+    unlocked = distributed.on_main(folders.lock, folder / "unfinished")
+    if unlocked and ranks.rank == 0:
+        print(unlocked)
     source, part_size = config.preferences.source, config.preferences.part_size
     make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
