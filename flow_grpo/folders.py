@@ -110,6 +110,11 @@ def _refusal(folder: Path) -> str:
     return f"{who} is writing to {folder}: stop it or wait for its end, or start a run of another run_name{away}"
 
 
+def held() -> list[Path]:
+    """The folders that this process keeps others out of."""
+    return list(_held)
+
+
 def release(folder: Path) -> None:
     """Let other processes in."""
     if file := _held.pop(folder.resolve(), None):
