@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, say: Callable[[Record], None]) -> list[Record]
     """Tries of the chosen kinds, side by side if asked, until the time is over; each kind gets its share of it."""
     bench = Bench(args.out / "shared")
     kinds = {kind: importlib.import_module(f"faults_{kind}") for kind in args.kinds}
-    waiting = {kind: tries_of(kinds[kind], bench, args) for kind in args.kinds}
+    waiting = {kind: tries_of(kind, kinds[kind], bench, args) for kind in args.kinds}
     spent, records, running = dict.fromkeys(args.kinds, 0.0), [], []
     end = time.monotonic() + args.minutes * 60
     while running or waiting:
@@ -67,10 +67,10 @@ def run(args: argparse.Namespace, say: Callable[[Record], None]) -> list[Record]
     return records
 
 
-def tries_of(module: ModuleType, bench: Bench, args: argparse.Namespace) -> Iterator[Try]:
-    """The tries of a kind that are asked for, after what they all need has been made."""
-    module.prepare(bench)
-    numbers = args.numbers or range(10**9)
+def tries_of(name: str, module: ModuleType, bench: Bench, args: argparse.Namespace) -> Iterator[Try]:
+    """The tries of a kind that are asked for. What a try needs is made before it is."""
+    chosen = [name.partition(":") for name in args.only]
+    numbers = [int(number) for kind, _, number in chosen if kind == name] if chosen else range(10**9)
     return (module.make(bench, args.seed, number) for number in numbers)
 
 
@@ -103,8 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=20.0, help="a try that runs then is finished")
     add("--seed", type=int, default=1)
     add("--kinds", nargs="+", choices=SHARES, default=list(SHARES), metavar="KIND", help=", ".join(SHARES))
-    add("--numbers", nargs="+", type=int, help="of the tries to make of each kind; default: all from 0")
-    add("--only", metavar="KIND:NUMBER", help="one try again")
+    add("--only", nargs="+", default=[], metavar="KIND:NUMBER", help="some tries again")
     add("--parallel", type=int, default=1, help="tries side by side")
     add("--out", type=Path, default=Path("runs/faults"), help="folder of the table, the lines and what bad tries left")
     return parser
@@ -120,8 +119,7 @@ def import_all() -> None:
 def main(args: argparse.Namespace) -> int:
     """The number of bad tries."""
     if args.only:
-        kind, _, number = args.only.partition(":")
-        args.kinds, args.numbers = [kind], [int(number)]
+        args.kinds = list(dict.fromkeys(name.partition(":")[0] for name in args.only))
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.resolve()
     adopt_orphans()

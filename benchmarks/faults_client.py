@@ -24,10 +24,6 @@ TIMEOUT_S, RETRY_S, MARGIN_S = 1.0, 0.5, 8.0
 MOST_MIB = 400  # that an answer may take: client.MAX_ANSWER_BYTES, as text, as objects and as numbers
 
 
-def prepare(bench: Bench) -> None:
-    """Nothing."""
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """One server that always answers alike."""
     dice = Dice(seed, "client", number)

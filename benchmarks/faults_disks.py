@@ -13,18 +13,13 @@ FULL = ("No space left", "no space left", "no room", "disk", "File too large", "
 LARGE_MIB = 256
 
 
-def prepare(bench: Bench) -> None:
-    """The unbroken runs."""
-    for algorithm in TRAINED:
-        bench.reference(algorithm)
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """One kind of disk, one algorithm."""
     dice = Dice(seed, "disks", number)
     cases = MOUNTED if can_mount(bench.folder) else ()
     case = (*cases, *UNMOUNTED)[number % (len(cases) + len(UNMOUNTED))]
     algorithm = dice.pick(TRAINED)
+    bench.reference(algorithm)
     return Try("disks", number, f"{case.__name__}, {algorithm}", partial(case, bench, algorithm, dice))
 
 
@@ -55,18 +50,17 @@ def full(bench: Bench, algorithm: str, dice: Dice, folder: Path) -> Verdict:
     words = bench.words(algorithm, disk / "runs", resume_from="latest")
     first = Command(words, folder).wait()
     verdict = judge(first, FULL, early=False)
-    if not verdict.good:
-        return verdict
     mount(disk, LARGE_MIB * 1024, options="remount,")
     return goes_on(Command(words, folder, "last").wait(), disk / "runs", whole, verdict)
 
 
 def goes_on(ended: Ended, output_dir: Path, whole: Path, before: Verdict) -> Verdict:
-    """Whether it ended, resumed, as the unbroken run."""
+    """Whether it ended, resumed, as the unbroken run, and whether what it said before was right."""
     if ended.status != 0:
         return Verdict(False, f"with room again it ended with {ended.status}: {ended.last[-300:]}")
-    differ = differences(only_folder(output_dir), whole)
-    return Verdict(not differ, f"silent: {differ}" if differ else f"{before.why}; then equal")
+    if differ := differences(only_folder(output_dir), whole):
+        return Verdict(False, f"silent: {differ}; before: {before.why}")
+    return Verdict(before.good, f"{before.why}; then equal")
 
 
 def becomes_read_only(bench: Bench, algorithm: str, dice: Dice, folder: Path) -> Verdict:
@@ -81,8 +75,6 @@ def becomes_read_only(bench: Bench, algorithm: str, dice: Dice, folder: Path) ->
     first = command.wait()
     mount(disk, LARGE_MIB * 1024, options="remount,rw,")
     verdict = judge(first, ("Read-only", "read-only", "disk", "write"), early=False)
-    if not verdict.good:
-        return verdict
     return goes_on(Command(words, folder, "last").wait(), disk / "runs", bench.reference(algorithm), verdict)
 
 
@@ -119,8 +111,6 @@ def file_limit(bench: Bench, algorithm: str, dice: Dice, folder: Path) -> Verdic
     whole = bench.reference(algorithm)
     largest = max(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     verdict = judge(Command(words, folder, file_bytes=int(500 + largest * dice.share())).wait(), FULL, early=False)
-    if not verdict.good:
-        return verdict
     return goes_on(Command(words, folder, "last").wait(), folder / "runs", whole, verdict)
 
 
@@ -132,8 +122,6 @@ def full_device(bench: Bench, algorithm: str, dice: Dice, folder: Path) -> Verdi
     (run / "metrics.jsonl").rename(folder / "metrics.jsonl")
     (run / "metrics.jsonl").symlink_to("/dev/full")
     verdict = judge(Command(words, folder).wait(), (*FULL, "metrics.jsonl"), early=False)
-    if not verdict.good:
-        return verdict
     (run / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").rename(run / "metrics.jsonl")
     return goes_on(Command(words, folder, "last").wait(), folder / "runs", bench.reference(algorithm), verdict)

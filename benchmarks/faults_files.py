@@ -29,18 +29,11 @@ class Bomb:
         return os.system, (f"touch '{self.flag}'",)
 
 
-def prepare(bench: Bench) -> None:
-    """A whole run of every algorithm, and one of fewer epochs, whose copies are damaged."""
-    for algorithm in TRAINED:
-        bench.reference(algorithm)
-        bench.reference(algorithm, num_epochs=BEFORE)
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """One file, one kind of damage, one algorithm."""
     dice = Dice(seed, "files", number)
     algorithm = TRAINED[number % len(TRAINED)] if dice.share() < 0.5 else "grpo"
-    source = bench.reference(algorithm, num_epochs=BEFORE)
+    source, _ = bench.reference(algorithm, num_epochs=BEFORE), bench.reference(algorithm)
     files = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     newest = [file for file in files if f"epoch_{BEFORE:06d}" in file]
     file = dice.pick(newest if dice.share() < 0.5 else files)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from faults_commands import ENV, ROOT, Command, Ended
 from faults_runs import TRAINED, Bench, differences, free_port, only_folder, prepared, run_whole, said, start_ranks
@@ -21,12 +22,15 @@ TWO_RANKS = ("grpo", "pr", "nft", "dpo")
 SERVED = "jpeg_compressibility"
 
 
-def prepare(bench: Bench) -> None:
-    """The unbroken runs."""
-    for algorithm in (*TRAINED, "prepare"):
-        bench.reference(algorithm)
-    for algorithm in TWO_RANKS:
-        bench.reference(algorithm, ranks=2)
+class Plan(NamedTuple):
+    """How a run is killed."""
+
+    algorithm: str
+    ranks: int
+    victims: str  # "all", "rank 0" or "rank 1"
+    signal: str
+    moment: str  # of MOMENTS
+    times: int
 
 
 def make(bench: Bench, seed: int, number: int) -> Try:
@@ -37,8 +41,10 @@ def make(bench: Bench, seed: int, number: int) -> Try:
     if number % 16 == 7:
         victim = dice.pick(("torchrun", "rank"))
         algorithm = dice.pick(TWO_RANKS)
+        bench.reference(algorithm, ranks=2)
         act = partial(kill_torchrun, bench, algorithm, victim, name, dice)
         return Try("kills", number, f"{algorithm} by torchrun, {name} to {victim}", act, TORCHRUN_S)
+    bench.reference("grpo")
     if number % 16 == 3:
         act = partial(kill_server, bench, dice)
         return Try("kills", number, "grpo, SIGKILL to its reward server, which comes back", act, LIMIT_S)
@@ -46,33 +52,39 @@ def make(bench: Bench, seed: int, number: int) -> Try:
         act = partial(kill_reward_process, bench, dice)
         return Try("kills", number, "grpo, SIGKILL to its reward process", act, LIMIT_S)
     if number % 8 == 1:
+        bench.reference("prepare")
         act = partial(kill_preparation, bench, name, times, dice)
         return Try("kills", number, f"prepare_preferences, {name} x {times}", act, LIMIT_S)
     ranks = 2 if dice.share() < 0.3 else 1
     algorithm = dice.pick(TWO_RANKS) if ranks == 2 else TRAINED[number % len(TRAINED)]
+    bench.reference(algorithm, ranks=ranks)
     victims = dice.pick(("all", "rank 0", "rank 1")) if ranks == 2 else "all"
-    act = partial(kill_run, bench, algorithm, ranks, victims, (name, moment, times), dice)
-    what = f"{algorithm}, {ranks} ranks, {name} to {victims} x {times}, moment: {moment}"
-    return Try("kills", number, what, act, LIMIT_S)
+    plan = Plan(algorithm, ranks, victims, name, moment, times)
+    return Try("kills", number, str(plan), partial(kill_run, bench, plan, dice), LIMIT_S)
 
 
-def kill_run(
-    bench: Bench, algorithm: str, ranks: int, victims: str, how: tuple[str, str, int], dice: Dice, folder: Path
-) -> Verdict:
+def kill_run(bench: Bench, plan: Plan, dice: Dice, folder: Path) -> Verdict:
     """Kill it some times, each time going on with `latest`; then let it end."""
-    name, moment, times = how
-    words = bench.words(algorithm, folder / "runs", resume_from="latest")
-    for kill in range(times):
-        commands = start_ranks(words, folder, f"killed_{kill}", ranks)
-        wait_until(MOMENTS[moment], folder / "runs", commands, dice)
+    words = bench.words(plan.algorithm, folder / "runs", resume_from="latest")
+    for kill in range(plan.times):
+        commands = start_ranks(words, folder, f"killed_{kill}", plan.ranks)
+        wait_until(MOMENTS[plan.moment], folder / "runs", commands, dice)
         for rank, command in enumerate(commands):
-            if victims in ("all", f"rank {rank}"):
-                command.send(SIGNALS[name])
-        verdict = gone(commands, name, ranks)
+            if plan.victims in ("all", f"rank {rank}"):
+                end_by(command, plan.signal)
+        verdict = gone(commands, plan.signal, plan.ranks)
         if not verdict.good:
             return verdict
-    ended = run_whole(words, folder, "last", ranks, LIMIT_S / 2)
-    return equal(ended, folder / "runs", bench.reference(algorithm, ranks=ranks))
+    ended = run_whole(words, folder, "last", plan.ranks, LIMIT_S / 2)
+    return equal(ended, folder / "runs", bench.reference(plan.algorithm, ranks=plan.ranks))
+
+
+def end_by(command: Command, name: str) -> None:
+    """A signal to the process; Ctrl-C goes to all that it has started, too."""
+    if name == "SIGINT":
+        command.interrupt()
+    else:
+        command.send(SIGNALS[name])
 
 
 def wait_until(moment: Callable[[Path, Dice], bool], output_dir: Path, commands: list[Command], dice: Dice) -> None:
@@ -134,7 +146,7 @@ def kill_preparation(bench: Bench, name: str, times: int, dice: Dice, folder: Pa
     for kill in range(times):
         command = Command(words, folder, f"killed_{kill}")
         wait_until(at_any_time, folder, [command], dice)
-        command.send(SIGNALS[name])
+        end_by(command, name)
         verdict = gone([command], name, 1)
         if not verdict.good:
             return verdict

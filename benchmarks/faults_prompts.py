@@ -30,10 +30,6 @@ LINES = (
 )
 
 
-def prepare(bench: Bench) -> None:
-    """Nothing."""
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """One file, as one of the functions below damages it."""
     dice = Dice(seed, "prompts", number)

@@ -103,13 +103,9 @@ FINE = ("integers", "list", "numpy", "float64", "bfloat16", "with gradient", "eq
 SLEEPERS = ("sleeps", "third call sleeps")
 
 
-def prepare(bench: Bench) -> None:
-    """The same run with a reward that behaves."""
-    bench.reference("grpo", num_epochs=2)
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """All cases in turn, each time with another backend and another answer to failures."""
+    bench.reference("grpo", num_epochs=2)
     dice = Dice(seed, "rewards", number)
     kind, name = CASES[(number + Dice(seed, "rewards", -1).below(len(CASES))) % len(CASES)]
     backend = dice.pick(("thread", "thread", "inline", "process" if dice.share() < 0.2 else "thread"))

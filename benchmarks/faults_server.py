@@ -26,10 +26,6 @@ MOST_MIB = 2048  # more than the server has at its start
 HEALTH_S, END_S = 5.0, 15.0
 
 
-def prepare(bench: Bench) -> None:
-    """Nothing."""
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """One attack on a server of its own."""
     dice = Dice(seed, "server", number)

@@ -75,13 +75,9 @@ EXTRA = (  # settings that the table has as one entry
 ENTRIES = (*SETTINGS, *EXTRA)
 
 
-def prepare(bench: Bench) -> None:
-    """Pairs for offline DPO."""
-    bench.reference("prepare")
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """A value of one setting, or of two at once; all settings come before the first comes again."""
+    bench.reference("prepare")
     dice = Dice(seed, "settings", number)
     start = Dice(seed, "settings", -1).below(len(ENTRIES))
     entries = [ENTRIES[(start + number) % len(ENTRIES)]]

@@ -13,18 +13,13 @@ SEEDS = (42, 43)
 REFUSAL = ("runs", "process", "running", "lock")
 
 
-def prepare(bench: Bench) -> None:
-    """A whole run of either seed."""
-    for algorithm in ALGORITHMS:
-        for seed in SEEDS:
-            bench.reference(algorithm, seed=seed)
-    bench.reference("prepare")
-
-
 def make(bench: Bench, seed: int, number: int) -> Try:
     """Two starts, some moments apart."""
     dice = Dice(seed, "twice", number)
     case, algorithm = CASES[number % len(CASES)], dice.pick(ALGORITHMS)
+    for each in SEEDS:
+        bench.reference(algorithm, seed=each)
+    bench.reference("prepare")
     apart_s = 3 * dice.share() ** 3
     act = partial(case, bench, algorithm, apart_s)
     return Try("twice", number, f"{case.__name__}, {algorithm}, {apart_s:.2f} s apart", act)
