@@ -1,6 +1,7 @@
 from setuptools import find_packages, setup
 
 OCR = ["rapidocr>=3.10,<3.11", "onnxruntime>=1.27,<2"]  # its weights come in the package: another one, other rewards
+TENSORBOARD = ["tensorboard>=2.20,<3"]
 
 setup(
     name="flow_grpo",
@@ -13,6 +14,7 @@ setup(
     extras_require={
         "ocr": OCR,
         "hpsv2": ["open_clip_torch>=3.3,<4"],
-        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.5", "setuptools>=77", *OCR],
+        "tensorboard": TENSORBOARD,
+        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.5", "setuptools>=77", *OCR, *TENSORBOARD],
     },
 )

@@ -4,12 +4,14 @@
     python benchmarks/bench.py --script train_flux --size full          one GPU of 80 GiB or more, no download
     python benchmarks/bench.py --script train_qwenimage_pr --size full --published --set compile=True
     torchrun --nproc_per_node=4 benchmarks/bench.py --size full --set sample.num_prompts_per_epoch=4
+    python benchmarks/bench.py --script train_sd3 --size full --variants ,large_gpu --limit-gib 23      a smaller card
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
 counted, and nothing is saved. All images are of the data set's longest prompt, so that no rank compiles another width
 of text in the second. Rates and memory are one GPU's, images those of all. `full` is the model as published
 (transformer, VAE and text encoders of the real sizes, bf16) with random weights, at the config's resolution, steps,
-guidance and LoRA rank, with the prompts and reward of the shapes task.
+guidance and LoRA rank, with the prompts and reward of the shapes task. The limit holds from the first forward on: the
+random weights before it come about on the GPU, where those of a real run may never be.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from pathlib import Path
 import torch
 import yaml
 from flops import matrix_rate, row_flops
+from ml_collections import ConfigDict
 
 from flow_grpo import configs, loop, optimization, preferences, prompts
 from flow_grpo.diffusers_patch import loading, models
@@ -135,11 +138,20 @@ def shared_folder() -> str:
     return f"{tempfile.gettempdir()}/bench_{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
 
 
+def limit_memory(gib: float) -> None:
+    """Forget the peak so far, and let the allocator have no more than this from now on; 0 = all."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if gib:
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0))
+
+
 class Work:
     """FLOP of a run by phase. Stands in for a script's update and optimizer_step."""
 
-    def __init__(self, script, full_weights: bool):
-        self.phase, self.flops, self.sizes = "rollout", Counter(), {}
+    def __init__(self, script, full_weights: bool, limit_gib: float):
+        self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
         self.trained, self.update = 3 if full_weights else 2, script.update
         self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, optimization.optimizer_step
 
@@ -157,7 +169,7 @@ class Work:
     def count(self, model: FlowModel, x, condition: Condition, guidance_scale: float, size: Size) -> None:
         """A velocity. Before the first one, the memory that making random weights took is forgotten."""
         if torch.cuda.is_available() and not self.flops:
-            torch.cuda.reset_peak_memory_stats()
+            limit_memory(self.limit_gib)
         texts = [condition, condition.negative] if condition.negative and guidance_scale > 1 else [condition]
         times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
         for text in texts:
@@ -181,11 +193,11 @@ class Work:
         self.first_update_s = self.first_update_s or time.perf_counter() - self.start
 
 
-def epoch_figures(script: str, config, family: type[FlowModel]) -> dict:
+def epoch_figures(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
     """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
-    work = Work(module, config.lora.rank == 0)
+    work = Work(module, config.lora.rank == 0, limit_gib)
     module.update, optimization.optimizer_step = work.counted_update, work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
@@ -216,27 +228,34 @@ def published() -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(args):
+def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
+    """The script that is run, the model, and the config with its changes."""
     name, kind = [*args.script.split("_")[1:], ""][:2]
-    script = f"train_qwenimage_{kind}".rstrip("_")
     suffix = args.script.removeprefix("train_") + args.variants
     if args.size == "full":
         family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
         config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
         family, config = models.by_name(name), config_of(f"shapes_{suffix}", kind)
+    changes = dict(text.split("=", 1) for text in args.set)
+    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
+    return f"train_qwenimage_{kind}".rstrip("_"), family, config
+
+
+def main(args):
+    script, family, config = setup(args)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
-    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
     loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
-        figures = epoch_figures(script, config, family) | theirs
+        figures = epoch_figures(script, config, family, args.limit_gib) | theirs
     if not figures:
         return
     if torch.cuda.is_available():
+        figures["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         figures["matrix_tflops"] = matrix_rate(torch.device("cuda")) / 1e12
     if theirs:
         trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
@@ -245,12 +264,18 @@ def main(args):
     print(json.dumps(what | changes | figures))
 
 
-if __name__ == "__main__":
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{kind}" for model in models.names() for kind in ("", "_pr", "_nft", "_dpo")][:-1]
+    scripts = [f"train_{model}{kind}" for model in models.names() for kind in ("", "_pr", "_nft", "_dpo")]
+    scripts.remove("train_flux_dpo")
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")
-    main(parser.parse_args())
+    parser.add_argument("--limit-gib", type=float, default=0.0, help="of the allocator, as on a smaller card; 0 = none")
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())

@@ -255,7 +255,7 @@ def _fsync(path: Path) -> None:
 def _flatten(config: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """{"train": {"beta": 0}} -> ("train.beta", 0)."""
     for key, value in config.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):  # an empty one is as good as none
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

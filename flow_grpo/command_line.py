@@ -1,5 +1,6 @@
 """The command line of every script: --config FILE:NAME,VARIANT and --config.KEY=VALUE, and errors as sentences."""
 
+import ast
 import difflib
 import dis
 import os
@@ -9,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -77,6 +79,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
     _refuse_renamed(keys)
     config = configs.load(file)
+    _add_rewards(config, others)
     _refuse_unknown(config, keys)
     _override(config, others)
     return config
@@ -87,6 +90,34 @@ def _refuse_renamed(keys: Sequence[str]) -> None:
         for old, successor in settings.RENAMED.items():
             if key == old or key.startswith(f"{old}."):
                 raise ValueError(f"config.{old} {successor}")
+
+
+def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
+    """Make room for rewards that the config file does not know: those of one's own, of a server, and their options."""
+    for word, following in zip(words, [*words[1:], ""]):
+        match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
+        if match:
+            name, of, option, value = match.groups()
+            with config.unlocked():
+                if name:
+                    _add(config.reward_fn, name, 0.0)
+                else:
+                    _add(config.reward.args, of, ConfigDict())
+                    _add(config.reward.args[of], option, _literal(following if value is None else value))
+
+
+def _add(config: ConfigDict, key: str, value: Any) -> None:
+    if key not in config:
+        config[key] = value
+
+
+def _literal(text: str) -> bool | int | float | str:
+    """A value of the type that an option's value on the command line has: 0.5 is a number, /models/clip is none."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:

@@ -1,28 +1,30 @@
-"""Where a run's numbers, images and progress go. The only module that talks to wandb, and the only one that prints.
+"""Where a run's numbers, images and progress go. The only module that prints.
 
-A run folder holds config.json, metrics.jsonl, images/ and wandb/, and after `finish` reward.png and samples.png, which
-`plot_reward` and `plot_samples` redraw from the folder alone.
+A run folder holds config.json, metrics.jsonl and images/, what the trackers of config.logger keep (wandb/,
+tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward` and `plot_samples` redraw from the
+folder alone.
 """
 
 import errno
 import functools
 import json
 import math
-import os
 import sys
 import time
-import uuid
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import wandb
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo.metrics import check_name
+from flow_grpo import trackers
+from flow_grpo.metrics import is_known
 from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
 from flow_grpo.pixels import to_uint8
+
+LINE_EVERY_S = 60  # of what takes long, where there is no terminal
 
 
 def on_main(method):
@@ -42,7 +44,7 @@ def on_main(method):
 
 
 class Dashboard:
-    """A run's wandb run, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
+    """A run's trackers, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
 
     Args:
         config: has at least project and num_epochs.
@@ -54,6 +56,7 @@ class Dashboard:
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
         self.since_epoch = []  # records logged after the last one of kind "epoch"
+        self.trackers, self.unlisted = [], set()  # names that METRICS does not explain
         self._open(name)
 
     @on_main
@@ -61,26 +64,14 @@ class Dashboard:
         (self.run_dir / "images").mkdir(parents=True, exist_ok=True)
         config = plain(self.config.to_dict())
         (self.run_dir / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
-        id_file = self.run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        self.wandb_run = wandb.init(
-            project=self.config.project,
-            name=name,
-            dir=self.run_dir,
-            id=id_file.read_text(),
-            resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            config=config,
-            settings=wandb.Settings(silent=True, console="off"),
-            reinit="finish_previous",
-        )
-        self.wandb_run.define_metric("*", step_metric="step")
+        if notice := trackers.notice(self.config):
+            self.say(notice)
+        self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
 
     def _recall(self):
         records = read_metrics(self.run_dir)
-        self.lines = len(records)  # wandb's own step, so that a resumed run goes on where it was
+        self.lines = len(records)
         self.latest = {name: value for record in records for name, value in record.items()}
 
     def history(self) -> list[dict[str, float]]:
@@ -91,6 +82,7 @@ class Dashboard:
     def say(self, text: str) -> None:
         """Print a line above the progress bars."""
         tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     @on_main
     def truncate(self, epoch: int) -> None:
@@ -108,11 +100,11 @@ class Dashboard:
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
-        for name in record:
-            check_name(name)
+        self.unlisted |= {name for name in record if not is_known(name)}
         with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(plain({"kind": kind, **record})) + "\n")
-        self.wandb_run.log(record, step=self.lines)
+        for tracker in self.trackers:
+            tracker.log(record, self.lines)
         self.lines += 1
         self.latest |= record
         self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
@@ -123,7 +115,6 @@ class Dashboard:
     @contextmanager
     def timed(self, phase: str):
         """Add the seconds spent inside to time/<phase>_s of the next "epoch" line."""
-        check_name(f"time/{phase}_s")
         self.synchronize()
         start = time.perf_counter()
         self.epoch_start = start if self.epoch_start is None else self.epoch_start
@@ -161,33 +152,64 @@ class Dashboard:
             figures.append(f"ETA {tqdm.format_interval(left)}")
         return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
 
-    def bar(self, iterable, desc: str, total: int | None = None) -> tqdm:
-        """Iterate under a progress bar (`set_postfix` adds figures); silent where there is no terminal."""
-        silent = not (self.is_main and sys.stderr.isatty())
-        return tqdm(iterable, desc=desc, total=total, leave=False, dynamic_ncols=True, disable=silent)
+    def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
+        """The same under a progress bar; where there is no terminal, with a line a minute."""
+        if not self.is_main:
+            return iterable
+        if sys.stderr.isatty():
+            return tqdm(iterable, desc, total, leave=False, dynamic_ncols=True)
+        return self._with_lines(iterable, desc, len(iterable) if total is None else total)
+
+    def _with_lines(self, iterable: Iterable, desc: str, total: int) -> Iterator:
+        start = last = time.perf_counter()
+        for number, item in enumerate(iterable):
+            now = time.perf_counter()
+            if now - last >= LINE_EVERY_S and number:
+                left = tqdm.format_interval((now - start) / number * (total - number))
+                self.say(f"{desc}: {number}/{total}, {left} left")
+                last = now
+            yield item
 
     @on_main
-    def log_images(self, images, captions, rewards, *, epoch: int, step: int) -> None:
-        """Show an evaluation's images [N, 3, H, W] in [0, 1], their N prompts and N rewards in wandb and as
-        images/eval_<epoch>.png. Those of the first and the last evaluation are kept for samples.png.
+    def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval", scores=None):
+        """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
+        images/<name>_<epoch>.png, with a .json of the same name that says what is where.
+
+        Of "eval", the first and the last are kept for samples.png.
+
+        Args:
+            scores: prompt -> its reward, of all prompts, not only those that are shown.
         """
-        pixels = to_uint8(images)
-        pictures, rewards = [Image.fromarray(p) for p in pixels], [float(r) for r in rewards]
-        file_type = "png" if max(pictures[0].size) <= 256 else "jpg"
-        labels = [f"{caption} | {reward:.3f}" for caption, reward in zip(captions, rewards, strict=True)]
-        shown = [wandb.Image(p, caption=c, file_type=file_type) for p, c in zip(pictures, labels, strict=True)]
-        self.wandb_run.log({"images/eval": shown, "epoch": epoch, "step": step}, step=self.lines)
-        pictures = [fit(picture) for picture in pictures]
-        sheet = contact_sheet(pictures, captions, rewards)
-        sheet.save(self.run_dir / "images" / f"eval_{epoch:06d}.png")
-        keep_panel(self.run_dir, pictures, captions, rewards, epoch)
+        pictures = [Image.fromarray(p) for p in to_uint8(images)]
+        figures = [""] * len(pictures) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
+        labels = [" | ".join(filter(None, pair)) for pair in zip(captions, figures, strict=True)]
+        whole, pictures = pictures, [fit(picture) for picture in pictures]
+        sheet = contact_sheet(pictures, captions, figures)
+        for tracker in self.trackers:
+            tracker.log_images(name, whole, labels, sheet.page, {"epoch": epoch, "step": step}, self.lines)
+        file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
+        file.parent.mkdir(exist_ok=True)
+        cells = [dict(caption=c, reward=f, box=box) for c, f, box in zip(captions, figures, sheet.boxes, strict=True)]
+        file.with_suffix(".json").write_text(json.dumps(plain({"cells": cells, "scores": scores or {}})))
+        sheet.page.save(file)
+        if name == "eval":
+            keep_panel(self.run_dir, pictures, captions, [float(reward) for reward in rewards], epoch)
 
     @on_main
     def finish(self) -> None:
-        """Draw reward.png and samples.png, and close the wandb run."""
+        """Draw reward.png and samples.png, say what METRICS does not explain, and close the trackers."""
         plot_reward(self.run_dir)
         plot_samples(self.run_dir)
-        self.wandb_run.finish()
+        if self.unlisted:
+            self.say(f"logged without a row in flow_grpo/metrics.py: {', '.join(sorted(self.unlisted))}")
+        self.close()
+
+    @on_main
+    def close(self) -> None:
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = []
 
 
 def plain(value):

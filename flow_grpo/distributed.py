@@ -53,6 +53,16 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def node() -> int:
+    """Which machine of the run this is, as torchrun counts them."""
+    return int(os.environ.get("GROUP_RANK", 0)) if dist.is_initialized() else 0
+
+
+def is_first_on_node() -> bool:
+    """Whether this is the first rank of its machine."""
+    return not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():

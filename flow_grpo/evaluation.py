@@ -154,7 +154,9 @@ def evaluate(run: "Run", epoch: int) -> dict[str, float]:
     run.board.log("eval", logged, epoch=epoch, step=run.step)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
     images = torch.stack(list(scores.images.values()))
-    run.board.log_images(images, texts, rewards, epoch=epoch, step=run.step)
+    all_texts, all_rewards = [prompt.text for prompt in split.prompts], scores.values["avg"].nanmean(0).tolist()
+    by_prompt = dict(zip(all_texts, all_rewards, strict=True))
+    run.board.log_images(images, texts, rewards, epoch=epoch, step=run.step, scores=by_prompt)
     return figures
 
 

@@ -123,7 +123,8 @@ def optimise(run: "Run", updates: Iterable[list], update: Callable) -> None:
         update: (run, rows) adds the gradient of a minibatch.
     """
     with run.board.timed("update"):
-        for rows_of_update in updates:
+        count = run.config.train.updates_per_epoch
+        for rows_of_update in run.board.bar(updates, f"epoch {run.epoch + 1}, update", count):
             for rows in rows_of_update:
                 update(run, rows)
             optimizer_step(run)

@@ -4,6 +4,7 @@ import json
 import math
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -13,6 +14,13 @@ from PIL import Image, ImageDraw, ImageFont
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
 FONT = ImageFont.load_default(12)
+
+
+class Sheet(NamedTuple):
+    """Pictures on a page."""
+
+    page: Image.Image
+    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture
 
 
 def read_metrics(run_dir) -> list[dict]:
@@ -94,9 +102,9 @@ def fit(picture: Image.Image) -> Image.Image:
     return picture.resize([round(length * factor) for length in picture.size], resampling)
 
 
-def contact_sheet(pictures: list[Image.Image], captions: list[str], rewards: list[float]) -> Image.Image:
-    """The pictures in about twice as many columns as rows, prompt and reward under each."""
-    cells = [(p, wrap(c, p.width), f"{r:.3f}") for p, c, r in zip(pictures, captions, rewards, strict=True)]
+def contact_sheet(pictures: list[Image.Image], captions: list[str], figures: list[str]) -> Sheet:
+    """The pictures in about twice as many columns as rows, caption and figure under each."""
+    cells = [(p, wrap(c, p.width), figure) for p, c, figure in zip(pictures, captions, figures, strict=True)]
     columns = math.ceil(math.sqrt(2 * len(cells)))
     return draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
 
@@ -125,7 +133,7 @@ def plot_samples(run_dir) -> Path | None:
         pair = [(Image.fromarray(p["pixels"][index]), [], f"{p['rewards'][index]:.3f}") for p in panels]
         rows += [[]] if i % prompts_per_row == 0 else []
         rows[-1] += [(None, wrap(panels[0]["captions"][index], pair[0][0].width), ""), *pair]
-    draw_cells(rows).save(Path(run_dir, "samples.png"))
+    draw_cells(rows).page.save(Path(run_dir, "samples.png"))
     return Path(run_dir, "samples.png")
 
 
@@ -134,7 +142,7 @@ def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
 
 
-def draw_cells(rows: list[list[tuple]]) -> Image.Image:
+def draw_cells(rows: list[list[tuple]]) -> Sheet:
     """Draw rows of (picture or None, lines of ink under it, one more line in blue) on a white page."""
     gap, line = 14, 15
     width = max((picture.width for row in rows for picture, _, _ in row if picture), default=128)
@@ -142,15 +150,16 @@ def draw_cells(rows: list[list[tuple]]) -> Image.Image:
     heights = [max(row) for row in cell_heights]
     size = gap + max(map(len, rows)) * (width + gap), gap + sum(heights) + gap * len(rows)
     page = Image.new("RGB", size, "white")
-    draw, top = ImageDraw.Draw(page), gap
+    draw, top, boxes = ImageDraw.Draw(page), gap, []
     for row, height in zip(rows, heights):
         for column, (picture, lines, figure) in enumerate(row):
             left, y = gap + column * (width + gap), top
             if picture:
                 page.paste(picture, (left, top))
+                boxes.append((left, top, left + picture.width, top + picture.height))
                 y += picture.height + 4
             for text, colour in [*((text, INK) for text in lines), (figure, BLUE)]:
                 draw.text((left, y), text, colour, FONT)
                 y += line
         top += height + gap
-    return page
+    return Sheet(page, boxes)

@@ -237,6 +237,9 @@ def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[s
             f"reward/{prefix}zero_std_share": (stats.std < 1e-6).float().mean().item(),
         }
     run.epoch_figures["images"] = (epoch + 1) * len(groups)
+    if run.epoch_figures["reward/zero_std_share"] == 1:
+        score = run.epoch_figures["reward/avg"]
+        run.board.say(f"epoch {epoch + 1}: the images of each group score alike ({score:.4g} on average): no gradient")
     return everyone, groups
 
 

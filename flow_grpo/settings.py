@@ -53,9 +53,12 @@ SETTINGS = (
     Setting("name", "base", "of this config; set by the file that made it", may_differ=True),
     Setting("run_name", "", 'folder under output_dir; "" = name', may_differ=True),
     Setting("output_dir", "runs", "where run folders are made", may_differ=True),
+    Setting("logger", "wandb", "where else curves go; without one, report.html is written at every evaluation",
+            choices=("wandb", "tensorboard", "both", "none"), may_differ=True),
     Setting("project", "flow_grpo", "in wandb, which is offline unless WANDB_MODE=online", may_differ=True),
     Setting("resume_from", "",
             '"" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint\'s folder', may_differ=True),
+    Setting("custom", {}, "settings of your own, which a config file of your own adds and no check looks at"),
     Setting("seed", 42, "names every random draw of the run"),
     Setting("num_epochs", 100, "rollout + update rounds", least=1, may_differ=True),
     Setting("max_hours", 0.0, unit="h", least=0, may_differ=True,
@@ -84,7 +87,7 @@ SETTINGS = (
 
     Setting("reward.args", {}, "NAME -> any setting of this section but max_pending, and the options of its load()"),
     Setting("reward.url", "", "of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087"),
-    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks",
+    Setting("reward.backend", "thread", "process: a server that the run starts, one for all ranks of a machine",
             choices=("inline", "thread", "process"), may_differ=True),
     Setting("reward.device", "", 'of a thread\'s or a process\'s model, such as "cuda:7"; "" = the rank\'s own',
             may_differ=True),
@@ -93,11 +96,14 @@ SETTINGS = (
             least=1, may_differ=True),
     Setting("reward.on_failure", "fail", "mask: leave the image out of its group", choices=("fail", "mask")),
     Setting("reward.max_masked_share", 0.05, "of an epoch's images; more is an error", least=0, most=1),
-    Setting("reward.token", "", "for a server that asks for one", may_differ=True),
+    Setting("reward.token_file", "",
+            "whose first line is the token of a server that asks for one; \"\" = the environment's REWARD_TOKEN",
+            may_differ=True),
     Setting("reward.image_format", "npy", "to a server: npy has every bit, png has 8 bits and a tenth of the size",
             choices=("npy", "png")),
     Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, may_differ=True),
-    Setting("reward.timeout_s", 120.0, "of one request", unit="s", least=0, may_differ=True),
+    Setting("reward.timeout_s", 120.0, "of one request; in a thread it may take timeout_s and retry_s together",
+            unit="s", least=0, may_differ=True),
     Setting("reward.retry_s", 300.0, "how long a server may be away", unit="s", least=0, may_differ=True),
 
     Setting("lora.rank", 32, "0 = train the full weights", least=0),
@@ -244,7 +250,8 @@ SETTINGS = (
             may_differ=True),
     Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
             scripts=(DPO,), may_differ=True),
-    Setting("eval.num_panel_images", 12, "shown in wandb and samples.png", unit="images", least=1, may_differ=True),
+    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png", unit="images", least=1,
+            may_differ=True),
 
     Setting("health.action", "log",
             "log: print, lower_learning_rate: halve it, stop: save and end, roll_back: to the best weights",
@@ -273,9 +280,11 @@ SETTINGS = (
 )
 # fmt: on
 BY_KEY = {setting.key: setting for setting in SETTINGS}
+TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the token by config.reward.token_file"
 RENAMED = {  # key of older configs -> what became of it
     "trouble": "is now config.health",
     "resolution": "is now config.height and config.width",
+    "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 
 
@@ -288,7 +297,8 @@ def default_config() -> ConfigDict:
             config[section] = ConfigDict()
         target = config[section] if section else config
         target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
-    return config.lock()
+    config.lock().custom.unlock()
+    return config
 
 
 def value_of(config: ConfigDict, key: str) -> Any:
@@ -315,6 +325,7 @@ def may_differ() -> tuple[str, ...]:
     """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
     fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.may_differ}
     keys = [setting.key for setting in SETTINGS if setting.may_differ]
+    keys += ["reward.token"]  # of older configs
     return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
 
 

@@ -22,6 +22,7 @@ from flow_grpo import (
     prompts,
     rewards,
     settings,
+    trackers,
     watching,
 )
 from flow_grpo.dashboards import Dashboard
@@ -159,6 +160,7 @@ def _load_frozen(
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[prompts.Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
+    trackers.check(config.logger)
     policies.check_lora(config.lora)
     if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(

@@ -181,9 +181,10 @@ def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
     pixels = [to_uint8(scores.images[i]) for i in numbers]
-    captions, figures = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
+    captions, rewards = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
-    contact_sheet([fit(Image.fromarray(p)) for p in pixels], captions, figures).save(folder / f"{number}_{name}.png")
+    pictures, figures = [fit(Image.fromarray(p)) for p in pixels], [f"{reward:.3f}" for reward in rewards]
+    contact_sheet(pictures, captions, figures).page.save(folder / f"{number}_{name}.png")
 
 
 def as_json(row, scores):

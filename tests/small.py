@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flow_grpo import configs
 from flow_grpo.diffusers_patch import models
+from flow_grpo.metrics import is_known
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
@@ -109,5 +110,6 @@ def exported(folder):
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    assert {name for row in rows for name in row if not is_known(name)} <= {"kind"}
     rows = [row for row in rows if kind in (None, row["kind"])]
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]

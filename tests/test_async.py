@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, exported, lines_of, train
 from test_scoring import served
 
-from flow_grpo import sampling
+from flow_grpo import rewards, sampling
 from flow_grpo.rewards import shapes
 
+TOKEN = "open-sesame"
 WINDOW, BRANCHES, NFT, DPO = (
     "shapes_qwenimage",
     "shapes_qwenimage_pr",
@@ -37,7 +38,7 @@ def assert_same_run(folder, other):
 
 @pytest.fixture(scope="module")
 def address():
-    with served(name="shapes") as (url, _):
+    with served(name="shapes", env={"REWARD_TOKEN": TOKEN}) as (url, _):
         yield url
 
 
@@ -50,12 +51,15 @@ def address():
         (DPO, ("thread", "url")),
     ],
 )
-def test_every_backend_trains_the_same_weights(name, backends, address, tmp_path):
+def test_every_backend_trains_the_same_weights_and_stores_no_token(name, backends, address, tmp_path, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     inline = train(name, tmp_path / "inline", reward__backend="inline")
     for backend in backends:
         how = dict(reward__backend=backend)
         how = dict(reward__args={"shapes": {"url": address}}) if backend == "url" else how
         assert_same_run(inline, train(name, tmp_path / backend, **how))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
@@ -188,14 +192,27 @@ def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
         (dict(reward__args={"shape": {"url": "http://127.0.0.1:1"}}), r"reward.args.shape: .* not in config.reward_fn"),
         (dict(reward__args={"shapes": {"urll": "x"}}), r"reward.args.shapes: urll unknown"),
         (dict(reward__args={"shapes": {"on_failure": "zero"}}), r"on_failure is 'zero'; it may be 'fail', 'mask'"),
-        (dict(reward__args={"shapes": {"url": "127.0.0.1:1"}}), r"url is '127.0.0.1:1'; it begins with http"),
+        (dict(reward__args={"shapes": {"url": "127.0.0.1:1"}}), r"shapes.url is '127.0.0.1:1'"),
+        (dict(reward__args={"shapes": {"url": "http://[::1:1"}}), r"shapes.url is 'http://\[::1:1'"),
+        (dict(reward__args={"shapes": {"url": "ftp://a"}}), r"shapes.url is 'ftp://a'; it begins with http"),
+        (dict(reward__args={"shapes": {"url": "http://me:secret@a"}}), r"shapes.url holds a password, which would be"),
+        (dict(reward__args={"shapes": {"token": "secret"}}), r"shapes.token would be stored with the config; set REW"),
+        (dict(reward__token_file="no/such/file"), r"no token in no/such/file"),
+        (dict(reward__url="http://127.0.0.1:1"), r"config.reward.url is 'http://127.0.0.1:1', but a server scores one"),
+        (
+            dict(reward_fn={"vlm_judge": 1.0}, reward__args={"vlm_judge": {"url": "host:1", "model": "m"}}),
+            r"vlm_judge.url is 'host:1'; it begins with http",
+        ),
         (dict(reward__args={"shapes": {"url": "http://127.0.0.1:1"}}), r"no answer from http://127.0.0.1:1"),
+        (dict(reward__backend="process", reward_fn={"local": 1.0}), r"'local' is a function of this process"),
         (dict(reward__backend="threads"), r"reward.backend is 'threads'"),
         (dict(reward_fn={"vlm_judge": 1.0}), r"reward 'vlm_judge' needs config.reward.args.vlm_judge: url, model"),
         (dict(reward__max_masked_share=2.0), r"max_masked_share is 2.0"),
     ],
 )
-def test_settings_are_checked(how, says, tmp_path):
+def test_settings_are_checked(how, says, tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("local", lambda images, prompts, metadata: images.mean((1, 2, 3)))
     with pytest.raises(ValueError, match=says):
         train(WINDOW, tmp_path / "runs", **how)
     assert not (tmp_path / "runs").exists()
@@ -225,12 +242,13 @@ def test_a_new_file_is_a_new_reward(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "brightness.py").write_text(REWARD)
     command = [sys.executable, "scripts/train_qwenimage.py", f"--config=config/grpo.py:{WINDOW},smoke"]
-    command += ["--config.reward_fn.brightness=1.0", f"--config.output_dir={tmp_path}"]
+    command += ["--config.reward_fn.brightness=1.0", "--config.reward.args.brightness.gain=0.5"]
+    command += [f"--config.output_dir={tmp_path}"]
     env = ENV | {"FLOW_GRPO_REWARDS": str(tmp_path / "mine")}
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr[-2000:]
     line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[0]
-    assert 0 < line["reward/brightness"] < 1
+    assert 0 < line["reward/brightness"] < 0.5
     assert line["reward/avg"] == pytest.approx(line["reward/brightness"] + line["reward/shapes"])
     refused = warm.run(command[1:], ENV)
     assert "brightness" in refused.stderr

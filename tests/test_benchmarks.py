@@ -1,6 +1,9 @@
 """What the benchmarks compute besides times."""
 
+import json
+
 import bench
+import memory_table
 import pytest
 import torch
 import train_qwenimage_pr
@@ -8,7 +11,7 @@ from bench_completions import spearman
 from flops import row_flops
 from small import MODELS, config_of, loaded
 
-from flow_grpo import optimization
+from flow_grpo import batching, checks, optimization, settings, startup
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.prompts import load_prompts
 
@@ -51,3 +54,50 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     update = figures["update_tflops"] * figures["time/update_s"] * 1e12
     assert rollout == pytest.approx(trunks * (2 + branches * (3 + 2)) * row, rel=1e-3)
     assert update == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
+
+
+def test_every_cell_of_the_memory_table_is_a_run_that_its_script_accepts_on_one_gpu():
+    scripts = {script.algorithm: script for script in (checks.GRPO, checks.PR, checks.NFT, checks.DPO)}
+    for cell in memory_table.CELLS:
+        arguments = bench.parser().parse_args(memory_table.bench_arguments(cell, "full"))
+        assert arguments.limit_gib < cell.card
+        _, _, config = bench.setup(arguments)
+        plan = batching.plan_pairs if config.algorithm == settings.DPO else batching.plan_batches
+        startup.check_settings(config, scripts[config.algorithm])
+        assert plan(config, 1).batches_per_epoch >= 1
+        assert (
+            cell.offloads
+            == config.fsdp.offload_weights
+            == ("torch.distributed.run" in memory_table.command_of(cell, "full"))
+        )
+
+
+def test_what_a_cells_process_says_is_read_as_its_outcome(tmp_path):
+    figures = '{"memory/peak_gib": 15.9}\n'
+    assert memory_table.outcome(0, f"a line\n{figures}", "") == {"outcome": "fits", "memory/peak_gib": 15.9}
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    lines = [
+        {"cell": name, **memory_table.outcome(status, figures, stderr)}
+        for name, status, stderr in (
+            ("small", 0, ""),
+            ("large", 1, error),
+            ("broken", 1, "KeyError"),
+            ("late", None, ""),
+        )
+    ]
+    assert [line["outcome"] for line in lines] == ["fits", "out of memory", "failed", "cut"]
+    (tmp_path / "out").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert memory_table.measured(tmp_path / "out") == {"small", "large"}, "the others are to be measured again"
+
+
+def test_a_gpu_takes_cells_as_long_as_their_memory_fits():
+    small, large = memory_table.Cell(24, "train_sd3"), memory_table.Cell(48, "train_qwenimage")
+    at_work = [
+        memory_table.Started(cell, gpu=0, command="", process=None, folder=None, shared=False)
+        for cell in (small, large)
+    ]
+    assert memory_table.need_gib(small) == memory_table.LIMIT_GIB[24] + 1
+    assert memory_table.need_gib(large) == memory_table.LOAD_GIB["qwenimage"] + 1, "its weights come about on the GPU"
+    assert memory_table.free_gpu(small, at_work, [139.0], at_once=3) == 0
+    assert memory_table.free_gpu(large, at_work, [139.0], at_once=3) is None
+    assert memory_table.free_gpu(small, at_work, [139.0, 79.0], at_once=2) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small import ENV, ROOT
 
-from flow_grpo import command_line, prompts, shipped
+from flow_grpo import checks, command_line, prompts, shipped, startup
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 MINE = '''"""My experiments."""
@@ -98,6 +98,27 @@ def test_a_flag_sets_a_value_of_its_settings_type(words, key, value):
     assert type(config) is type(value)
 
 
+def test_rewards_that_no_file_lists_and_their_options_may_be_set():
+    options = dict(path="/models/my clip", layers=3, scale=0.5, fast=False, url="http://10.0.0.2:18087")
+    words = [f"--config.reward.args.mine.{key}={value}" for key, value in options.items()]
+    words += ["--config.reward_fn.mine", "-0.5", "--config.reward_fn.shapes=0.25"]
+    config = command_line.config_of(words, DEFAULT)
+    assert (config.reward_fn.mine, config.reward_fn.shapes) == (-0.5, 0.25)
+    assert config.reward.args.mine.to_dict() == options
+
+
+def test_settings_of_ones_own_are_free_in_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "mine.py"
+    lines = "from config import grpo", "def get_config(name=''):", "    config = grpo.shapes_qwenimage()"
+    lines = *lines, "    config.custom.temperature = 0.5", "    config.custom.phases = ('a', 'b')", "    return config"
+    file.write_text("\n".join(lines))
+    config = command_line.config_of([f"--config={file}", "--config.custom.temperature=2"], DEFAULT)
+    startup.check_settings(config, checks.GRPO)
+    assert config.custom.to_dict() == dict(temperature=2.0, phases=("a", "b"))
+    with pytest.raises(AttributeError):
+        config.train.temperature = 1.0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -105,11 +126,14 @@ def test_a_flag_sets_a_value_of_its_settings_type(words, key, value):
         (["--config.compile", "false"], r"'false' on the command line means nothing"),
         (["--config.sample.num_stepz=3"], r"no setting config\.sample\.num_stepz; nearest: config\.sample\.num_steps"),
         (["--config.seed.a=3"], r"no setting config\.seed\.a; nearest: config\.seed"),
-        (["--config.reward_fn.shape=1.0"], r"no setting config\.reward_fn\.shape; nearest: config\.reward_fn\.shapes"),
+        (["--config.reward_fn.mine=high"], r"config\.reward_fn\.mine"),
+        (["--config.reward.args.mine=3"], r"no setting config\.reward\.args\.mine"),
+        (["--config.custom.temperature=3"], r"no setting config\.custom\.temperature"),
         (["--config.num_epochs=many"], r"config\.num_epochs"),
         (["--seed=3"], r"seed"),
         (["--config.trouble.action=stop"], r"config\.trouble is now config\.health"),
         (["-config.trouble.action"], r"config\.trouble is now config\.health"),
+        (["--config.reward.token=x"], r"config\.reward\.token would be stored with the config; set REWARD_TOKEN"),
     ],
 )
 def test_what_a_command_line_cannot_mean_is_refused(words, says):

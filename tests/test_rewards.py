@@ -38,6 +38,22 @@ def test_watched_rewards_are_measured_on_request_and_do_not_count():
     assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
 
 
+def redness(images, prompts, metadata):
+    return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
+
+
+def test_a_function_is_a_reward_once_it_is_registered(monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("redness", redness)
+    rewards.check_rewards({"redness": 1.0})
+    scores = Pool(CPU, {"redness": 2.0}, [], config_of(WINDOW).reward).submit(images(), ["a"] * 3, [{}] * 3).result()
+    assert torch.equal(scores["redness"], images()[:, 0].mean((1, 2)))
+    assert torch.equal(scores["avg"], 2 * scores["redness"])
+    assert torch.equal(scores["redness_max"], images().amax((1, 2, 3)))
+    with pytest.raises(ValueError, match="'shapes': it is a file's name"):
+        rewards.register("shapes", redness)
+
+
 def test_an_unknown_watched_reward_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match=r"no reward 'pickscor' .* nearest: pickscore"):
         rewards.check_rewards({"shapes": 1.0}, ["pickscor"])
@@ -65,13 +81,15 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
 
 
-def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient(tmp_path, monkeypatch):
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(tmp_path, monkeypatch, capsys):
     (tmp_path / "constant.py").write_text(
         "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
+    said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
+    assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
 def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):

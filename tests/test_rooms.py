@@ -44,16 +44,23 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     **{f"rewards.{name}": {"scoring.pickled", "scoring.wire"} for name in ("geneval", "deqa")},
     "scoring": set(),
     "scoring.wire": {"pixels"},
-    "scoring.client": set(),
+    "scoring.threads": set(),
+    "scoring.tokens": set(),
+    "scoring.client": {"scoring.tokens"},
     "scoring.pickled": {"pixels", "scoring.client", "scoring.wire"},
-    "scoring.server": {"rewards", "scoring.wire"},
-    "scoring.serve": {"rewards", "scoring.server"},
-    "scoring.processes": {"distributed"},
-    "scoring.settings": {"rewards", "settings"},
+    "scoring.requests": {"scoring.threads", "scoring.wire"},
+    "scoring.listening": set(),
+    "scoring.server": {"rewards", "scoring.requests", "scoring.threads"},
+    "scoring.serve": {
+        *("command_line", "rewards", "scoring.listening", "scoring.requests", "scoring.server", "scoring.tokens"),
+    },
+    "scoring.processes": {"distributed", "scoring.client"},
+    "scoring.settings": {"rewards", "settings", "scoring.client", "scoring.tokens"},
     "scoring.scorers": {
         *("rewards", "scoring", "scoring.client", "scoring.processes", "scoring.settings", "scoring.wire"),
+        "scoring.threads",
     },
-    "scoring.pool": {"scoring.scorers"},
+    "scoring.pool": {"scoring.client", "scoring.scorers"},
     "health": set(),
     "forward": set(),
     "image_pairs": {PATCH + "size"},
@@ -65,7 +72,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "rollout": {"batching", "losses", "rng"},
     "metrics": set(),
     "pixels": set(),
-    "dashboards": {"metrics", "pictures", "pixels"},
+    "trackers": set(),
+    "dashboards": {"metrics", "pictures", "pixels", "trackers"},
     "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "distributed"},
     "evaluation": {
@@ -99,7 +107,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "startup": {
         *("batching", "best", "checkpoints", "compiled", "dashboards", "distributed", "ema", "embeddings"),
         *("evaluation", "float8", "fsdp_utils", "metrics", "parity", "policies", "prompts", "rewards", "run", "saving"),
-        *("checks", "scoring.pool", "scoring.settings", "settings", "watching"),
+        *("checks", "scoring.pool", "scoring.settings", "settings", "trackers", "watching"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
     "loop": {"distributed", "evaluation", "measuring", "run", "saving", "watching"},
@@ -128,12 +136,13 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     },
 }
 OUTSIDE = {  # packages that live in one room
-    "wandb": {"dashboards"},
+    "wandb": {"trackers"},
+    "torch.utils.tensorboard": {"trackers"},
     "torch.distributed": {"distributed", "fsdp_utils", "checkpoints"},
     "matplotlib": {"pictures"},
     "httpx": {"scoring.client", "scoring.settings"},
-    "starlette": {"scoring.server"},
-    "uvicorn": {"scoring.server"},
+    "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
+    "uvicorn": {"scoring.listening"},
     "pyarrow": {"preferences", "image_pairs"},
     "scipy": {"rewards.shapes"},
     "rapidocr": {"rewards.ocr"},
@@ -178,6 +187,13 @@ def test_rooms_import_only_what_they_may(room):
 def test_a_dependency_lives_in_one_room(package):
     users = {room for room in ROOMS if any((n + ".").startswith(package + ".") for n in imports(path_of(room)))}
     assert users == OUTSIDE[package]
+
+
+def test_no_tracker_is_imported_before_a_run_asks_for_it():
+    tree = ast.parse(path_of("trackers").read_text())
+    names = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert names
+    assert not [name for name in names if "wandb" in name or "tensorboard" in name]
 
 
 def test_no_module_names_a_model():

@@ -1,12 +1,11 @@
 """Rewards in threads, processes and servers: same scores, hidden latency, and servers that misbehave."""
 
 import io
+import json
 import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,13 +20,16 @@ import torch
 import warm
 from hostile import http_server, says
 from ml_collections import ConfigDict
-from small import ENV, ROOT, config_of
+from PIL import Image
+from small import ENV, config_of
 
 from flow_grpo import rewards
 from flow_grpo.scoring import pickled, wire
 from flow_grpo.scoring.client import Server, ServerError
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.scoring.tokens import read_token
 
 CPU, WINDOW = torch.device("cpu"), "shapes_qwenimage"
 JPEG = {"jpeg_compressibility": 1.0}
@@ -75,8 +77,8 @@ def served(*args, name="jpeg_compressibility", port=0, env=()):
 
 @pytest.fixture(scope="module")
 def small_server():
-    """The address of one that takes requests of up to 1 MiB, for all tests that only ask."""
-    with served("--max-body-mib", "1") as (url, _):
+    """The address of one that takes requests of up to 1 MiB, 8 MiB of memory in all, for all tests that only ask."""
+    with served("--max-body-mib", "1", "--max-memory-gib", str(2**-7)) as (url, _):
         yield url
 
 
@@ -85,9 +87,15 @@ def test_every_backend_gives_the_same_scores_in_order(backend):
     expected = rewards.load("jpeg_compressibility", CPU)(images(40), [""] * 40, [{}] * 40)
     pool = pool_of(backend=backend, batch_size=7)
     found = score(pool, 40)
-    pool.close()
     assert torch.equal(found["jpeg_compressibility"], expected)
     assert torch.equal(found["avg"], expected)
+    if backend == "process":
+        server = pool.scorers["jpeg_compressibility"].process.process
+        server.kill()
+        server.wait()
+        with pytest.raises(RewardFailed, match=r"reward 'jpeg_compressibility' .* has ended with status -9"):
+            score(pool)
+    pool.close()
 
 
 @pytest.mark.parametrize("form", ["npy", "png"])
@@ -100,7 +108,7 @@ def test_a_server_gives_the_local_scores_of_a_thousand_images_with_64_requests_i
         pool.close()
         answered = httpx.get(url + "/health").json(), httpx.get(url + "/version").json()
     assert torch.equal(found["served"], expected)
-    assert answered[0] == {"status": "ok", "waiting": 0}
+    assert answered[0] == {"status": "ok", "waiting": 0, "allowed": True}
     assert answered[1]["reward"] == "jpeg_compressibility"
 
 
@@ -113,6 +121,16 @@ def test_json_is_an_alternative_to_multipart(small_server):
     assert torch.tensor(answer.json()["scores"]["score"]) == pytest.approx(expected)
 
 
+def png_header(size):
+    """A PNG that says how large it is, and ends."""
+    buffer = io.BytesIO()
+    Image.new("L", (size, size)).save(buffer, "png")
+    return buffer.getvalue()[:33]
+
+
+PNG_HEADER = png_header(512) + b"\0\0\0\0IDAT" + bytes(12)
+
+
 @pytest.mark.parametrize(
     ("request_", "status", "says"),
     [
@@ -121,16 +139,43 @@ def test_json_is_an_alternative_to_multipart(small_server):
         (dict(json={"prompts": ["a"]}), 422, "images"),
         (dict(json={"prompts": [], "images": []}), 422, "0 images"),
         (dict(json={"prompts": [3], "images": ["AAAA"]}), 422, "prompts are strings"),
+        (dict(content=b'{"prompts": ["\\ud800"], "images": ["AAAA"]}'), 422, "UnicodeEncodeError"),
+        (dict(json={"prompts": "a", "images": ["AAAA"]}), 422, "no object with a list 'prompts'"),
+        (dict(json=["a"]), 422, "no object with a list 'images'"),
         (dict(content=b"\x80\x05."), 422, "Error"),
+        (dict(content=b"[" * 200_000), 422, "RecursionError"),
+        (dict(content=b"", headers={"Authorization": b"Bearer \xe9"}), 422, "Error"),
         (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
+        (dict(content=iter([b" " * (1 << 18)] * 5)), 413, "at most 1048576 bytes"),
+        (dict(data={"request": '{"prompts": ["a"]}'}, files=[("images", ("0", PNG_HEADER))]), 413, "262144 pixels"),
+        (dict(data={"request": json.dumps(["a" * 250_000])}, files=[("images", b"")]), 413, "more than all"),
     ],
-    ids=["base64", "image", "no images", "empty", "types", "pickle", "too long"],
+    ids=[
+        *("base64", "image", "no images", "empty", "types", "surrogate", "a string", "no object", "pickle", "deep"),
+        *("header", "too long", "unannounced", "pixels", "memory"),
+    ],
 )
 def test_a_server_refuses_what_it_cannot_read(request_, status, says, small_server):
     answer = httpx.post(small_server + "/score", **request_)
     assert httpx.get(small_server + "/health").status_code == 200
     assert answer.status_code == status
     assert says in answer.text
+
+
+def test_a_content_length_that_lies_changes_no_limit(small_server):
+    host, port = httpx.URL(small_server).host, httpx.URL(small_server).port
+    head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection((host, port), timeout=20) as connection:
+        connection.sendall(head + b"100000\r\n" + b" " * (1 << 20) + b"\r\n1\r\n \r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_requests_give_their_memory_back(small_server):
+    server = Server(small_server, retry_s=0.0)
+    files = [("images", (str(i), wire.pack_image(image, "npy"))) for i, image in enumerate(images(10, 64))]
+    data = {"request": json.dumps({"prompts": ["a" * 8000] * 10})}
+    for _ in range(3):  # each takes more than half of what there is
+        assert server.post("/score", bytes, data=data, files=files).result()
 
 
 def array_claiming(shape, dtype="<f4"):
@@ -155,15 +200,37 @@ def test_images_that_are_none(data, says):
         wire.unpack_image(data, 4096)
 
 
-def test_a_token_is_asked_for():
-    with served(env={"REWARD_TOKEN": "sesame"}) as (url, _):
-        assert httpx.post(url + "/score", json={}).status_code == 401
-        how = dict(timeout_s=5.0, retry_s=0.0)
-        wrong = Pool(CPU, JPEG, (), settings(args={"jpeg_compressibility": dict(url=url, token="open")}, **how))
-        with pytest.raises(RewardFailed, match="HTTP 401"):
-            score(wrong)
-        right = Pool(CPU, JPEG, (), settings(args={"jpeg_compressibility": dict(url=url, token="sesame")}, **how))
-        assert score(right)["avg"].shape == (6,)
+def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("sesame\n")
+    (tmp_path / "other").write_text("open\n")
+    with served("--token-file", tmp_path / "token") as (url, process):
+        for header in (b"", b"Bearer open", b"Bearer s\xe9same"):
+            assert httpx.post(url + "/score", headers={"Authorization": header}).status_code == 401
+        asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0, retry_s=0.0)
+        for file in ("", str(tmp_path / "other")):
+            asking.token_file = file
+            with pytest.raises(ValueError, match=f"{url} asks for another token"):
+                check_rewards(JPEG, (), asking)
+            with pytest.raises(RewardFailed, match="HTTP 401"):
+                score(Pool(CPU, JPEG, (), asking))
+        asking.token_file = str(tmp_path / "token")
+        check_rewards(JPEG, (), asking)
+        assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
+        monkeypatch.setenv("REWARD_TOKEN", "sesame")
+        asking.token_file = ""
+        assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait() == 0
+        assert process.stderr() == ""
+
+
+@pytest.mark.parametrize("text", ["", "\n", "open sesame", "sésame", None])
+def test_a_file_without_a_token_is_refused(text, tmp_path):
+    if text is not None:
+        (tmp_path / "token").write_text(text)
+    with pytest.raises(ValueError, match=r"token (in|of) .*token") as caught:
+        read_token(str(tmp_path / "token"))
+    assert not text or text not in str(caught.value)
 
 
 def answers(url):
@@ -173,20 +240,48 @@ def answers(url):
         return False
 
 
-def test_a_server_dies_with_the_process_that_started_it(tmp_path):
-    code = "import sys; from flow_grpo.scoring.processes import start_server as s\n"
-    code += "print(s('jpeg_compressibility', 'cpu', {}, 4)[0], flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    url = process.stdout.readline().strip()
-    assert httpx.get(url + "/health").status_code == 200
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+STARTS = """
+import time
+from flow_grpo import distributed
+from flow_grpo.scoring.processes import start_server
+distributed.init_distributed()
+print(start_server("jpeg_compressibility", "cpu", {}, 4).url, flush=True)
+time.sleep(100)
+"""
+
+
+def test_every_machine_has_a_server_of_its_own_which_dies_with_the_rank_that_started_it(tmp_path):
+    """Three ranks: two of a machine, and one of another, which cannot connect to the first one's loopback."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    places = [(0, 0), (0, 1), (1, 0)]  # machine, rank there
+    ranks = [
+        warm.Started(
+            [tmp_path / "starts.py"],
+            ENV | world | {"RANK": str(rank), "GROUP_RANK": str(machine), "LOCAL_RANK": str(local)},
+        )
+        for rank, (machine, local) in enumerate(places)
+    ]
+    try:
+        while not all(rank.stdout().endswith("\n") for rank in ranks):
+            assert all(rank.poll() is None for rank in ranks), [rank.stderr() for rank in ranks]
+            time.sleep(0.05)
+        first, second, other = (rank.stdout().strip() for rank in ranks)
+        assert first == second != other
+        assert answers(first)
+        assert answers(other)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.done()
     deadline = time.time() + 20
-    while time.time() < deadline and answers(url):
+    while time.time() < deadline and (answers(first) or answers(other)):
         time.sleep(0.1)
-    assert not answers(url)
+    assert not answers(first)
+    assert not answers(other)
 
 
 BROKEN = {
@@ -246,12 +341,14 @@ def test_what_is_refused_is_not_asked_again():
         assert len(counted) == 1
 
 
-def test_nobody_listens():
+def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, so that nobody else can listen there
         with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
-            score(pool_of(url, retry_s=0.3))
+            score(pool_of(url, retry_s=0.3, batch_size=1))
+    (line,) = [record.message for record in caplog.records if url in record.message]
+    assert f"reward server {url}: ConnectError" in line
 
 
 WAS_HERE = Path(tempfile.gettempdir(), f"flow_grpo_was_here_{os.getpid()}")  # this process's own
@@ -313,8 +410,6 @@ def chat(text):
 
 
 def test_a_judge_is_asked_about_each_image_and_its_prompt():
-    import json
-
     asked = []
 
     def answer(handler, body, number):

@@ -1,5 +1,5 @@
 """Rewards. One file per reward, whose name is the reward's name in `config.reward_fn`; here, or in a folder that
-the environment's FLOW_GRPO_REWARDS names.
+the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `register`.
 
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
@@ -7,6 +7,7 @@ the lowest and the highest score there can be; check_prompts(prompts, metadata),
 cannot score.
 """
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -14,19 +15,35 @@ import math
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CONNECTION = ("token", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+CONNECTION = ("token_file", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
+REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
 
 
+def register(name: str, score: Callable[[Tensor, list[str], list[dict]], Tensor | dict[str, Tensor]]) -> None:
+    """Make a function a reward of this process, where a script's `main(config)` is called in Python or a notebook.
+
+    Args:
+        score: (images [B, 3, H, W] in [0, 1], prompts, metadata) -> [B], or a dict as of a file's `score`.
+
+    Raises:
+        ValueError: a file has that name.
+    """
+    if name in {module.name for module in pkgutil.iter_modules(__path__)} or not name.isidentifier():
+        raise ValueError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
+    REGISTERED[name] = SimpleNamespace(load=lambda device: score)
+
+
 def known() -> list[str]:
-    """Names of all reward files."""
-    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(HELPERS))
+    """Names of all reward files, and of the functions that were registered."""
+    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(HELPERS) | set(REGISTERED))
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
@@ -89,9 +106,33 @@ def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return output if isinstance(output, dict) else {"score": output}
 
 
+def scores_of(
+    name: str, score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> dict[str, Tensor]:
+    """What a reward's `score` says, by name, each [B] float32 on the CPU.
+
+    Args:
+        images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
+
+    Raises:
+        ValueError: not one finite number per image, or no "score" among them.
+        RuntimeError: it has called sys.exit.
+    """
+    try:
+        scores = as_scores(score(images.clone(), list(prompts), copy.deepcopy(metadata)))
+    except SystemExit as error:
+        raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
+    if "score" not in scores:
+        raise ValueError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
+    return {key: checked(name, values, prompts) for key, values in scores.items()}
+
+
 def checked(name: str, values, prompts: list[str]) -> Tensor:
     """[B] float32 on the CPU. Raises ValueError unless they are one finite number per image, and names the prompt."""
-    values = torch.as_tensor(values).detach().float().cpu()
+    values = torch.as_tensor(values).detach()
+    if values.is_complex():
+        raise ValueError(f"reward {name!r} returned complex numbers")
+    values = values.float().cpu()
     if values.shape != (len(prompts),):
         raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
@@ -100,5 +141,7 @@ def checked(name: str, values, prompts: list[str]) -> Tensor:
     return values
 
 
-def _file(name: str):
+def _file(name: str) -> ModuleType | SimpleNamespace:
+    if name in REGISTERED:
+        return REGISTERED[name]
     return importlib.import_module(f"flow_grpo.rewards.{name}")

@@ -8,13 +8,16 @@ a fixed size in the order in which they come, so that no score depends on how fa
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from flow_grpo.scoring.client import SIGN_OF_LIFE_S, notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, make_scorer
+
+LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
 class Clock:
@@ -91,15 +94,34 @@ class Pool:
     ) -> Future:
         taken = min(len(prompts), self.max_pending)
         for _ in range(taken):
-            self.room.acquire()
+            self._wait(lambda: self.room.acquire(timeout=LOOK_S))
         self.clock.start()
         future = scorer.send(images, prompts, metadata)
-        future.add_done_callback(lambda _: (self.clock.stop(), self.room.release(taken)))
+        scorer.pending.add(future)
+        future.add_done_callback(
+            lambda _: (scorer.pending.discard(future), self.clock.stop(), self.room.release(taken))
+        )
         return future
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Until a wait of at most LOOK_S is over, again and again; says now and then for which rewards.
+
+        Raises:
+            RewardFailed: one will not answer any more.
+        """
+        said_s = time.monotonic()
+        while not is_over():
+            for scorer in self.scorers.values():
+                scorer.check()
+            if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
+                said_s = time.monotonic()
+                notice("waiting: " + "; ".join(filter(None, (scorer.state() for scorer in self.scorers.values()))))
 
     def _collect(self, requests: dict[str, list[tuple[Future, list[str]]]]) -> dict[str, Tensor]:
         scores = {}
         for name, sent in requests.items():
+            for future, _ in sent:
+                self._wait(lambda future=future: bool(wait([future], LOOK_S).done))
             answers = [self.scorers[name].receive(future, prompts) for future, prompts in sent]
             keys = next((answer for answer in answers if len(answer) > 1), answers[0])
             for key in keys:

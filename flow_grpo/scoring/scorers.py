@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,22 +15,32 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.scoring import wire
 from flow_grpo.scoring.client import Server
-from flow_grpo.scoring.processes import start_server
+from flow_grpo.scoring.processes import ServerProcess, start_server
 from flow_grpo.scoring.settings import RewardSettings, split_settings
+from flow_grpo.scoring.threads import Threads
 
 
 class RewardFailed(RuntimeError):
     """A reward that must not fail did; says which, where and for which prompt."""
 
 
+class Call(NamedTuple):
+    """A call of a reward that has not returned."""
+
+    since_s: float  # by the monotonic clock
+    prompt: str  # the first
+
+
 class Scorer:
     """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
 
-    Both have `send(images, prompts, metadata) -> Future` of the scores by name, each [B], and `close()`.
+    Both have `send(images, prompts, metadata) -> Future` of the scores by name, each [B], `check()`, which raises
+    RewardFailed where nothing more will come, `state()`, what is waited for, and `close()`.
     """
 
     def __init__(self, name: str, settings: RewardSettings, address: str):
         self.name, self.settings, self.address, self.last_error = name, settings, address, ""
+        self.pending: set[Future] = set()  # what was sent and has not come back
 
     def receive(self, future: Future, prompts: list[str]) -> dict[str, Tensor]:
         """Scores of one request, NaN if it failed and may.
@@ -53,10 +66,10 @@ def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | Rem
     """
     reward, options = split_settings(name, settings)
     if reward.url:
-        return RemoteScorer(name, reward, reward.url, lambda: None)
+        return RemoteScorer(name, reward, ServerProcess(reward.url, None))
     if reward.backend == "process":
-        address, stop = start_server(name, reward.device or str(device), options, reward.batch_size)
-        return RemoteScorer(name, reward, address, stop)
+        where = reward.device or str(device)
+        return RemoteScorer(name, reward, start_server(name, where, options, reward.batch_size, reward.token_file))
     score = rewards.load(name, torch.device(reward.device or device), options)
     return LocalScorer(name, reward, score, device)
 
@@ -71,10 +84,11 @@ class LocalScorer(Scorer):
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
         super().__init__(name, settings, settings.backend)
         self.score, self.threads, self.stream = score, None, None
+        self.calls: dict[int, Call] = {}  # by thread
         if settings.backend == "thread":
             # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
             workers = settings.in_flight if rewards.is_service(name) else 1
-            self.threads = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+            self.threads = Threads(workers, partial(torch.set_num_threads, 1))
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
@@ -83,13 +97,42 @@ class LocalScorer(Scorer):
         if drawn:
             drawn.record()
         if self.threads:
-            return self.threads.submit(self._score, images, prompts, metadata, drawn)
+            return self.threads.submit(self._timed, images, prompts, metadata, drawn)
         future = Future()
         try:
             future.set_result(self._score(images, prompts, metadata, drawn))
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def _timed(
+        self, images: Tensor, prompts: list[str], metadata: list[dict], drawn: torch.cuda.Event | None
+    ) -> dict[str, Tensor]:
+        thread = threading.get_ident()
+        self.calls[thread] = Call(time.monotonic(), prompts[0])
+        try:
+            return self._score(images, prompts, metadata, drawn)
+        finally:
+            del self.calls[thread]
+
+    def check(self) -> None:
+        """Raises RewardFailed where a call takes longer than a server may. A thread cannot be ended."""
+        limit = self.settings.timeout_s + self.settings.retry_s
+        for call in list(self.calls.values()):
+            if time.monotonic() - call.since_s > limit:
+                raise RewardFailed(
+                    f"reward {self.name!r} ({self.address}) has not returned within {limit:g} s "
+                    f"(config.reward.timeout_s + retry_s); first prompt: {call.prompt!r}"
+                )
+
+    def state(self) -> str:
+        """The call that has taken longest; "" for none."""
+        calls = list(self.calls.values())
+        if not calls:
+            return ""
+        since_s, prompt = min(calls)
+        took_s = time.monotonic() - since_s
+        return f"reward {self.name!r} ({self.address}) has been scoring for {took_s:.0f} s; first prompt: {prompt!r}"
 
     @torch.no_grad()
     def _score(
@@ -100,8 +143,7 @@ class LocalScorer(Scorer):
                 drawn.wait()
                 images.record_stream(torch.cuda.current_stream())
             try:
-                scores = rewards.as_scores(self.score(images, prompts, metadata))
-                return {key: rewards.checked(self.name, values, prompts) for key, values in scores.items()}
+                return rewards.scores_of(self.name, self.score, images, prompts, metadata)
             except Exception as error:
                 if self.settings.on_failure == "fail" or len(prompts) == 1:
                     raise
@@ -118,20 +160,26 @@ class LocalScorer(Scorer):
     def close(self) -> None:
         """Stop the threads."""
         if self.threads:
-            self.threads.shutdown(wait=False, cancel_futures=True)
+            self.threads.stop()
 
 
 class RemoteScorer(Scorer):
-    """A reward behind a server of ours.
+    """A reward behind a server of ours; `process.process` is None where this run did not start it."""
 
-    Args:
-        stop: ends the server, if this run started it.
-    """
-
-    def __init__(self, name: str, settings: RewardSettings, address: str, stop: Callable[[], None]):
-        super().__init__(name, settings, address)
+    def __init__(self, name: str, settings: RewardSettings, process: ServerProcess):
+        super().__init__(name, settings, process.url)
         limits = settings.in_flight, settings.timeout_s, settings.retry_s
-        self.server, self.bounds, self.close = Server(address, settings.token, *limits), rewards.bounds(name), stop
+        self.server, self.bounds = Server(process.url, settings.token_file, *limits), rewards.bounds(name)
+        self.process, self.close = process, process.stop
+
+    def check(self) -> None:
+        """Raises RewardFailed where the server was a process of this rank and is no more."""
+        if ending := self.process.ending():
+            raise RewardFailed(f"reward {self.name!r} ({self.address}): {ending}")
+
+    def state(self) -> str:
+        """How much it has not answered; "" for nothing."""
+        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
 
     def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""

@@ -5,57 +5,33 @@ repeated (same Idempotency-Key) gets the first one's answer.
 """
 
 import asyncio
-import base64
 import hmac
-import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 import torch
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.scoring.wire import unpack_image
+from flow_grpo.scoring.requests import Hold, Job, Limits, Memory, read_job
+from flow_grpo.scoring.threads import Threads
 
 PROTOCOL = 1
 REMEMBERED = 4096  # answers
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a server takes."""
-
-    batch_size: int = 32  # images scored together
-    max_delay_s: float = 0.01  # how long an image waits for others
-    max_waiting: int = 4096  # images in line
-    max_body_bytes: int = 2**28
-    max_side: int = 4096  # pixels of an image
-
-
-@dataclass
-class Job:
-    images: list[Tensor]
-    prompts: list[str]
-    metadata: list[dict]
-    done: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+DECODERS = 2  # threads that decode images
 
 
 class Line:
     """Jobs in line, and the thread that scores them."""
 
-    def __init__(self, score: Callable, limits: Limits):
-        self.score, self.limits = score, limits
-        self.queue, self.waiting, self.thread = asyncio.Queue(), 0, ThreadPoolExecutor(1)
+    def __init__(self, name: str, score: Callable, limits: Limits):
+        self.name, self.score, self.limits = name, score, limits
+        self.queue, self.waiting, self.thread = asyncio.Queue(), 0, Threads(1)
 
     async def put(self, job: Job) -> dict[str, list[float]]:
         """Its scores. Raises HTTPException 429 where the line is full."""
@@ -81,14 +57,8 @@ class Line:
                 await self._score(same_size)
 
     async def _score(self, jobs: list[Job]) -> None:
-        images, prompts, metadata = (
-            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata")
-        )
-        loop = asyncio.get_running_loop()
         try:
-            scores = await loop.run_in_executor(
-                self.thread, run_score, self.score, torch.stack(images), prompts, metadata
-            )
+            scores = await asyncio.wrap_future(self.thread.submit(self._call, jobs))
         except Exception as error:
             for job in jobs:
                 if not job.done.done():
@@ -103,57 +73,39 @@ class Line:
             if not job.done.done():
                 job.done.set_result({name: values[rows] for name, values in scores.items()})
 
-
-def run_score(score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, list[float]]:
-    """A reward's scores as lists of numbers. Raises ValueError unless they are one finite number per image."""
-    scores = rewards.as_scores(score(images, prompts, metadata))
-    return {name: rewards.checked(name, values, prompts).tolist() for name, values in scores.items()}
-
-
-async def read_job(request: Request, limits: Limits) -> Job:
-    """From JSON or multipart. Raises HTTPException 400, 413 or 422."""
-    if int(request.headers.get("content-length", limits.max_body_bytes + 1)) > limits.max_body_bytes:
-        raise HTTPException(413, f"a body needs a length, of at most {limits.max_body_bytes} bytes")
-    try:
-        if request.headers.get("content-type", "").startswith("multipart/"):
-            async with request.form(max_files=limits.max_waiting, max_part_size=limits.max_body_bytes) as form:
-                body = json.loads(form["request"])
-                files = [await part.read() for part in form.getlist("images")]
-        else:
-            body = json.loads(await request.body())
-            files = [base64.b64decode(image, validate=True) for image in body["images"]]
-        prompts, metadata = body["prompts"], body.get("metadata") or [{}] * len(files)
-        if not files or not len(files) == len(prompts) == len(metadata):
-            raise ValueError(f"{len(files)} images, {len(prompts)} prompts, {len(metadata)} metadata")
-        if not all(isinstance(p, str) for p in prompts) or not all(isinstance(m, dict) for m in metadata):
-            raise ValueError("prompts are strings, metadata objects")
-        images = [unpack_image(file, limits.max_side) for file in files]
-        if len({image.shape for image in images}) > 1:
-            raise ValueError("the images of a request have one size")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HTTPException(422, f"{type(error).__name__}: {error}") from error
-    return Job(images, prompts, metadata)
+    def _call(self, jobs: list[Job]) -> dict[str, list[float]]:
+        images, prompts, metadata = (
+            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata")
+        )
+        scores = rewards.scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
+        return {name: values.tolist() for name, values in scores.items()}
 
 
 class Rewarder:
     """The server of one reward; its methods are the endpoints."""
 
     def __init__(self, name: str, score: Callable, limits: Limits, token: str):
-        self.name, self.limits, self.token = name, limits, token
-        self.line, self.answers = (
-            Line(score, limits),
-            OrderedDict(),
-        )  # Idempotency-Key -> its scores, or a task for them
+        self.name, self.limits, self.token = name, limits, token.encode()
+        self.line, self.memory, self.decoders = (
+            Line(name, score, limits),
+            Memory(limits.max_memory_bytes),
+            Threads(DECODERS),
+        )
+        self.answers = OrderedDict()  # Idempotency-Key -> a task for its scores
+
+    def is_allowed(self, request: Request) -> bool:
+        """Whether a request has the token."""
+        header = request.headers.get("authorization", "").encode("latin-1")
+        return not self.token or hmac.compare_digest(header, b"Bearer " + self.token)
 
     async def post_score(self, request: Request) -> JSONResponse:
         """Score, or say what is wrong."""
-        if not hmac.compare_digest(request.headers.get("authorization", ""), f"Bearer {self.token}") and self.token:
+        if not self.is_allowed(request):
             raise HTTPException(401, "wrong or no token")
         key = request.headers.get("idempotency-key")
-        if key is None or key not in self.answers:
-            job = await read_job(request, self.limits)
-            self.answers[key] = asyncio.ensure_future(self.line.put(job))
-        answer = self.answers.pop(key) if key is None else self.answers[key]
+        answer = self.answers.get(key) or await self._enter(request)
+        if key is not None:
+            self.answers[key] = answer
         try:
             return JSONResponse({"scores": await asyncio.shield(answer)})
         except HTTPException:
@@ -161,6 +113,8 @@ class Rewarder:
             raise
         except ValueError as error:  # the reward refuses the input: trying again would not help
             raise HTTPException(422, str(error)) from error
+        except asyncio.CancelledError as error:
+            raise HTTPException(503, "the server is stopping") from error
         except Exception as error:
             self.answers.pop(key, None)
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
@@ -168,16 +122,28 @@ class Rewarder:
             while len(self.answers) > REMEMBERED:
                 self.answers.popitem(last=False)
 
+    async def _enter(self, request: Request) -> asyncio.Task:
+        """Put a request into the line; it holds memory until it has its scores."""
+        hold = Hold(self.memory)
+        try:
+            job = await read_job(request, self.limits, hold, self.decoders)
+        except BaseException:
+            hold.release()
+            raise
+        answer = asyncio.create_task(self.line.put(job))
+        answer.add_done_callback(lambda _: hold.release())
+        return answer
+
     async def get_health(self, request: Request) -> JSONResponse:
-        """That it lives."""
-        return JSONResponse({"status": "ok", "waiting": self.line.waiting})
+        """That it lives, and whether it would score for the one who asks."""
+        return JSONResponse({"status": "ok", "waiting": self.line.waiting, "allowed": self.is_allowed(request)})
 
     async def get_version(self, request: Request) -> JSONResponse:
         """What it is."""
         return JSONResponse({"reward": self.name, "protocol": PROTOCOL, "torch": torch.__version__})
 
 
-def make_app(name: str, score: Callable, limits: Limits = Limits(), token: str = "") -> Starlette:
+def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
     """The server of one reward, whose `score` is loaded.
 
     Args:
@@ -197,25 +163,3 @@ def make_app(name: str, score: Callable, limits: Limits = Limits(), token: str =
         Route("/version", served.get_version),
     ]
     return Starlette(routes=routes, lifespan=working)
-
-
-async def serve(app: Starlette, host: str, port: int, announce: Callable[[str], None], parent: int = 0) -> None:
-    """Listen until stopped.
-
-    Args:
-        port: 0 = any that is free.
-        announce: gets the server's address once it listens.
-        parent: process id; when it is no longer this process's parent, the server ends. 0 = never.
-    """
-    config = uvicorn.Config(app, host=host, port=port, log_level="warning")
-    socket, server = config.bind_socket(), uvicorn.Server(config)
-    announce(f"http://{host}:{socket.getsockname()[1]}")
-
-    async def watch() -> None:
-        while parent and not server.should_exit:
-            server.should_exit = os.getppid() != parent
-            await asyncio.sleep(0.5)
-
-    watching = asyncio.create_task(watch())
-    await server.serve(sockets=[socket])
-    watching.cancel()

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import httpx
 
 from flow_grpo import rewards
-from flow_grpo.settings import BY_KEY, check_value
+from flow_grpo.scoring.client import authorization
+from flow_grpo.scoring.tokens import read_token
+from flow_grpo.settings import BY_KEY, RENAMED, TOKEN_WAYS, check_value
 
 
 class RewardSettings(NamedTuple):
@@ -21,7 +23,7 @@ class RewardSettings(NamedTuple):
     on_failure: str  # "fail" or "mask"
     max_masked_share: float
     url: str  # of a server that runs; "" = none
-    token: str
+    token_file: str  # "" = the environment's REWARD_TOKEN
     image_format: str  # "npy" or "png"
 
 
@@ -31,6 +33,11 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     Args:
         settings: config.reward.
     """
+    if settings.url:
+        raise ValueError(
+            f"config.reward.url is {settings.url!r}, but a server scores one reward; name it: "
+            f"--config.reward.args=\"{{'NAME': {{'url': {settings.url!r}}}}}\""
+        )
     args = settings.args.to_dict()
     served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
     rewards.check_rewards(weights, watched, served)
@@ -39,10 +46,20 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         reward, options = split_settings(name, settings)
         for key, value in reward._asdict().items():
             check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+        read_token(reward.token_file)
+        key = f"config.reward.args.{name}"
+        if "token" in options:
+            raise ValueError(f"{key}.token {RENAMED['reward.token']}")
+        if "url" in options:
+            check_url(f"{key}.url", options["url"])
         if name in served:
-            _check_server(name, reward.url, options)
+            _check_server(key, reward, options)
         else:
             rewards.check_options(name, options)
+        if name in rewards.REGISTERED and reward.backend == "process":
+            raise ValueError(
+                f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file"
+            )
     if args:
         raise ValueError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
@@ -61,13 +78,26 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
     return reward, options
 
 
-def _check_server(name: str, url: str, options: dict[str, Any]) -> None:
-    key = f"config.reward.args.{name}"
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{key}.url is {url!r}; it begins with http:// or https://")
+def check_url(key: str, url: Any) -> None:
+    """Raises ValueError unless it is a server's address, without a password: the config is stored."""
+    try:
+        parts = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"{key} is {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise ValueError(f"{key} is {url!r}; it begins with http:// or https://")
+    if parts.userinfo:
+        raise ValueError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
+
+
+def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
+    check_url(f"{key}.url", reward.url)
     if options:
         raise ValueError(f"{key}: {', '.join(options)} unknown, or for the server to know")
     try:
-        httpx.get(url.rstrip("/") + "/health", timeout=10, trust_env=False)
+        headers = authorization(reward.token_file)
+        answer = httpx.get(reward.url.rstrip("/") + "/health", headers=headers, timeout=10, trust_env=False)
     except httpx.HTTPError as error:
-        raise ValueError(f"{key}: no answer from {url}: {error}") from error
+        raise ValueError(f"{key}: no answer from {reward.url}: {error}") from error
+    if b'"allowed":false' in answer.content:
+        raise ValueError(f"{key}: {reward.url} asks for another token; {TOKEN_WAYS}")

@@ -34,39 +34,69 @@ def pack_image(image: Tensor, form: str) -> bytes:
     return buffer.getvalue()
 
 
-def unpack_image(data: bytes, max_side: int) -> Tensor:
-    """A file, whatever its name, as [3, H, W] float32 in [0, 1].
+def image_size(data: bytes, max_side: int) -> tuple[int, int]:
+    """Height and width of a file, of which only the header is read.
 
     Raises:
-        ValueError: no image, too large, or values outside [0, 1]; before more memory is taken than `data` has.
+        ValueError: no image, or too large a side.
+    """
+    if data.startswith(b"\x93NUMPY"):
+        return _array_shape(io.BytesIO(data), max_side)[1:]
+    return _picture(data, max_side).size[::-1]
+
+
+def unpack_image(data: bytes, max_side: int) -> Tensor:
+    """A file, whatever its name, as [3, H, W] float32 in [0, 1]. No torch operation is used: the server's other threads
+    have more torch threads than one that decodes.
+
+    Raises:
+        ValueError: no image, too large a side, or values outside [0, 1].
     """
     if data.startswith(b"\x93NUMPY"):
         return _unpack_array(data, max_side)
     try:
+        pixels = np.array(_picture(data, max_side).convert("RGB"))
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"no image: {error}") from error
+    return torch.from_numpy(pixels / np.float32(255)).permute(2, 0, 1)
+
+
+def _picture(data: bytes, max_side: int) -> Image.Image:
+    try:
         picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
-        if max(picture.size) > max_side:
-            raise ValueError(f"an image of {picture.size} pixels; at most {max_side} a side")
-        pixels = np.array(picture.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"no image: {error}") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1) / 255
+    if max(picture.size) > max_side:
+        raise ValueError(f"an image of {picture.size} pixels; at most {max_side} a side")
+    return picture
 
 
-def _unpack_array(data: bytes, max_side: int) -> Tensor:
-    buffer = io.BytesIO(data)
+def _array_shape(buffer: io.BytesIO, max_side: int) -> tuple[int, int, int]:
     version = np.lib.format.read_magic(buffer)
     if version != (1, 0):
         raise ValueError(f"an .npy file of version {version}; only 1.0 is read")
     shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
-    if dtype != np.float32 or in_columns or len(shape) != 3 or shape[0] != 3 or not 0 < max(shape[1:]) <= max_side:
+    if (
+        dtype != np.float32
+        or in_columns
+        or len(shape) != 3
+        or shape[0] != 3
+        or not 0 < min(shape) <= max(shape) <= max_side
+    ):
         raise ValueError(f"an array {shape} of {dtype}; it must be (3, H, W) of float32, at most {max_side} a side")
+    return shape
+
+
+def _unpack_array(data: bytes, max_side: int) -> Tensor:
+    buffer = io.BytesIO(data)
+    shape = _array_shape(buffer, max_side)
     values = data[buffer.tell() :]
     if len(values) != 4 * math.prod(shape):
         raise ValueError(f"an array {shape} with {len(values)} bytes")
-    image = torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
-    if not (image.isfinite().all() and image.min() >= 0 and image.max() <= 1):
+    image = np.frombuffer(bytearray(values), dtype=np.float32).reshape(shape)
+    if not 0 <= image.min() <= image.max() <= 1:  # NaN is in no order
         raise ValueError("an image with values outside [0, 1]")
-    return image
+    return torch.from_numpy(image)
 
 
 def read_scores(answer: Any, count: int, bounds: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Tensor]:

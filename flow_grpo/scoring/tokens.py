@@ -1,0 +1,27 @@
+"""The secret that a reward server and its clients share. No config and no command line holds it: both are stored."""
+
+import os
+from pathlib import Path
+
+
+def read_token(file: str = "") -> str:
+    """The first line of a file, or else the environment's REWARD_TOKEN; "" = none.
+
+    Raises:
+        ValueError: the file cannot be read, or it is no token. The message does not show the token.
+    """
+    if not file:
+        return _checked(os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN")
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"no token in {file}: {error}") from error
+    if not lines or not lines[0].strip():
+        raise ValueError(f"no token in {file}: its first line is empty")
+    return _checked(lines[0].strip(), file)
+
+
+def _checked(token: str, source: str) -> str:
+    if not all("!" <= letter <= "~" for letter in token):
+        raise ValueError(f"the token of {source} may have printable ASCII characters without spaces only")
+    return token

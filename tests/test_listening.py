@@ -1,0 +1,144 @@
+"""A reward server's connections, in this process: slow clients, addresses, and what its command line refuses."""
+
+import asyncio
+import socket
+import threading
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import torch
+from starlette.exceptions import HTTPException
+
+from flow_grpo.scoring import requests, serve
+from flow_grpo.scoring.listening import serve as listen
+from flow_grpo.scoring.requests import Hold, Limits, Memory
+from flow_grpo.scoring.server import make_app
+from flow_grpo.scoring.wire import pack_image
+
+IMAGE = ("images", ("0", pack_image(torch.zeros(3, 16, 16), "png")))
+ONE = dict(data={"request": '{"prompts": ["a"]}'}, files=[IMAGE])
+PATIENCE_S = 20  # until a test fails
+
+
+@asynccontextmanager
+async def listening(host="127.0.0.1", **limits):
+    """The address of a server of this event loop, which scores an image by its mean."""
+    address = asyncio.Future()
+    limits = Limits(**limits)
+    app = make_app("mean", lambda images, *_: images.mean((1, 2, 3)), limits)
+    task = asyncio.create_task(listen(app, host, 0, address.set_result, limits.idle_s))
+    try:
+        yield httpx.URL(await address)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def answer_to(url, data):
+    """All that comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(data)
+    received = await asyncio.wait_for(reader.read(), PATIENCE_S)
+    writer.close()
+    return received
+
+
+def test_connections_that_send_no_whole_request_are_closed():
+    async def main():
+        head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n"
+        async with listening(idle_s=0.05, read_s=0.05) as url:
+            health = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+            assert await answer_to(url, b"") == b""
+            assert await answer_to(url, head) == b""
+            assert (await answer_to(url, health)).startswith(b"HTTP/1.1 200")
+            assert (await answer_to(url, health + head)).count(b"HTTP/1.1") == 1
+            assert (await answer_to(url, head + b"\r\n12345")).startswith(b"HTTP/1.1 408")
+
+    asyncio.run(main())
+
+
+def test_health_is_answered_while_images_are_decoded(monkeypatch):
+    health_was_answered, decode = threading.Event(), requests.unpack_image
+
+    def waits(*args):
+        assert health_was_answered.wait(PATIENCE_S)
+        return decode(*args)
+
+    async def main():
+        async with listening() as url, httpx.AsyncClient(timeout=2 * PATIENCE_S) as client:
+            scored = asyncio.create_task(client.post(url.join("/score"), **ONE))
+            assert (await client.get(url.join("/health"))).status_code == 200
+            health_was_answered.set()
+            assert (await scored).json() == {"scores": {"score": [0.0]}}
+
+    monkeypatch.setattr(requests, "unpack_image", waits)
+    asyncio.run(main())
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
+    async def main():
+        async with listening("::1") as url, httpx.AsyncClient() as client:
+            assert url.host == "::1"
+            assert (await client.get(url.join("/health"))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_requests_share_the_memory():
+    memory = Memory(100)
+    first, second = Hold(memory), Hold(memory)
+    first.take(80)
+    for num_bytes, status in ((30, 429), (101, 413)):
+        with pytest.raises(HTTPException) as caught:
+            second.take(num_bytes)
+        assert caught.value.status_code == status
+    first.release()
+    second.take(30)
+    assert memory.taken == 30
+
+
+def test_the_address_is_announced_when_it_can_be_connected_to():
+    def connect(address):
+        with socket.create_connection((httpx.URL(address).host, httpx.URL(address).port)):
+            raise InterruptedError
+
+    app = make_app("mean", torch.mean, Limits())
+    with pytest.raises(InterruptedError):
+        asyncio.run(listen(app, "127.0.0.1", 0, connect, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["jpeg_compresibility"], "no reward 'jpeg_compresibility' .* nearest: jpeg_compressibility"),
+        (["shapes", "--port", "99999"], "--port is 99999; it may be 0 to 65535"),
+        (["shapes", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines connect, and there is no token"),
+        (["shapes", "--host", "::"], "there is no token"),
+        (["shapes", "--host", "no such host"], "which is no address"),
+        (["shapes", "--device", "warp:9"], "--device is 'warp:9'"),
+        (["shapes", "--token-file", "no/such/file"], "no token in no/such/file"),
+        (["shapes", "--host", "0.0.0.0", "--without-token", "--device", "warp:9"], "--device is 'warp:9'"),
+    ],
+)
+def test_what_serve_reward_refuses(words, says):
+    with pytest.raises(ValueError, match=says):
+        serve.main(words)
+
+
+@pytest.mark.parametrize(("host", "is_loopback"), [("127.0.0.1", True), ("::1", True), ("::", False)])
+def test_a_token_is_needed_where_others_can_connect(host, is_loopback):
+    parsed = serve.parse(["shapes", "--host", host])
+    assert serve.is_loopback(host) == is_loopback
+    serve.check(parsed, "sesame")
+    if is_loopback:
+        serve.check(parsed, "")

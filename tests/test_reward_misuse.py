@@ -1,0 +1,105 @@
+"""Rewards that hang, end the process, answer wrongly or write into what they get: an error with their name, no harm."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from small import ENV, ROOT, config_of
+
+from flow_grpo import rewards
+from flow_grpo.scoring import pool
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.scorers import RewardFailed
+
+CPU, IMAGES = torch.device("cpu"), torch.full((2, 3, 8, 8), 0.5)
+HANGS = "import threading\n\n\ndef load(device):\n    return lambda *_: threading.Event().wait()\n"
+
+
+def submit(the_pool):
+    return the_pool.submit(IMAGES, ["prompt 0", "prompt 1"], [{}, {}])
+
+
+@pytest.fixture
+def make_pool(tmp_path, monkeypatch):
+    """Of one reward, whose file has a text."""
+
+    def make(text, **changed):
+        (tmp_path / "misused.py").write_text(text)
+        monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+        monkeypatch.delitem(sys.modules, "flow_grpo.rewards.misused", raising=False)
+        settings = config_of("shapes_qwenimage").reward
+        settings.update(dict(timeout_s=0.1, retry_s=0.1) | changed)
+        return Pool(CPU, {"misused": 1.0}, (), settings)
+
+    return make
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "mask"])
+def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(on_failure, make_pool):
+    the_pool = make_pool(HANGS, on_failure=on_failure, max_pending=2)
+    pending = submit(the_pool)
+    says = r"reward 'misused' \(thread\) has not returned within 0.2 s .* first prompt: 'prompt 0'"
+    with pytest.raises(RewardFailed, match=says):
+        submit(the_pool)  # for which there is no room
+    with pytest.raises(RewardFailed, match=says):
+        pending.result()
+
+
+def test_a_thread_that_hangs_does_not_hold_the_process():
+    code = "import threading; from flow_grpo.scoring.threads import Threads; "
+    code += "Threads(1).submit(threading.Event().wait)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, timeout=100).returncode == 0
+
+
+def test_what_is_waited_for_is_said(make_pool, monkeypatch):
+    told = threading.Event()
+    monkeypatch.setattr(threading, "told", told, raising=False)
+    slow = "import threading\n\n\ndef load(device):\n"
+    slow += "    return lambda images, *_: images.mean((1, 2, 3)) if threading.told.wait(20) else None\n"
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: (lines.append(record.getMessage()), told.set()))
+    logger, lines = logging.getLogger("flow_grpo.scoring.client"), []
+    logger.addHandler(handler)
+    monkeypatch.setattr(pool, "SIGN_OF_LIFE_S", 0.0)
+    try:
+        assert submit(make_pool(slow, timeout_s=60.0)).result()["misused"].tolist() == [0.5, 0.5]
+    finally:
+        logger.removeHandler(handler)
+    assert "reward 'misused' (thread) has been scoring for 0 s; first prompt: 'prompt 0'" in lines[0]
+
+
+WRONG = {
+    "exits": ("import sys\nsys.exit(3)", r"has called sys.exit\(3\)"),
+    "no score": ("return {'other': images.mean((1, 2, 3))}", "a dict without 'score', but with 'other'"),
+    "complex": ("return images.mean((1, 2, 3)) * 1j", "complex numbers"),
+    "nothing": ("return None", "NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("backend", ["inline", "thread"])
+def test_a_reward_that_is_wrong_is_named(kind, backend, make_pool):
+    body, says = WRONG[kind]
+    text = "def load(device):\n    return score\n\n\ndef score(images, prompts, metadata):\n"
+    text += "".join(f"    {line}\n" for line in body.splitlines())
+    with pytest.raises(RewardFailed, match=f"reward 'misused'.*{says}.*'prompt 0'"):
+        submit(make_pool(text, backend=backend)).result()
+    masked = submit(make_pool(text, backend=backend, on_failure="mask")).result()
+    assert masked["misused"].isnan().all()
+
+
+def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
+    images, prompts, metadata = IMAGES.clone(), ["a", "b"], [{"x": [1]}, {}]
+
+    def score(images, prompts, metadata):
+        images.zero_()
+        metadata[0]["x"].append(2)
+        prompts.clear()
+        return images.mean((1, 2, 3))
+
+    assert rewards.scores_of("writes", score, images, prompts, metadata)["score"].tolist() == [0, 0]
+    assert torch.equal(images, IMAGES)
+    assert (prompts, metadata) == (["a", "b"], [{"x": [1]}, {}])
