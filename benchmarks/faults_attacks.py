@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def pictures(to: Attacked) -> list[int]:
     side = to.dice.pick((4096, 4096, 4097, 20000, 60000, 2**31 - 1, 0))
     file = png(side, side, min(side, 4096))
     return [to.score([file] * to.dice.pick((1, 4, 16, 60)))]
+
+
+def pictures_at_once(to: Attacked) -> list[int]:
+    """Requests that are allowed one by one, from several clients; who is told to come later is not let down."""
+    file = png(4096, 4096, 4096)
+    with ThreadPoolExecutor(6) as threads:
+        return list(threads.map(lambda _: to.score([file]), range(6)))
 
 
 def formats(to: Attacked) -> list[int]:
@@ -243,18 +251,6 @@ def at_once(to: Attacked) -> list[int]:
 
 
 ATTACKS = (
-    arrays,
-    values,
-    pictures,
-    formats,
-    bodies,
-    headers,
-    paths,
-    lengths,
-    parts,
-    crowd,
-    tokens,
-    keys,
-    bodies,
-    headers,
+    *(arrays, values, pictures, formats, bodies, headers, paths, lengths, parts, crowd, tokens, keys, bodies, headers),
+    *(at_once, pictures_at_once),
 )

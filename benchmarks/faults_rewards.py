@@ -1,13 +1,14 @@
 """Rewards that misbehave: an error with the reward's name, or no effect on the other rewards; never a hang."""
 
+import re
 from functools import partial
 from pathlib import Path
 
-from faults_commands import Command, Ended
+from faults_commands import LONGEST_SENTENCE, Command, Ended
 from faults_runs import Bench, lines_of
 from faults_tries import Dice, Try, Verdict
 
-TIME_LIMIT_S, LIMIT_S = 2.0, 25.0
+TIME_LIMIT_S, LIMIT_S, PROCESS_S = 2.0, 25.0, 60.0  # a process of its own imports everything anew
 ENDLESS = "time.sleep(1e6)"
 SCORES = {  # what `score` returns; images [B, 3, H, W]
     "nan": "images.mean((1, 2, 3)) * float('nan')",
@@ -128,7 +129,8 @@ def attempt(bench: Bench, kind: str, name: str, how: dict[str, str], folder: Pat
     flags = {f"reward__{key}": value for key, value in how.items()} | {"reward__timeout_s": TIME_LIMIT_S}
     flags |= {"reward_fn__misbehaved": 1.0, "num_epochs": 2, "reward__retry_s": TIME_LIMIT_S}
     words = bench.words("grpo", folder / "runs", **flags)
-    ended = Command(words, folder, env={"FLOW_GRPO_REWARDS": str(folder / "odd")}).wait(LIMIT_S)
+    limit_s = PROCESS_S if how["backend"] == "process" else LIMIT_S
+    ended = Command(words, folder, env={"FLOW_GRPO_REWARDS": str(folder / "odd")}).wait(limit_s)
     if ended.status == 0:
         return others_are_right(bench, folder, must_run=name in FINE)
     return named(ended, name)
@@ -148,11 +150,12 @@ def others_are_right(bench: Bench, folder: Path, must_run: bool) -> Verdict:
 
 
 def named(ended: Ended, name: str) -> Verdict:
-    """A reward's own error may have a traceback, which its author needs; the last line says whose it is."""
+    """A reward's own error may have a traceback, which its author needs; the message at its end says whose it is."""
     if ended.status is None:
         return Verdict(False, f"hang; it said: {ended.last[-200:]}")
     if name in FINE:
         return Verdict(False, f"refused: {ended.last[:300]}")
-    if ended.status < 0 or "misbehaved" not in ended.last or len(ended.last) > 1500:
-        return Verdict(False, f"status {ended.status}, the reward is not named: {ended.last[:300]}")
-    return Verdict(True, f"refused: {ended.last[:300]}")
+    message = re.split(r"\n\s+.*\n(?=\S)", ended.stderr.strip())[-1]  # what follows the traceback's last line of code
+    if ended.status < 0 or "misbehaved" not in message or len(message) > LONGEST_SENTENCE:
+        return Verdict(False, f"status {ended.status}, the reward is not named: {message[:300]}")
+    return Verdict(True, f"refused: {message[:300]}")

@@ -22,7 +22,7 @@ from flow_grpo import rewards
 from flow_grpo.scoring import wire
 
 REWARD = "jpeg_compressibility"
-MOST_MIB = 2048  # more than the server has at its start
+MOST_MIB = 2048  # more than the server has at its start, twice what it is told to take
 HEALTH_S, END_S = 5.0, 15.0
 
 
@@ -37,7 +37,7 @@ def make(bench: Bench, seed: int, number: int) -> Try:
 
 def attempt(attack, token: str, dice: Dice, folder: Path) -> Verdict:
     """Attack, ask for its health meanwhile and afterwards, ask for a score, end it."""
-    words = [ROOT / "scripts" / "serve_reward.py", REWARD, "--port", "0"]
+    words = [ROOT / "scripts" / "serve_reward.py", REWARD, "--port", "0", "--max-memory-gib", "1"]
     server = Command(words, folder, "server", env={"REWARD_TOKEN": token, "FLAG": str(folder / FLAG)}, memory_gib=4)
     port, late = port_of(server)
     before = most_mib(server)
