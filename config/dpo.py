@@ -61,7 +61,8 @@ def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, few pairs, fewer steps."""
     config = grpo.smoke(config)
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
-    config.preferences.dtype = "float32"
+    config.preferences.dtype, config.preferences.max_rows = "float32", 48
+    config.preferences.path += "_smoke" if config.preferences.path else ""
     config.sample.sde_window_range = default_config().sample.sde_window_range
     return config
 

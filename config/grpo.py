@@ -206,7 +206,7 @@ def smoke(config):
 
 
 QWEN, SD3, FLUX = "Qwen/Qwen-Image", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
-TINY_MODELS = {SD3: "runs/tiny_sd3", FLUX: "runs/tiny_flux"}  # from tools/build_random_pipeline.py
+TINY_MODELS = {SD3: "flow_grpo/assets/tiny_sd3", FLUX: "flow_grpo/assets/tiny_flux"}
 RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),

@@ -222,6 +222,8 @@ SETTINGS = (
             'folder of parquet files from prepare_preferences.py; "" = online, of images just sampled', scripts=(DPO,)),
     Setting("preferences.source", "",
             'to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files', scripts=(DPO,)),
+    Setting("preferences.max_rows", 0, "of the source, its first ones; 0 = all", unit="prompts or pairs", least=0,
+            scripts=(DPO,)),
     Setting("preferences.min_margin", 0.0, "own rollouts, online: the winner's reward is higher by more than this",
             least=0, scripts=(DPO,)),
     Setting("preferences.validation_share", 0.1, "of the prompts, whose pairs are held out", least=0, scripts=(DPO,)),

@@ -213,6 +213,7 @@ def claim(config, folder: Path) -> bool:
     unfinished, report = folder / "unfinished", folder / "report.json"
     if unfinished.exists() or report.exists():
         before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
+        before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
         differ = [key for key, value in made_by(config).items() if before[key] != value]
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
@@ -255,7 +256,8 @@ def main(config):
     make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
     shapes = light.row_shapes(training_size(config), config.text_tokens)
-    part_rows = [range(first, min(first + part_size, len(rows))) for first in range(0, len(rows), part_size)]
+    used = range(min(len(rows), config.preferences.max_rows or len(rows)))
+    part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
     total = sum(len(part_rows[number]) for number in mine)
     with tqdm(total=total, unit=" rows", disable=None if ranks.rank == 0 else True) as bar:

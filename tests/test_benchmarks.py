@@ -1,8 +1,12 @@
 """What the benchmarks compute besides times."""
 
 import json
+from dataclasses import replace
 
 import bench
+import build_random_pipeline
+import diffusers
+import fit_table
 import memory_table
 import pytest
 import torch
@@ -101,3 +105,49 @@ def test_a_gpu_takes_cells_as_long_as_their_memory_fits():
     assert memory_table.free_gpu(small, at_work, [139.0], at_once=3) == 0
     assert memory_table.free_gpu(large, at_work, [139.0], at_once=3) is None
     assert memory_table.free_gpu(small, at_work, [139.0, 79.0], at_once=2) == 1
+
+
+def test_the_models_of_the_fit_table_are_as_large_as_the_published_ones():
+    published = build_random_pipeline.PUBLISHED
+    with torch.device("meta"):
+        made = dict(
+            qwenimage=diffusers.QwenImageTransformer2DModel(),
+            sd3=diffusers.SD3Transformer2DModel(qk_norm="rms_norm", **published["sd3"]),
+            flux=diffusers.FluxTransformer2DModel(guidance_embeds=True, **published["flux"]),
+        )
+    for name, transformer in made.items():
+        size, targets = fit_table.MODELS[name], MODELS[name].LORA_TARGETS
+        assert sum(p.numel() for p in transformer.parameters()) == pytest.approx(size.parameters, rel=1e-3)
+        text = 48 + 77 if name == "sd3" else 48  # CLIP's beside T5's
+        assert row_flops(transformer, 1024, text) / 1e12 == pytest.approx(size.row_tflop, rel=1e-2)
+        layers = [m for n, m in transformer.named_modules() if n.endswith(targets) and isinstance(m, torch.nn.Linear)]
+        per_rank = sum(layer.in_features + layer.out_features for layer in layers)
+        assert per_rank == pytest.approx(size.trained_per_rank, rel=1e-3)
+
+
+def test_what_is_computed_for_the_fit_table_is_near_what_was_measured():
+    rows = {row.key: row for row in fit_table.ROWS if row.key in fit_table.RECORDED}
+    assert len(rows) == len(fit_table.RECORDED) == 10
+    for key, row in rows.items():
+        gib, images_per_s = fit_table.RECORDED[key]
+        config, large = fit_table.config_for(row), replace(row, card=141)
+        assert fit_table.memory_gib(row.model, config) == pytest.approx(
+            gib, rel=0.3 if "offload" in row.settings else 0.07
+        )
+        slack = 2.2 if key[0] == "train_sd3_pr" else 1.2  # its rollout's rate is 383 TFLOP/s, the window's 168
+        assert images_per_s / slack < 1 / fit_table.image_s(large, config) < images_per_s * slack, key
+
+
+def test_a_measurement_takes_the_place_of_what_is_computed():
+    flux = next(row for row in fit_table.ROWS if (row.card, row.script) == (48, "train_flux"))
+    cell = next(cell for cell in memory_table.CELLS if (cell.card, cell.script) == (48, "train_flux"))
+    figures = {"memory/peak_gib": 31.5, "images_per_s": 1.3}
+    line = {"cell": cell.name, "shared": False, "outcome": "fits"} | figures
+    for changed, gib, speed in (
+        ({}, "31.5", "~0.48"),  # measured on a card that is 2.7 times as fast
+        ({"shared": True}, "31.5", "~0.47"),
+        ({"outcome": "out of memory"}, "out of memory", "~0.47"),
+        ({"outcome": "cut"}, "~33", "~0.47"),
+    ):
+        known = fit_table.measurements([line | changed]).get(flux.key, [])
+        assert fit_table.cells(flux, known)[2:4] == [gib, speed], changed

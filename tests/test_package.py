@@ -7,9 +7,10 @@ import zipfile
 from email.parser import Parser
 
 import pytest
+import yaml
 from small import ENV, ROOT
 
-SOURCES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md")
+SOURCES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo").rglob("*.py")}
     tiny = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo/assets/tiny_qwenimage").rglob("*.*")}
     assert modules | tiny <= names
+    assert {f"flow_grpo/assets/tiny_{name}/model_index.json" for name in ("sd3", "flux")} <= names
     for split in ("train", "validation", "test"):
         data = wheel.read(f"flow_grpo/assets/dataset/shapes/{split}_metadata.jsonl")
         assert data == (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_bytes()
@@ -44,3 +46,16 @@ def test_a_wheel_names_its_requirements_and_pythons(wheel):
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
     assert len(needed) == len(lines)
     assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Author"] == "The flow_grpo authors"
+    assert "License :: OSI Approved :: Apache Software License" in metadata.get_all("Classifier")
+
+
+def test_a_wheel_holds_its_licence_whole_and_the_citation_names_the_same(wheel):
+    for file in ("LICENSE", "NOTICE"):
+        (name,) = [name for name in wheel.namelist() if name.endswith(f"/{file}")]
+        assert wheel.read(name) == (ROOT / file).read_bytes()
+    text, citation = (ROOT / "LICENSE").read_text(), yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert text.strip().startswith("Apache License")
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert citation["license"] == "Apache-2.0"
+    assert f'version="{citation["version"]}"' in (ROOT / "setup.py").read_text()

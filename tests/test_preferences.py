@@ -13,9 +13,9 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from small import MODELS, config_of, few_prompts, loaded, prepare, tiny_folder
+from small import MODELS, config_of, few_prompts, file_of, loaded, prepare, tiny_folder
 
-from flow_grpo import image_pairs, preferences, rng
+from flow_grpo import configs, image_pairs, preferences, prompts, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
@@ -425,3 +425,18 @@ def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
         prepare(NAME, images)
     shutil.rmtree(images)
     assert config_of(NAME).preferences.source == ""
+
+
+def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_folder_alone(tmp_path):
+    whole, smoke = configs.load(f"{file_of(NAME)}:{NAME}"), config_of(NAME)
+    assert smoke.preferences.path != whole.preferences.path
+    assert 0 < smoke.preferences.max_rows < 100 < len(prompts.load_prompts(whole.dataset, "train"))
+    folder = prepare(NAME, tmp_path / "pairs", preferences__max_rows=20, preferences__validation_share=0.0)
+    report = json.loads((folder / "report.json").read_text())
+    assert report["pairs"]["train"] + len(report["dropped"]) == 20
+    assert len(list(folder.glob("train_*.parquet"))) <= 3, "parts of 8 rows"
+    del report["made_by"]["preferences"]["max_rows"]  # as in a folder that is older than the setting
+    (folder / "report.json").write_text(json.dumps(report))
+    with pytest.raises(ValueError, match="begun with other settings"):
+        prepare(NAME, folder, preferences__max_rows=20, preferences__validation_share=0.0)
+    prepare(NAME, folder, preferences__max_rows=0, preferences__validation_share=0.0)

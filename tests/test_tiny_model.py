@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import build_random_pipeline
 import build_tiny_qwenimage as build
 import draw_shapes
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from safetensors.torch import load_file
 from tiny import tiny_qwenimage
 
 import flow_grpo
@@ -107,3 +109,17 @@ def test_shipped_base_is_right_about_half_the_time(shipped, held_out):
     prompts = build.balanced(held_out, 120)
     measured = build.accuracy(build.sample(shipped, prompts, seed=3), prompts)
     assert 0.30 <= measured["all"] <= 0.60, measured
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_the_shipped_random_pipelines_are_what_their_builder_writes(name, tmp_path):
+    build_random_pipeline.build(name, str(tmp_path))
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    shipped = SHIPPED.with_name(f"tiny_{name}")
+    assert files == sorted(path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file())
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    assert len(weights) == {"sd3": 5, "flux": 4}[name]
+    for file in weights:
+        ours, theirs = load_file(shipped / file), load_file(tmp_path / file)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].equal(theirs[key]) for key in ours), file

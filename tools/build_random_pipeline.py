@@ -1,10 +1,11 @@
 """A pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
 
-    python tools/build_random_pipeline.py sd3 runs/tiny_sd3
-    python tools/build_random_pipeline.py flux runs/tiny_flux
+    python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
+    python tools/build_random_pipeline.py flux flow_grpo/assets/tiny_flux
     python tools/build_random_pipeline.py qwenimage runs/random_qwenimage --size published          57 GB, on a GPU
 
-What it draws means nothing. `,smoke` runs and tests use the tiny size; benchmarks/bench.py uses the published one.
+What it draws means nothing. `,smoke` runs and tests use the tiny size, which is shipped; benchmarks/bench.py uses the
+published one.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from flow_grpo.scoring.wire import image_size, unpack_image
 MAX_JSON_BYTES = 2**25
 JSON_COST = 40  # bytes of Python objects per byte of JSON, such as {"":{"":0}}
 PIXEL_BYTES = 12  # float32
-PIXEL_COST = 2 * PIXEL_BYTES  # as decoded, and in the batch that is scored
+PIXEL_COST = 4 * PIXEL_BYTES  # as decoded, in the batch, in the reward's copy of it, and in what it makes of that
 
 
 def _quarter_of_memory() -> int:

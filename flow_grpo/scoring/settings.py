@@ -44,16 +44,9 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     for name in {**weights, **dict.fromkeys(watched)}:
         args.pop(name, None)
         reward, options = split_settings(name, settings)
-        for key, value in reward._asdict().items():
-            check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
-        read_token(reward.token_file)
-        key = f"config.reward.args.{name}"
-        if "token" in options:
-            raise ValueError(f"{key}.token {RENAMED['reward.token']}")
-        if "url" in options:
-            check_url(f"{key}.url", options["url"])
+        _check_connection(name, reward, options)
         if name in served:
-            _check_server(key, reward, options)
+            _check_server(f"config.reward.args.{name}", reward, options)
         else:
             rewards.check_options(name, options)
         if name in rewards.REGISTERED and reward.backend == "process":
@@ -76,6 +69,16 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
         options |= {"url": overrides["url"]} if "url" in overrides else {}
         reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
     return reward, options
+
+
+def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
+    for key, value in reward._asdict().items():
+        check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+    read_token(reward.token_file)
+    if "token" in options:
+        raise ValueError(f"config.reward.args.{name}.token {RENAMED['reward.token']}")
+    if "url" in options:  # of a server of another kind
+        check_url(f"config.reward.args.{name}.url", options["url"])
 
 
 def check_url(key: str, url: Any) -> None:

@@ -1,0 +1,93 @@
+"""The commands in pages and shell scripts: what they name is there, without running them."""
+
+import ast
+import importlib.util
+import re
+import shlex
+
+from small import ROOT
+
+from flow_grpo import batching, command_line, settings
+
+PROGRAMS = {"python", "torchrun", "make", "pip", "source", "export", "git", "cd", "hf", "cp", "mkdir", "sbatch", "kill"}
+TRAINING = re.compile(r"scripts/(train_\w+|prepare_preferences)\.py$")
+SOURCES = {"scripts/serve_reward.py": ROOT / "flow_grpo/scoring/serve.py"}  # where flags are read, if not in the file
+DEFAULT = re.compile(r'command_line\.run\([\w.]+, "([^"]+)"\)')
+
+
+def blocks(page):
+    """(language, text) of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """Lists of words. Where lines begin with "$ ", the others are output."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    typed = [line[2:] for line in lines if line.startswith("$ ")] or lines
+    words = [shlex.split(line, comments=True) for line in typed]
+    return [line for line in words if line]
+
+
+def of_shell_script(path):
+    """Its commands that start a program with a file of the checkout."""
+    return [words for words in commands(path.read_text()) if words[0] in ("torchrun", "python")]
+
+
+def check(words, own_configs):
+    """Raises AssertionError or ValueError for a command that names what is not there.
+
+    Args:
+        own_configs: name of a config file that a page makes -> where the test has put it.
+    """
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    program, arguments = words[0], words[1:]
+    if program.endswith((".sh", ".py")):
+        assert (ROOT / program).is_file(), words
+        program, arguments = ("torchrun", arguments) if arguments else ("", [])
+    assert program in PROGRAMS or not program, words
+    if program == "sbatch":
+        script = next(word for word in arguments if not word.startswith("-"))
+        return check(arguments[arguments.index(script) :], own_configs)
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in arguments if "=" not in word} <= set(targets), words
+    if program in ("python", "torchrun"):
+        check_python(arguments, own_configs)
+    return None
+
+
+def check_python(words, own_configs):
+    """What stands behind `python` or `torchrun`."""
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words
+        return
+    if words[0] == "-c":
+        ast.parse(words[1])
+        return
+    place = next(i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-"))
+    script, arguments = ROOT / words[place], [word for word in words[place + 1 :] if word != "$@"]
+    assert script.is_file(), words
+    if TRAINING.search(words[place]):
+        check_config(words[place], script.read_text(), arguments, gpus(words[:place]), own_configs)
+        return
+    source = SOURCES.get(words[place], script).read_text()
+    for flag in [word.partition("=")[0] for word in arguments if word.startswith("--")]:
+        assert f'"{flag}"' in source or flag.startswith("--config"), (flag, words)
+
+
+def check_config(name, source, arguments, world_size, own_configs):
+    """The config that a training script is started with."""
+    for written, path in own_configs.items():
+        arguments = [word.replace(written, str(path)) for word in arguments]
+    config = command_line.config_of(arguments, DEFAULT.search(source)[1])
+    assert config.algorithm in settings.SCRIPTS
+    if "prepare_preferences" not in name:
+        plan = batching.plan_pairs if config.algorithm == settings.DPO else batching.plan_batches
+        plan(config, world_size)
+
+
+def gpus(options):
+    """World size that torchrun's options say; 1 without it."""
+    said = {key: int(value) for key, value in re.findall(r"--(nnodes|nproc_per_node)=(\d+)", " ".join(options))}
+    return said.get("nnodes", 1) * said.get("nproc_per_node", 1)
