@@ -99,6 +99,7 @@ def load(device):
 
     return score
 """
+ERROR = r"^[\w.]+(Error|Failed|Exit|Interrupt|Exception|Iteration|Group)\b"  # the first line of an error's message
 CASES = [*(("score", name) for name in SCORES), *(("act", name) for name in ACTS), *(("load", name) for name in LOADS)]
 FINE = ("integers", "list", "numpy", "float64", "bfloat16", "with gradient", "equal", "bools")  # must run to the end
 SLEEPERS = ("sleeps", "third call sleeps")
@@ -155,7 +156,8 @@ def named(ended: Ended, name: str) -> Verdict:
         return Verdict(False, f"hang; it said: {ended.last[-200:]}")
     if name in FINE:
         return Verdict(False, f"refused: {ended.last[:300]}")
-    message = re.split(r"\n\s+.*\n(?=\S)", ended.stderr.strip())[-1]  # what follows the traceback's last line of code
+    starts = [0, *(match.start() for match in re.finditer(ERROR, ended.stderr, re.MULTILINE))]
+    message = ended.stderr[starts[-1] :]
     if ended.status < 0 or "misbehaved" not in message or len(message) > LONGEST_SENTENCE:
         return Verdict(False, f"status {ended.status}, the reward is not named: {message[:300]}")
     return Verdict(True, f"refused: {message[:300]}")
