@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from faults_commands import Command, Ended, judge
-from faults_runs import TRAINED, Bench, differences
+from faults_runs import BEST, TRAINED, Bench, differences
 from faults_tries import Dice, Try, Verdict
 
 BEFORE, WHOLE = 2, 3  # epochs of the run that is damaged, and after it has gone on
@@ -55,10 +55,13 @@ def attempt(bench: Bench, algorithm: str, file: str, damage: str, dice: Dice, fo
         return judge(ended, names_of(file), early=False)
     first = BEFORE if Path(file).name in FORGETFUL else 0
     export = f"checkpoints/epoch_{BEFORE:06d}/pytorch_lora_weights.safetensors"  # which no run reads again
-    differ = differences(run, whole, from_epoch=first, but=file if file == export else "")
-    if differ:
-        return Verdict(False, f"silent: {differ}")
-    return said_so(ended)
+    differ = differences(run, whole, from_epoch=first, but=export)
+    if not differ:
+        return said_so(ended)
+    if BEST in file and "best" in differ and "damaged" in ended.stdout + ended.stderr:
+        differ = differences(run, whole, but=BEST)
+        return Verdict(not differ, f"silent: {differ}" if differ else "it said that the best policy is lost")
+    return Verdict(False, f"silent: {differ}")
 
 
 def names_of(file: str) -> list[str]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 NUM_EPOCHS = 3
+BEST = "best/"
 PARTLY = ("train_metadata.jsonl", "test_metadata.jsonl")
 
 
@@ -155,12 +156,17 @@ def lines_of(folder: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
 
 
-def differences(folder: Path, reference: Path, from_epoch: int = 0, but: str = "") -> str:
-    """In what two run folders differ, "" = in nothing: metrics from an epoch on, and all weights, `but` those."""
+def differences(folder: Path, reference: Path, from_epoch: int = 0, but: str = "//") -> str:
+    """In what two run folders differ, "" = in nothing.
+
+    Args:
+        from_epoch: of the lines of metrics.jsonl that are compared.
+        but: weights in whose path it is are left out; with BEST what was measured of them, too.
+    """
     for expected in sorted(reference.rglob("*.safetensors")):
         name = expected.relative_to(reference)
         path = folder / name
-        if str(name) == but:
+        if but in str(name):
             continue
         if not path.is_file():
             return f"{name} is missing"
@@ -169,14 +175,19 @@ def differences(folder: Path, reference: Path, from_epoch: int = 0, but: str = "
         if differ:
             return f"{len(differ)} of {len(wanted)} tensors differ in {name}"
     try:
-        lines = [line for line in lines_of(folder) if line["epoch"] >= from_epoch]
+        lines, wanted = (compared(place, from_epoch, but) for place in (folder, reference))
     except (OSError, ValueError) as error:
         return f"metrics.jsonl is unreadable: {error}"
-    wanted = [line for line in lines_of(reference) if line["epoch"] >= from_epoch]
     if lines != wanted:
         differ = sum(a != b for a, b in zip(lines, wanted))
         return f"metrics.jsonl has {len(lines)} lines instead of {len(wanted)}, {differ} of them differ"
     return ""
+
+
+def compared(folder: Path, from_epoch: int, but: str) -> list[dict]:
+    """The lines that two runs must share."""
+    lines = [line for line in lines_of(folder) if line["epoch"] >= from_epoch]
+    return [line for line in lines if but != BEST or line["kind"] != "test"]
 
 
 def same(a, b) -> bool:

@@ -8,6 +8,7 @@ epochs after the first tenth; its standard error takes their deviations from the
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def main(args: argparse.Namespace) -> int:
     with (args.out / "soak.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
         epochs = watch(process, args.out / "runs" / "soak" / "metrics.jsonl")
+    (args.out / "epochs.jsonl").write_text("".join(json.dumps(epoch._asdict()) + "\n" for epoch in epochs))
     said = ["python", *(word.replace(f"{ROOT}/", "").replace(f"{args.out}/", "OUT/") for word in command[1:])]
     args.record.with_suffix(".md").write_text(table(epochs, said))
     with matplotlib.rc_context(STYLE):
