@@ -19,7 +19,8 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
-	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}reward.png and $${folder}samples.png."
+	@$(VENV) -m flow_grpo.report $$(ls -td runs/*/ | head -n 1)
+	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}report.html, $${folder}reward.png and $${folder}samples.png."
 
 test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
 	OMP_NUM_THREADS=1 $(TEST) $(ARGS)

@@ -46,25 +46,19 @@ class Trained(NamedTuple):
 
 
 GRPO, PR, NFT, DPO = (f"scripts/train_qwenimage{kind}.py" for kind in ("", "_pr", "_nft", "_dpo"))
-AVERAGE = {"train.ema_decay": 0.95, "train.ema_interval": 1}
-GROUPS = {"sample.num_prompts_per_epoch": 36, "sample.num_images_per_prompt": 8, "sample.batch_size": 36}
-STEPS = {"lora.rank": 0, "train.learning_rate": 1e-4, "train.updates_per_epoch": 4}
-WINDOW = GROUPS | STEPS | AVERAGE
-ALL_STEPS = WINDOW | {"sample.sde_window_size": 0}
+ALL_STEPS = {"sample.sde_window_size": 0, "train.learning_rate": 1e-4}
 OWN = {"train.flow_matching_weight": 0.1, "train.beta": 0.25, "train.learning_rate": 5e-4}
 RISING = OWN | {"train.flow_matching_warmup": 100}
 LORA_OWN = RISING | {"lora.rank": 32, "train.learning_rate": 2e-3}
 GUIDED = {"train.beta": 0.1, "train.reference_guidance_scale": 3.0}
-RENDERS = AVERAGE | {"lora.rank": 0, "train.learning_rate": 3e-4, "train.updates_per_epoch": 4, "sample.batch_size": 64}
-SHAPES = "config/grpo.py:shapes_qwenimage"
+RENDERS = {"train.learning_rate": 3e-4, "sample.batch_size": 64}
+SHAPES = "config/grpo.py:shapes_qwenimage,long"
 NFT_SHAPES, DPO_SHAPES = "config/nft.py:shapes_qwenimage_nft", "config/dpo.py:shapes_qwenimage_dpo"
 RUNS = (
     Trained("grpo", "Flow-GRPO, noise in all steps", GRPO, SHAPES, ALL_STEPS, 10, 1.2, 288),
-    Trained(
-        "window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, WINDOW | {"sample.sde_window_size": 2}, 5, 0.9, 288
-    ),
-    Trained("mixgrpo", "MixGRPO, window of 4 steps", GRPO, f"{SHAPES},mixgrpo", WINDOW, 7, 1.0, 288),
-    Trained("fast", "Flow-GRPO-Fast, window of 2 steps", GRPO, f"{SHAPES},fast", WINDOW, 5, 0.9, 288),
+    Trained("window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, {}, 5, 0.9, 288),
+    Trained("mixgrpo", "MixGRPO, window of 4, held to the guided base", GRPO, f"{SHAPES},mixgrpo", GUIDED, 9, 1.4, 288),
+    Trained("fast", "Flow-GRPO-Fast, window of 2 steps", GRPO, f"{SHAPES},fast", {}, 5, 0.9, 288),
     Trained("guard", "GRPO-Guard, noise in all steps", GRPO, f"{SHAPES},guard", ALL_STEPS, 10, 1.2, 288),
     Trained("guided", "Flow-GRPO held to the guided base", GRPO, SHAPES, ALL_STEPS | GUIDED, 15, 1.5, 288),
     Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 5, 72),

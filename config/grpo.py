@@ -138,6 +138,16 @@ def branching(config):
     return config
 
 
+def long(config):
+    """For hundreds of epochs of the tiny model: all weights, and a rate at which windows of few steps keep rising."""
+    config.lora.rank = 0
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
+    config.sample.batch_size = 36
+    config.train.learning_rate, config.train.updates_per_epoch = 3e-5, 4
+    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    return config
+
+
 def mixgrpo(config):
     """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
     config.sample.sde_window_size, config.sample.sde_window_range = 4, (0, config.sample.num_steps - 2)
@@ -211,7 +221,8 @@ RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
-VARIANTS = (mixgrpo, flash, fast, stepwise, guard, large_gpu, smoke)  # in this order, whatever the command line's is
+# in this order, whatever the command line's is
+VARIANTS = (long, mixgrpo, flash, fast, stepwise, guard, large_gpu, smoke)
 
 
 def get_config(name="shapes_qwenimage"):

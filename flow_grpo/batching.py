@@ -1,5 +1,6 @@
 """From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,38 +29,38 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     """Divide the experiment over the GPUs.
 
     Raises:
-        ValueError: the numbers do not divide; the message says which and what would.
+        ValueError: the numbers do not divide; with those that would.
     """
-    sample, updates = config.sample, config.train.updates_per_epoch
-    steps = num_trained_steps(config)
+    sample, updates, steps = config.sample, config.train.updates_per_epoch, num_trained_steps(config)
     if steps < 1:
-        raise ValueError(f"train.timestep_fraction {config.train.timestep_fraction} leaves no denoising step to train")
+        share, whole = config.train.timestep_fraction, f"of num_steps {sample.num_steps}"
+        raise ValueError(f"timestep_fraction {share} leaves no denoising step to train, {whole}")
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
-    batches, rest = divmod(images, sample.batch_size * world_size)
-    if rest or not batches:
+    if images % (sample.batch_size * world_size):
         share = _divisors(images // world_size) if images % world_size == 0 else []
         raise ValueError(
-            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} do not divide "
-            f"over {world_size} GPUs x sample.batch_size {sample.batch_size} = {sample.batch_size * world_size}; "
-            f"batch sizes that do: {[size for size in share if size * steps % updates == 0] or 'none'}"
+            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
+            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {world_size} GPUs x sample.batch_size "
+            f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: "
+            f"{[size for size in share if size * steps % updates == 0] or 'none'}"
         )
-    rows = sample.batch_size * steps
     if moves(config) and sample.batch_size % updates:
         raise ValueError(
             f"a window that moves by {sample.sde_window_schedule!r} is cut off at the end of its range, so each number "
             f"of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no multiple of "
             f"train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
         )
-    if rows % updates:
+    if (rows := sample.batch_size * steps) % updates:
         raise ValueError(
-            f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows do not divide into "
-            f"train.updates_per_epoch {updates}; updates that do: {_divisors(rows)}"
+            f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows (batch_size, num_steps, "
+            f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
+            f"{_divisors(rows)}"
         )
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
         group_size=sample.num_images_per_prompt,
         batch_size=sample.batch_size,
-        batches_per_epoch=batches,
+        batches_per_epoch=images // (sample.batch_size * world_size),
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=updates,
@@ -94,4 +95,5 @@ def moves(config) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor**2 != number]

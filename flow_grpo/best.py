@@ -106,7 +106,7 @@ def _copy(source: Path, target: Path) -> None:
         except OSError:
             shutil.copy2(file, copy)
 
-    shutil.copytree(source, target, copy_function=link_or_copy)
+    shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
 
 
 def _start(run_folder: Path, tmp: Path) -> None:

@@ -155,6 +155,11 @@ def find(folder: Path | str, which: str = "latest") -> Path | None:
     return checkpoint
 
 
+def named(checkpoint: Path | None) -> str:
+    """The last checkpoint, for a sentence."""
+    return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+
+
 def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
     """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads."""
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
@@ -217,7 +222,8 @@ def publish(tmp: Path) -> None:
     to know the old one until the new one is there.
     """
     for path in [*tmp.rglob("*"), tmp]:
-        _fsync(path)
+        if not path.is_symlink():
+            _fsync(path)
     done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
     if done.exists():
         done.rename(done.with_name(f".old-{done.name}"))

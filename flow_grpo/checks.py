@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ml_collections import ConfigDict
 
 from flow_grpo import settings
+from flow_grpo.quoting import quoted
 
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compiled.py's limit of 64
 
@@ -25,7 +27,7 @@ def check(config: ConfigDict, script: Script) -> None:
     Raises:
         ValueError: with the setting, its value, and what it may be.
     """
-    if config.algorithm in settings.SCRIPTS and config.algorithm != script.algorithm:
+    if config.algorithm in tuple(settings.SCRIPTS) and config.algorithm != script.algorithm:
         raise ValueError(
             f"{config.name} is a config for {settings.SCRIPTS[config.algorithm]}, but this script is "
             f"{settings.SCRIPTS[script.algorithm]}: config.algorithm is {config.algorithm!r}, not {script.algorithm!r}"
@@ -35,7 +37,8 @@ def check(config: ConfigDict, script: Script) -> None:
     for key in script.ignored:
         value = settings.value_of(config, key)
         if value != settings.value_of(defaults, key):
-            raise ValueError(f"config.{key} is set to {value}, but this script would ignore it")
+            raise ValueError(f"config.{key} is set to {quoted(value)}, but this script would ignore it")
+    _check_run_name(config.run_name)
     _check_meaning(config)
     _check_health(config)
     if "train.beta" not in script.ignored:
@@ -43,6 +46,18 @@ def check(config: ConfigDict, script: Script) -> None:
     _check_speed(config)
     _check_memory(config)
     script.check(config.sample)
+
+
+def drop_unused_rewards(config: ConfigDict) -> None:
+    """Leave rewards of weight 0 out of config.reward_fn. Raises ValueError if that is no dict."""
+    settings.check_value(settings.BY_KEY["reward_fn"], config.reward_fn, "reward_fn")
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+
+
+def _check_run_name(name: str) -> None:
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or (name and not path.parts):
+        raise ValueError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
 
 
 def _check_meaning(config) -> None:
@@ -91,8 +106,8 @@ def _check_best_by(config) -> None:
     names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
     if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):
         raise ValueError(
-            f"config.eval.best_by is {chosen!r}; it may be 'avg', a reward that is measured ({', '.join(names)}), or a "
-            "figure of one, such as 'shapes_accuracy'"
+            f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
+            f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"
         )
 
 
@@ -142,6 +157,11 @@ def _check_speed(config) -> None:
 
 
 def _check_memory(config) -> None:
+    if config.fsdp.shard_size and config.fsdp.mode != "hybrid":
+        raise ValueError(
+            f"config.fsdp.shard_size is {config.fsdp.shard_size} with config.fsdp.mode {config.fsdp.mode!r}: only "
+            "'hybrid' has groups of that size"
+        )
     if config.fsdp.activation_memory < 1 and (not config.compile or config.fsdp.activation_checkpointing):
         raise ValueError(
             f"config.fsdp.activation_memory is {config.fsdp.activation_memory}: what to recompute is the compiler's "
@@ -164,8 +184,8 @@ def check_window(sample) -> None:
     if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
         raise ValueError(
             f"an SDE window of sde_window_size = {sample.sde_window_size} in sde_window_range = ({first}, {last}) does "
-            f"not fit into {sample.num_steps} steps; the range may be up to (0, {sample.num_steps - 1}), "
-            f"since the last step is never noisy"
+            f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
+            f"(0, {sample.num_steps - 1}), since the last step is never noisy"
         )
     if sample.sde_window_size == 0 and sample.sde_window_schedule != "random":
         raise ValueError(

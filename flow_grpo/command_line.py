@@ -5,6 +5,7 @@ import difflib
 import dis
 import os
 import re
+import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -17,40 +18,96 @@ from ml_collections import ConfigDict, config_flags
 
 from flow_grpo import configs, settings
 
+LONGEST = 2000  # characters of a sentence
+ANOTHER_RANK = "another rank has ended; what it said is above or below"
 LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 
 
-def run(main: Callable[[ConfigDict], None], default: str, arguments: Sequence[str] | None = None) -> None:
+def run(
+    main: Callable[[ConfigDict], None],
+    default: str,
+    arguments: Sequence[str] | None = None,
+    after_stop: Callable[[], str] = lambda: "",
+) -> None:
     """Call a script's main with the config that the command line names.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
         arguments: those of the command line, by default.
+        after_stop: says how to go on after Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words):
         sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n--config FILE:NAME,VARIANT (default: {default})\n")
         sys.stdout.write("--config.KEY=VALUE for any setting of docs/settings.md\n")
         return
-    with sentences():
-        main(config_of(words, default))
+    try:
+        with sentences(after_stop):
+            main(config_of(words, default))
+    except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
+        raise _stopped(after_stop) from None
 
 
 @contextmanager
-def sentences() -> Iterator[None]:
-    """Ends the process with status 2 and one sentence where the user can mend it; a bug keeps its traceback."""
+def sentences(after_stop: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray or another
+    rank has ended (1), and after Ctrl-C (130); a bug keeps its traceback.
+
+    Args:
+        after_stop: says how to go on after Ctrl-C.
+    """
+    interrupted = []
+
+    def interrupt(signum, frame):
+        interrupted.append(signum)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except ValueError as error:
-        if not _is_meant_for_the_user(error):
+    except BaseException as error:
+        if interrupted or isinstance(error, KeyboardInterrupt):  # some libraries make another error of it
+            raise _stopped(after_stop) from None
+        if (status := _status(error)) is None:
             raise
-        rank = os.environ.get("RANK", "0")
-        who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
-        sys.stderr.write(f"{who}: {error}\n")
-        raise SystemExit(2) from error
+        _say(ANOTHER_RANK if _is_of_another_rank(error) else str(error))
+        raise SystemExit(status) from error
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
 
 
-def _is_meant_for_the_user(error: ValueError) -> bool:
+def _stopped(after_stop: Callable[[], str]) -> SystemExit:
+    """Says so once for all ranks. A second Ctrl-C ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        _say("; ".join(filter(None, ["stopped by Ctrl-C", after_stop()])))
+    return SystemExit(128 + signal.SIGINT)
+
+
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} ... {text[-200:]}"
+    sys.stderr.write(f"{who}: {text}\n")
+
+
+def _status(error: BaseException) -> int | None:
+    """Of a process that ends with an error and a sentence; None for a bug, which keeps its traceback."""
+    if isinstance(error, ValueError | FloatingPointError) and _is_meant_for_the_user(error):
+        return 2 if isinstance(error, ValueError) else 1
+    return 1 if _is_of_another_rank(error) else None
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    """Whether a rank that this one waited for has ended, as gloo says it."""
+    ended = re.search("[Cc]onnection (closed|reset) by peer", str(error))
+    return "RANK" in os.environ and isinstance(error, RuntimeError) and bool(ended)
+
+
+def _is_meant_for_the_user(error: ValueError | FloatingPointError) -> bool:
     """Whether a `raise` statement outside of all libraries made it: neither torch, say, nor Python itself."""
     entry = error.__traceback__
     while entry.tb_next:

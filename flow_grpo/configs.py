@@ -47,7 +47,7 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
     """What a run or variant returns. Raises ValueError for a setting that does not exist; a bug in it stays a bug."""
     try:
         config = function(*arguments)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
         if not _raised_by(error, "ml_collections"):
             raise
         words = str(error.args[0])  # ml_collections' own, which name the nearest setting

@@ -2,7 +2,7 @@
 
 A run folder holds config.json, metrics.jsonl and images/, what the trackers of config.logger keep (wandb/,
 tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward` and `plot_samples` redraw from the
-folder alone.
+folder alone. Where no tracker is open, report.html is written at every evaluation.
 """
 
 import errno
@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import trackers
+from flow_grpo import report, trackers
 from flow_grpo.metrics import is_known
 from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
 from flow_grpo.pixels import to_uint8
@@ -194,6 +194,20 @@ class Dashboard:
         sheet.page.save(file)
         if name == "eval":
             keep_panel(self.run_dir, pictures, captions, [float(reward) for reward in rewards], epoch)
+            self._report()
+
+    def _report(self):
+        """Without a tracker, write report.html. A run does not end because its page cannot be drawn."""
+        if self.trackers:
+            return
+        try:
+            report.write([self.run_dir], self.run_dir / "report.html")
+        except OSError:
+            raise
+        except Exception as error:
+            self.say(
+                f"report.html could not be drawn: {error!r}; python -m flow_grpo.report {self.run_dir} tries again"
+            )
 
     @on_main
     def finish(self) -> None:
@@ -202,6 +216,7 @@ class Dashboard:
         plot_samples(self.run_dir)
         if self.unlisted:
             self.say(f"logged without a row in flow_grpo/metrics.py: {', '.join(sorted(self.unlisted))}")
+        self._report()
         self.close()
 
     @on_main

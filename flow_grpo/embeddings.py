@@ -7,6 +7,7 @@ with which versions), and that a file for each prompt. Files appear whole or not
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,17 @@ class Cache:
     def missing(self, texts: Iterable[str]) -> list[str]:
         """Those that are not there, each once."""
         return [text for text in dict.fromkeys(texts) if not self._path(text).exists()]
+
+    def check_writable(self) -> None:
+        """Raises ValueError unless embeddings can be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise ValueError(
+                f"config.embeddings_cache: {self.folder.parent} lacks prompts of this run and cannot be written: "
+                f"{error.strerror}"
+            ) from error
 
     def fill(self, texts: Iterable[str], encode: Callable) -> None:
         """Write these; encode: text -> its embeddings, 1 row."""

@@ -217,6 +217,11 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
+def weight_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm of all weights together, [] f32; all ranks must call."""
+    return full_tensor(nn.utils.get_total_norm([p.detach() for p in parameters]))
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor, on every rank; all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

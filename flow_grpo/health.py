@@ -140,7 +140,7 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
     alarms = [
         Alarm(name, sign.value, limits[name], f"{sign.sentence} (limit {limits[name]:g}, config.health.{name})")
         for name, sign in signs.items()
-        if limits[name] and sign.value > limits[name]
+        if limits[name] and not sign.value <= limits[name]  # NaN is beyond any limit
     ]
     alarms = not_finite(epochs[-1]) + alarms
     paused = any(epoch.acted for epoch in epochs[:-1][-PAUSE + 1 :])

@@ -5,7 +5,6 @@ where they are known.
 """
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.prompts import parse_line, read_lines
+from flow_grpo.quoting import quoted
 
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
 NO_PREFERENCE = "no preference"  # the one reason to drop a pair that is no fault of its source
@@ -34,16 +35,16 @@ def open_rows(folder: str):
     listed, files = Path(folder, "pairs.jsonl"), sorted(Path(folder).glob("*.parquet"))
     rows = read_jsonl(listed) if listed.is_file() else PickAPic(files)
     if not len(rows):
-        raise ValueError(f"config.preferences.source {folder!r}: no row in a pairs.jsonl or *.parquet there")
+        raise ValueError(f"config.preferences.source {quoted(folder)}: no row in a pairs.jsonl or *.parquet there")
     return rows
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """An object a line, whose "winner" and "loser" are paths beside `path`."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
+        row = parse_line(line, f"{path}, line {number}")
         try:
-            row = json.loads(line)
             scores = [row.get(f"{side}_score") for side in ("winner", "loser")]
             if not all(score is None or isinstance(score, int | float) for score in scores):
                 raise TypeError("a score is no number")
@@ -52,7 +53,7 @@ def read_jsonl(path: Path) -> list[dict]:
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             needs = 'needs an object with "prompt", "winner" and "loser", and numbers for scores'
-            raise ValueError(f"{path}, line {number}: {needs}, has {line[:80]!r}") from error
+            raise ValueError(f"{path}, line {number}: {needs}, has {quoted(line)}") from error
     return rows
 
 

@@ -1,6 +1,6 @@
 """What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
-from flow_grpo import distributed, measuring, watching
+from flow_grpo import distributed, fsdp_utils, measuring, publishing, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -19,6 +19,7 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch = epoch + 1
     run.epoch_figures |= run.gaps.pop(distributed.over_ranks)
     run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
+    run.epoch_figures["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watching.watch(run, epoch)
     run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
@@ -32,9 +33,14 @@ def _out_of_time(run: Run) -> bool:
     return bool(limit) and distributed.broadcast_object(run.hours >= limit)
 
 
+def _complete(run: Run) -> None:
+    for notice in publishing.complete(run.folder):
+        run.board.say(notice)
+
+
 def finish(run: Run) -> None:
     """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
-    the test prompts, draw the plots, and leave the process group."""
+    the test prompts, draw the plots, write the model cards, and leave the process group."""
     if run.epoch > run.saved_epoch:
         save(run)
     measuring.evaluate(run, run.epoch, last=True)
@@ -44,4 +50,5 @@ def finish(run: Run) -> None:
     if run.pool:
         run.pool.close()
     run.board.finish()
+    distributed.on_main(_complete, run)
     distributed.close()

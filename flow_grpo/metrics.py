@@ -66,6 +66,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     ),
     "validation/<name>": Metric("", "DPO: the same of held-out pairs, always under the same noises", "like <name>"),
     "grad_norm": Metric("", "gradient norm over all ranks, before clipping", "steady; peaks announce instability"),
+    "weight_norm": Metric("", "norm of all trained weights after the epoch", "changes slowly; a jump is a wrong step"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
@@ -116,9 +117,19 @@ def metrics_table() -> str:
     return "\n".join(["| name | unit | meaning | what to expect |", "|---|---|---|---|", *rows])
 
 
+def explain(name: str) -> tuple[str, Metric] | None:
+    """The row of METRICS for a name, and the row's key; None for a name that it does not explain."""
+    if name in METRICS:
+        return name, METRICS[name]
+    keys = [key for key in METRICS if "<" in key and name.startswith(key.split("<")[0])]
+    fitting = [key for key in keys if name.endswith(key.rpartition(">")[2]) and name.count("/") == key.count("/")]
+    key = max(fitting or keys, key=len, default=None)  # reward/<name>_group_std before reward/<name>
+    return key and (key, METRICS[key])
+
+
 def is_known(name: str) -> bool:
     """Whether METRICS explains `name`."""
-    return name in METRICS or any("<" in key and name.startswith(key.split("<")[0]) for key in METRICS)
+    return explain(name) is not None
 
 
 class Meter:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flow_grpo import distributed, fsdp_utils, losses, offload, parity, prompts
+from flow_grpo import checkpoints, distributed, finite, fsdp_utils, losses, offload, parity, prompts
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.quoting import quoted
 from flow_grpo.rollout import Minibatch, Rollout
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def optimizer_step(run: "Run") -> None:
     """Average over ranks, clip by the norm over all of them, step, average the weights, log.
 
     Raises:
-        FloatingPointError: a loss or gradient is not finite; no weight has moved, and the last checkpoint is intact.
+        FloatingPointError: a loss or gradient is not finite; this update has moved no weight.
     """
     parameters, offloads = run.parameters, run.config.fsdp.offload_optimizer
     fsdp_utils.average_gradients(parameters)
@@ -174,7 +175,7 @@ def _may_step(run: "Run", grad_norm: Tensor) -> bool:
     if not finite:
         _name_the_row(run)
         if run.loss_scale <= 1:
-            raise FloatingPointError(f"the gradient norm of update {run.step + 1} is {grad_norm.item()}; no step taken")
+            raise FloatingPointError(f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{_state(run)}")
     if run.config.precision == "fp16":  # an overflow of the scaled loss is no fault of the loss: skip, scale less
         run.loss_scale.mul_(2 ** (1 / 1000) if finite else 0.5).clamp_(max=2.0**16)
     return finite
@@ -190,6 +191,13 @@ def _name_the_row(run: "Run") -> None:
             picks = prompts.epoch_prompts(len(dataset), plan.num_groups, run.config.seed, run.epoch)
             text = dataset[picks[image // plan.group_size]].text
             raise FloatingPointError(
-                f"the loss is {loss[bad[0]].item()} for image {image} ({text!r}), trained step {step}, in update "
-                f"{run.step + 1}; no weight has moved, and the last checkpoint in {run.folder} is intact"
+                f"the loss is {loss[bad[0]].item()} for image {image} ({quoted(text)}), trained step {step}, in update "
+                f"{run.step + 1}{_state(run)}"
             )
+
+
+def _state(run: "Run") -> str:
+    """What an update that was not made leaves behind, as the end of a sentence."""
+    problem = finite.problem(fsdp_utils.trainable_parameters(run.pipeline.transformer))
+    weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
+    return f", which was not made; {weights}; {checkpoints.named(checkpoints.find(run.folder / 'checkpoints'))}"

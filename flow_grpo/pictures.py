@@ -1,5 +1,6 @@
 """Pictures of a run, drawn from its folder alone: reward.png, samples.png and the contact sheets of images/."""
 
+import io
 import json
 import math
 import textwrap
@@ -36,10 +37,11 @@ def plot_reward(run_dir) -> Path | None:
     records = read_metrics(run_dir)
     training = {name[7:] for record in records for name in record if name.startswith("reward/")}
     training = {name for name in training if not name.endswith(("group_std", "zero_std_share"))}
-    if len(training) == 2:
-        training.discard("avg")  # it says what the only reward says
     evaluated = {name[5:] for record in records for name in record if name.startswith("eval/")} - {"std_error"}
     names = sorted(training | evaluated)
+    epochs = [record for record in records if "reward/avg" in record]
+    if any(all(r["reward/avg"] == r.get(f"reward/{name}") for r in epochs) for name in training - {"avg"}):
+        names.remove("avg")  # it says what the only reward says
     if not names:
         return None
     columns = min(3, len(names))
@@ -74,9 +76,12 @@ def draw_reward(axes, records: list[dict], name: str) -> None:
     epochs, values = curve(records, "test", f"test/{name}")
     if len(epochs):
         axes.plot(epochs, values, color=INK, linestyle="none", marker="x", markersize=5, label="test")
-    axes.set_title(name, loc="left", fontweight="bold", color=INK)
+    axes.set_title(name, loc="left", fontweight="bold", color=INK, y=1.0, pad=32)  # room for the upper axis
     axes.set(xlabel="epoch", ylabel="mean reward")
+    axes.xaxis.set_label_coords(0.5, -0.14)  # else all tick labels are laid out once more to see where there is room
+    axes.yaxis.set_label_coords(-0.155, 0.5)
     axes.margins(x=0.08, y=0.1)
+    axes.locator_params(nbins=5)
     axes.grid(color="#e8e8e8")
     axes.legend(frameon=False, labelcolor=INK)
     epochs, images = curve(records, "epoch", "images")
@@ -84,6 +89,8 @@ def draw_reward(axes, records: list[dict], name: str) -> None:
         per_epoch = images[-1] / (epochs[-1] + 1) / 1000
         above = axes.secondary_xaxis("top", functions=(lambda x: x * per_epoch, lambda x: x / per_epoch))
         above.set_xlabel("thousand images", color=GREY)
+        above.xaxis.set_label_coords(0.5, 1.13, transform=axes.transAxes)
+        above.locator_params(axis="x", nbins=5)
         above.tick_params(colors=GREY, length=2)
         above.spines["top"].set_visible(False)
 
@@ -163,3 +170,62 @@ def draw_cells(rows: list[list[tuple]]) -> Sheet:
                 y += line
         top += height + gap
     return Sheet(page, boxes)
+
+
+class Line(NamedTuple):
+    """One run's curve of a panel."""
+
+    label: str
+    epochs: np.ndarray
+    values: np.ndarray
+
+
+LINES = (  # colour, dashes and marker of the first, the second, ... run: told apart without colour, too
+    *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
+    *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
+)
+MOST_POINTS = 200  # of a line; more are averaged
+
+
+def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
+    """Curves over epochs as an <svg> element whose text is text. None keeps the next line's style its own.
+
+    Args:
+        limit: a level that is drawn across.
+    """
+    settings = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(3.6, 2.2))
+        axes = figure.add_axes((0.15, 0.17, 0.82, 0.78))
+        for line, (colour, dashes, marker) in zip(lines, LINES * len(lines)):
+            if line is not None:
+                epochs, values = thinned(line.epochs), thinned(line.values)
+                every = -(-len(values) // 12)
+                axes.plot(
+                    epochs, values, dashes, color=colour, marker=marker, markersize=4, markevery=every, label=line.label
+                )
+        if limit is not None:
+            axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
+        if len(lines) > 1:
+            axes.legend(frameon=False, fontsize=7, handlelength=3)
+        axes.set_xlabel("epoch", labelpad=1)
+        axes.grid(color="#e8e8e8")
+        axes.margins(x=0.04, y=0.12)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return stream.getvalue()[stream.getvalue().index("<svg") :]
+
+
+def thinned(values: np.ndarray) -> np.ndarray:
+    """At most MOST_POINTS means of neighbours."""
+    parts = np.array_split(values, min(len(values), MOST_POINTS))
+    return np.array([part.mean() for part in parts])
+
+
+def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
+    """The pictures of a contact sheet with their captions and figures; of older runs the sheet itself."""
+    page, notes = Image.open(sheet).convert("RGB"), sheet.with_suffix(".json")
+    if not notes.exists():
+        return [(page, "", "")]
+    cells = json.loads(notes.read_text())["cells"]
+    return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]

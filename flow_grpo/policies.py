@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flow_grpo import float8, fsdp_utils, offload, rng
+from flow_grpo import finite, float8, fsdp_utils, offload, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.quoting import quoted
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -50,20 +51,25 @@ def stored_adapter(folder: Path | str) -> Callable[[str, torch.Size], Tensor]:
 
 
 def check_lora(lora) -> None:
-    """Raises ValueError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha."""
+    """Raises ValueError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha, and finite."""
     if lora.rank < 0 or (lora.rank == 0 and lora.path):
-        raise ValueError(f"lora.rank is {lora.rank} with lora.path {lora.path!r}: 0 trains the full weights")
+        raise ValueError(f"lora.rank is {lora.rank} with lora.path {quoted(lora.path)}: 0 trains the full weights")
     if not lora.path:
         return
     path = Path(lora.path, LORA_FILE)
     if not path.is_file():
         raise ValueError(f"lora.path: {path} does not exist")
-    with safe_open(path, framework="pt") as file:
-        stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except (SafetensorError, ValueError, OSError) as error:
+        raise ValueError(f"lora.path: {path} cannot be read: {error}") from error
     rank = stored_settings.get("transformer.r", lora.rank)
     alpha = stored_settings.get("transformer.lora_alpha", lora.alpha)
     if (rank, alpha) != (lora.rank, lora.alpha):
         raise ValueError(f"{path} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
+    if problem := finite.problem(_read_lora(lora.path)):
+        raise ValueError(f"lora.path: {path} cannot be trained on: {problem}")
 
 
 def _read_lora(folder: Path | str) -> dict[str, Tensor]:

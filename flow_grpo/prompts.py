@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flow_grpo import rng, shipped
+from flow_grpo.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,17 @@ def load_prompts(folder: str, split: str) -> list[Prompt]:
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
-        raise ValueError(f"config.dataset {folder!r} needs {names}; neither is there")
+        raise ValueError(f"config.dataset {quoted(folder)} needs {names}; neither is there")
     return load_file(path)
 
 
 def find_file(folder: str | Path, split: str) -> Path | None:
-    """The file of a split; None if there is none."""
-    folder = shipped.find(str(folder))
-    return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
+    """The file of a split; None if there is none. Raises ValueError if the folder cannot be looked into."""
+    try:
+        folder = shipped.find(str(folder))
+        return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
+    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+        raise ValueError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
 
 
 def _file_names(split: str) -> tuple[str, str]:
@@ -65,7 +69,7 @@ def load_file(path: Path) -> list[Prompt]:
     Raises:
         ValueError: an empty file, or a malformed line; names file and line.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_lines(path)
     parse = _parse_json if path.suffix == ".jsonl" else _parse_text
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     if not prompts:
@@ -73,13 +77,48 @@ def load_file(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _parse_json(line: str, place: str) -> Prompt:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file as an editor counts them: a byte order mark is none of the text, and only a line feed, with
+    or without a carriage return before it, ends a line.
+
+    Raises:
+        ValueError: it cannot be read, or is not UTF-8; names file and line.
+    """
     try:
-        metadata = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error}): {line[:80]!r}") from error
+        stored = path.read_bytes()
+        text = stored.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = stored.count(b"\n", 0, error.start) + 1, stored[error.start]
+        raise ValueError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def parse_line(line: str, place: str) -> Any:
+    """What a line of JSON says.
+
+    Raises:
+        ValueError: it is no JSON, or names characters that are none (lone surrogates); names `place`.
+    """
+    try:
+        value = json.loads(line)
+        if "\\u" in line:  # only so can JSON name them
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: half of a surrogate pair, which is no character: {quoted(line)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply: {quoted(line)}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON ({error}): {quoted(line)}") from error
+    return value
+
+
+def _parse_json(line: str, place: str) -> Prompt:
+    metadata = parse_line(line, place)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        raise ValueError(f'{place}: needs an object with a "prompt" string, has {line[:80]!r}')
+        raise ValueError(f'{place}: needs an object with a "prompt" string, has {quoted(line)}')
     return Prompt(_parse_text(metadata["prompt"], place).text, metadata)
 
 

@@ -1,7 +1,7 @@
 """A run: everything that lives as long as it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,7 +123,9 @@ class Run:
             self.num_forwards += len(x) * (2 if scale > 1 and condition.negative is not None else 1)
         return policies.predict(self.model, self.config.precision, x, t, condition, scale, size or self.size)
 
-    def log_images(self, name: str, images: Tensor, captions: list[str], rewards: Tensor | None = None) -> None:
+    def log_images(
+        self, name: str, images: Tensor, captions: list[str], rewards: Iterable[float] | None = None
+    ) -> None:
         """Show images [N, 3, H, W] in [0, 1] under a name of your own: in the run's folder images/, its trackers and
         its report. Those of the main rank."""
         self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)

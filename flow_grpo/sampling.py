@@ -37,6 +37,7 @@ class Scored(NamedTuple):
     images: list[int]  # b, their global numbers within the epoch
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b, ...] float32 on the CPU
+    shown: list[tuple[int, Tensor, str]]  # row, its first image, its prompt; of the rows that images/ is to keep
 
 
 def batches(run: "Run", epoch: int) -> Iterator[prompts.Batch]:
@@ -207,7 +208,29 @@ def score_images(run: "Run", sampled: Sampled, batch: prompts.Batch, groups: Ten
         scores = run.pool.submit(images.flatten(0, -4), texts, metadata)
     shape = (len(batch.prompts), *shape)
     pending = Pending(lambda: {name: values.view(shape) for name, values in scores.result().items()})
-    return Scored(list(batch.images), groups, pending)
+    return Scored(list(batch.images), groups, pending, _shown(run, images, batch))
+
+
+def _shown(run: "Run", images: Tensor, batch: prompts.Batch) -> list[tuple[int, Tensor, str]]:
+    """In an epoch that is kept, an image of each of the first prompts; images: [b, ..., 3, H, W]."""
+    freq, size = run.config.rollout_images_freq, run.plan.group_size
+    if not freq or run.epoch % freq:
+        return []
+    rows = [row for row, image in enumerate(batch.images) if image % size == 0]
+    rows = [row for row in rows if batch.images[row] // size < run.config.eval.num_panel_images]
+    return [(row, images[row].reshape(-1, *images.shape[-3:])[0].cpu(), batch.prompts[row]) for row in rows]
+
+
+def _keep_shown(run: "Run", scored: list[Scored]) -> None:
+    """Put the images that all ranks show into images/, each with its reward."""
+    rows = [
+        (batch.images[row], image, text, batch.scores.result()["avg"][row].flatten()[0].item())
+        for batch in scored
+        for row, image, text in batch.shown
+    ]
+    if rows := sorted(distributed.gather_objects(rows), key=lambda row: row[0]):
+        _, images, texts, values = zip(*rows)
+        run.log_images("rollout", torch.stack(images), texts, values)
 
 
 def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[str, Tensor], Tensor]:
@@ -237,6 +260,8 @@ def gather_rewards(run: "Run", epoch: int, scored: list[Scored]) -> tuple[dict[s
             f"reward/{prefix}zero_std_share": (stats.std < 1e-6).float().mean().item(),
         }
     run.epoch_figures["images"] = (epoch + 1) * len(groups)
+    if run.config.rollout_images_freq:
+        _keep_shown(run, scored)
     if run.epoch_figures["reward/zero_std_share"] == 1:
         score = run.epoch_figures["reward/avg"]
         run.board.say(f"epoch {epoch + 1}: the images of each group score alike ({score:.4g} on average): no gradient")

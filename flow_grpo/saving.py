@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flow_grpo import best, checkpoints, distributed, fsdp_utils, offload, policies
+from flow_grpo import best, checkpoints, distributed, finite, fsdp_utils, offload, policies
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -24,11 +24,15 @@ def state(run: "Run") -> dict[str, Tensor]:
 
 
 def save(run: "Run") -> None:
-    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation."""
+    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation.
+
+    Raises:
+        FloatingPointError: weights, averages or optimizer state are not finite; nothing is written.
+    """
 
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
-            export(run, folder)
+            _export(run, folder)
         distributed.on_main(best.link, run.folder, folder)
 
     with run.board.timed("save"):
@@ -38,17 +42,32 @@ def save(run: "Run") -> None:
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
     offload.reload_optimizer_state(run.optimizer)
-    config = run.config.to_dict()
-    checkpoints.save(folder, state(run), epoch=epoch, step=run.step, config=config, keep=keep, extra_files=extra_files)
+    config, tensors = run.config.to_dict(), state(run)
+    _check_finite(run, tensors)
+    checkpoints.save(folder, tensors, epoch=epoch, step=run.step, config=config, keep=keep, extra_files=extra_files)
 
 
 def export(run: "Run", folder: Path) -> None:
-    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training."""
+    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training.
+
+    Raises:
+        FloatingPointError: they are not finite; nothing is written.
+    """
+    _check_finite(run, run.ema.state_dict())
+    _export(run, folder)
+
+
+def _export(run: "Run", folder: Path) -> None:
     with run.ema.applied():
         if run.config.lora.rank:
             checkpoints.save_lora(run.pipeline, folder)
         else:
             checkpoints.save_transformer(run.pipeline.transformer, folder / "transformer")
+
+
+def _check_finite(run: "Run", tensors: dict[str, Tensor]) -> None:
+    last = checkpoints.find(run.folder / "checkpoints") if distributed.is_main() else None
+    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.named(last)})")
 
 
 def load_export(run: "Run", folder: Path) -> None:

@@ -6,17 +6,22 @@ table follow the default config, what a value may be, what a script refuses beca
 run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs/settings.md` writes.
 """
 
-import math
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.quoting import quoted
+
 GRPO, PR, NFT, DPO = "grpo", "pr", "nft", "dpo"  # values of config.algorithm
 SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
 ALL, ONLINE = (GRPO, PR, NFT, DPO), (GRPO, PR, NFT)  # ONLINE: with advantages of images just sampled
 RATIO = (GRPO, PR)  # with noise in the rollout, and ratios of probabilities in the loss
+LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
+TINY = 1e-6  # the least of a number above 0
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Setting:
     meaning: str
     unit: str = ""
     choices: tuple = ()  # all values there are; () = no such list
-    least: float = -math.inf  # of a number, which must be finite in any case
-    most: float = math.inf
+    least: float = -LARGEST  # of a number
+    most: float = LARGEST
     scripts: tuple[str, ...] = ALL  # that read it; another one refuses a value that is not the default
     may_differ: bool = False  # a resumed run may change it, since it does not change the mathematics
 
@@ -59,7 +64,7 @@ SETTINGS = (
     Setting("resume_from", "",
             '"" = a new run, "latest" = the newest checkpoint of this run, or a checkpoint\'s folder', may_differ=True),
     Setting("custom", {}, "settings of your own, which a config file of your own adds and no check looks at"),
-    Setting("seed", 42, "names every random draw of the run"),
+    Setting("seed", 42, "names every random draw of the run", least=-(2**63), most=2**63 - 1),
     Setting("num_epochs", 100, "rollout + update rounds", least=1, may_differ=True),
     Setting("max_hours", 0.0, unit="h", least=0, may_differ=True,
             meaning="end after the epoch in which the run, or what is resumed of it, is this old; 0 = no limit"),
@@ -68,14 +73,16 @@ SETTINGS = (
     Setting("keep_checkpoints", 2, "newest ones that stay", least=1, may_differ=True),
     Setting("eval_freq", 10, "between evaluations; before the first and after the last always; 0 = never",
             unit="epochs", least=0, may_differ=True),
+    Setting("rollout_images_freq", 0, "between epochs of which images/ keeps an image of each prompt; 0 = never",
+            unit="epochs", least=0, may_differ=True),
     Setting("model", "flow_grpo/assets/tiny_qwenimage", "diffusers folder or hub id"),
     Setting("dataset", "dataset/shapes",
             "folder with {train,validation,test}_metadata.jsonl or .txt; it need not have validation"),
     Setting("reward_fn", {"shapes": 1.0}, "file in flow_grpo/rewards -> weight; 0 = not used"),
-    Setting("height", 64, "of an image; a multiple of 16", unit="pixels", least=16),
-    Setting("width", 64, "of an image; a multiple of 16", unit="pixels", least=16),
+    Setting("height", 64, "of an image; a multiple of 16", unit="pixels", least=16, most=8192),
+    Setting("width", 64, "of an image; a multiple of 16", unit="pixels", least=16, most=8192),
     Setting("text_tokens", 20, "every prompt embedding is padded to this width, in rollout and update alike",
-            unit="tokens", least=1),
+            unit="tokens", least=1, most=2048),
     Setting("embeddings_cache", "",
             'folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none', may_differ=True),
     Setting("precision", "fp32", "of the transformer; trained weights are stored in fp32",
@@ -83,7 +90,7 @@ SETTINGS = (
     Setting("vae_precision", "fp32", "of VAE decodes: bf16 is faster; pixels differ by less than 0.3 of 255 on average",
             choices=("fp32", "bf16"), may_differ=True),
     Setting("compile", False, "transformer blocks and the decoder: slow to start the first time", may_differ=True),
-    Setting("vae_batch_size", 32, "images per decode", unit="images", least=1, may_differ=True),
+    Setting("vae_batch_size", 32, "images per decode", unit="images", least=1, most=10**5, may_differ=True),
 
     Setting("reward.args", {}, "NAME -> any setting of this section but max_pending, and the options of its load()"),
     Setting("reward.url", "", "of one reward only, in args: the server that scores it, such as http://127.0.0.1:18087"),
@@ -91,7 +98,7 @@ SETTINGS = (
             choices=("inline", "thread", "process"), may_differ=True),
     Setting("reward.device", "", 'of a thread\'s or a process\'s model, such as "cuda:7"; "" = the rank\'s own',
             may_differ=True),
-    Setting("reward.batch_size", 32, "per request", unit="images", least=1),
+    Setting("reward.batch_size", 32, "per request", unit="images", least=1, most=10**5),
     Setting("reward.max_pending", 1024, "of a rank that wait for a score; the rollout waits for room", unit="images",
             least=1, may_differ=True),
     Setting("reward.on_failure", "fail", "mask: leave the image out of its group", choices=("fail", "mask")),
@@ -101,12 +108,12 @@ SETTINGS = (
             may_differ=True),
     Setting("reward.image_format", "npy", "to a server: npy has every bit, png has 8 bits and a tenth of the size",
             choices=("npy", "png")),
-    Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, may_differ=True),
+    Setting("reward.in_flight", 64, "requests of a rank to a server", least=1, most=4096, may_differ=True),
     Setting("reward.timeout_s", 120.0, "of one request; in a thread it may take timeout_s and retry_s together",
-            unit="s", least=0, may_differ=True),
+            unit="s", least=0.1, may_differ=True),
     Setting("reward.retry_s", 300.0, "how long a server may be away", unit="s", least=0, may_differ=True),
 
-    Setting("lora.rank", 32, "0 = train the full weights", least=0),
+    Setting("lora.rank", 32, "0 = train the full weights", least=0, most=4096),
     Setting("lora.alpha", 64, "scale of the adapter, times its rank", least=1),
     Setting("lora.path", "", 'a diffusers LoRA folder to start from; "" = a fresh adapter'),
 
@@ -123,15 +130,15 @@ SETTINGS = (
     Setting("fsdp.offload_optimizer", False, "optimizer state in host memory while images are sampled",
             may_differ=True),
 
-    Setting("sample.num_steps", 10, "denoising steps of a rollout", least=2),
-    Setting("sample.guidance_scale", 1.0, "above 1 costs a second forward per step"),
-    Setting("sample.noise_level", 0.7, "eta of the SDE step", least=0, scripts=RATIO),
+    Setting("sample.num_steps", 10, "denoising steps of a rollout", least=2, most=1000),
+    Setting("sample.guidance_scale", 1.0, "above 1 costs a second forward per step", least=0, most=1000),
+    Setting("sample.noise_level", 0.7, "eta of the SDE step", least=0, most=1000, scripts=RATIO),
     Setting("sample.sde_type", "sde", "formula of a noisy step; cps_gaussian is cps with its true log-density",
             choices=("sde", "dance", "cps", "cps_gaussian"), scripts=RATIO),
-    Setting("sample.num_prompts_per_epoch", 16, "on all GPUs together", least=1),
-    Setting("sample.num_images_per_prompt", 8, "group size; in train_*_pr.py: trunks per prompt", least=1),
+    Setting("sample.num_prompts_per_epoch", 16, "on all GPUs together", least=1, most=10**6),
+    Setting("sample.num_images_per_prompt", 8, "group size; in train_*_pr.py: trunks per prompt", least=1, most=10**4),
     Setting("sample.batch_size", 16, "per forward and GPU wherever a log-prob is computed: rollout and update alike",
-            unit="rows", least=1),
+            unit="rows", least=1, most=4096),
     Setting("sample.global_std", False, "advantages over the std of the whole epoch instead of the group's own"),
     Setting("sample.sde_window_size", 2, "steps sampled with noise and trained; 0 = all but the last", unit="steps",
             least=0, scripts=(GRPO, NFT)),  # train_*_nft.py asks for 0
@@ -145,9 +152,9 @@ SETTINGS = (
     Setting("sample.same_latent", False, "a group starts from one noise and is one image until the window",
             scripts=(GRPO,)),
     Setting("sample.num_branches", 1, "noisy branches per step of a trunk, at least 2; 1 in the other scripts", least=1,
-            scripts=ONLINE),
+            scripts=ONLINE, most=4096),
     Setting("sample.completion_batch_size", 128, "per forward and GPU of the branches' way to the image",
-            unit="rows", least=1, scripts=(PR,), may_differ=True),
+            unit="rows", least=1, most=4096, scripts=(PR,), may_differ=True),
     Setting("sample.flash_ratio", 0.0, "above 0: after the noise, only this share of the forwards that are left",
             least=0, most=1),
     Setting("sample.flash_solver", "dpm",
@@ -157,27 +164,28 @@ SETTINGS = (
             choices=("full", "stepwise"), may_differ=True),
     Setting("sample.text_multiple", 0,
             "stepwise: width of text where no log-prob is computed, a multiple of this; 0 = text_tokens",
-            unit="tokens", least=0, may_differ=True),
+            unit="tokens", least=0, most=2048, may_differ=True),
     Setting("sample.merge_adapter", False,
             "faster forwards where no log-prob is computed, for a copy of the adapted weights"),
     Setting("sample.merged_precision", "",
             'of that copy and its products: "" = as the weights\' own, fp8 = faster, other images',
             choices=("", "fp8")),
 
-    Setting("train.learning_rate", 3e-4, "the highest of the run", least=0),
+    Setting("train.learning_rate", 3e-4, "the highest of the run", least=0, most=1000),
     Setting("train.learning_rate_schedule", "constant", "linear and cosine fall to 0 at the end of num_epochs",
             choices=("constant", "linear", "cosine")),
     Setting("train.warmup_updates", 0, "before them the rate rises from 0 in equal parts", unit="updates", least=0),
     Setting("train.target_update_size", 0.0,
             "ratio_std of an epoch's last update in clip ranges; above it the rate falls; 0 = off",
             least=0, scripts=RATIO),
-    Setting("train.adam_beta1", 0.9, "AdamW's"),
-    Setting("train.adam_beta2", 0.999, "AdamW's"),
-    Setting("train.adam_eps", 1e-8, "AdamW's"),
-    Setting("train.weight_decay", 1e-4, "AdamW's", least=0),
-    Setting("train.max_grad_norm", 1.0, "longer gradients are scaled down to it", least=0),
-    Setting("train.updates_per_epoch", 2, "optimizer steps per epoch and inner epoch", unit="updates", least=1),
-    Setting("train.inner_epochs", 1, "passes over one rollout, reshuffled", least=1),
+    Setting("train.adam_beta1", 0.9, "AdamW's", least=0, most=0.9999999),
+    Setting("train.adam_beta2", 0.999, "AdamW's", least=0, most=0.9999999),
+    Setting("train.adam_eps", 1e-8, "AdamW's", least=1e-20),
+    Setting("train.weight_decay", 1e-4, "AdamW's", least=0, most=1000),
+    Setting("train.max_grad_norm", 1.0, "longer gradients are scaled down to it", least=TINY),
+    Setting("train.updates_per_epoch", 2, "optimizer steps per epoch and inner epoch", unit="updates", least=1,
+            most=10**6),
+    Setting("train.inner_epochs", 1, "passes over one rollout, reshuffled", least=1, most=1000),
     Setting("train.objective", "clip", "guard: ratios normalised per step, GRPO-Guard", choices=("clip", "guard"),
             scripts=RATIO),
     Setting("train.old_log_prob", "rollout",
@@ -187,7 +195,7 @@ SETTINGS = (
             "above 0, with recompute: also weigh by min(recomputed / noted probability, this)", least=0, scripts=RATIO),
     Setting("train.clip_range", 1e-4, "of the ratio; log-probs are means over elements, so ratios stay near 1", least=0,
             scripts=RATIO),
-    Setting("train.adv_clip_max", 5.0, "advantages lie within plus and minus this", least=0, scripts=ONLINE),
+    Setting("train.adv_clip_max", 5.0, "advantages lie within plus and minus this", least=TINY, scripts=ONLINE),
     Setting("train.reward_aggregation", "sum", "sum of weighted rewards, or gdpo: of their advantages",
             choices=("sum", "gdpo"), scripts=ONLINE),
     Setting("train.filter_groups", False,
@@ -198,13 +206,14 @@ SETTINGS = (
     Setting("train.reference_interval", 0,
             "until the policy becomes its own reference, again and again; 0 = never", unit="updates", least=0),
     Setting("train.reference_guidance_scale", 0.0,
-            "of the first reference: above sample's, the policy learns it; 0 = sample's", least=0, scripts=ONLINE),
+            "of the first reference: above sample's, the policy learns it; 0 = sample's", least=0, most=1000,
+            scripts=ONLINE),
     Setting("train.shared_noise", False, "the images of a group are noised alike, to the same levels", scripts=(NFT,)),
     Setting("train.flow_matching_weight", 0.0, "of flow matching on the run's own images, good and bad alike", least=0,
             scripts=(NFT,)),
     Setting("train.flow_matching_warmup", 0, "over which that weight rises from 0", unit="updates", least=0,
             scripts=(NFT,)),
-    Setting("train.nft_beta", 1.0, "share of the trained policy in the mixture that is compared with x_0", least=1e-6,
+    Setting("train.nft_beta", 1.0, "share of the trained policy in the mixture that is compared with x_0", least=TINY,
             scripts=(NFT,)),
     Setting("train.old_decay_schedule", 1, "how the sampling policy follows; see losses.old_policy_decay",
             choices=(0, 1, 2), scripts=(NFT,)),
@@ -212,9 +221,9 @@ SETTINGS = (
             scripts=(DPO,)),
     Setting("train.step_weight", "none", "sqrt3: sqrt(3) * transition_std, mean_one: transition_std / its mean",
             choices=("none", "sqrt3", "mean_one"), scripts=RATIO),
-    Setting("train.timestep_fraction", 1.0, "keep the first part of the trained steps", least=1e-6, most=1,
+    Setting("train.timestep_fraction", 1.0, "keep the first part of the trained steps", least=TINY, most=1,
             scripts=ONLINE),
-    Setting("train.ema_decay", 0.9, "min((1 + n) / (10 + n), this) after n averagings", least=0),
+    Setting("train.ema_decay", 0.9, "min((1 + n) / (10 + n), this) after n averagings", least=0, most=1),
     Setting("train.ema_interval", 8, "optimizer steps between averagings; before the first the average is the weights",
             unit="updates", least=1),
 
@@ -226,9 +235,10 @@ SETTINGS = (
             scripts=(DPO,)),
     Setting("preferences.min_margin", 0.0, "own rollouts, online: the winner's reward is higher by more than this",
             least=0, scripts=(DPO,)),
-    Setting("preferences.validation_share", 0.1, "of the prompts, whose pairs are held out", least=0, scripts=(DPO,)),
+    Setting("preferences.validation_share", 0.1, "of the prompts, whose pairs are held out", least=0, most=0.99,
+            scripts=(DPO,)),
     Setting("preferences.max_dropped_share", 0.2,
-            "more of the source than this left out is an error, once all is written", least=0, scripts=(DPO,)),
+            "more of the source than this left out is an error, once all is written", least=0, most=1, scripts=(DPO,)),
     Setting("preferences.part_size", 256, "of the source per file", unit="pairs", least=1, scripts=(DPO,)),
     Setting("preferences.dtype", "float32", "of what is stored", choices=("float32", "bfloat16"), scripts=(DPO,)),
 
@@ -236,23 +246,24 @@ SETTINGS = (
             may_differ=True),
     Setting("eval.num_prompts", 272, "of the validation and of the test prompts, at most, evenly spread; 0 = none",
             unit="prompts", least=0, may_differ=True),
-    Setting("eval.noises_per_prompt", 1, "images of a prompt, always from the same noises", least=1, may_differ=True),
+    Setting("eval.noises_per_prompt", 1, "images of a prompt, always from the same noises", least=1, most=10**4,
+            may_differ=True),
     Setting("eval.best_by", "avg", "name of the eval/ figure whose highest value makes the policy in best/",
             may_differ=True),
     Setting("eval.keep_state", False, "best/checkpoint holds what training needs to go on from the best policy",
             may_differ=True),
     Setting("eval.test_freq", 0, "between tests; before the first and after the last always; 0 = only these",
             unit="epochs", least=0, may_differ=True),
-    Setting("eval.height", 0, "of an image; 0 = as in training", unit="pixels", least=0, may_differ=True),
-    Setting("eval.width", 0, "of an image; 0 = as in training", unit="pixels", least=0, may_differ=True),
-    Setting("eval.num_steps", 10, "deterministic denoising steps", least=1, may_differ=True),
-    Setting("eval.guidance_scale", 1.0, "above 1 costs a second forward per step", may_differ=True),
-    Setting("eval.batch_size", 64, "per forward and GPU", unit="rows", least=1, may_differ=True),
+    Setting("eval.height", 0, "of an image; 0 = as in training", unit="pixels", least=0, most=8192, may_differ=True),
+    Setting("eval.width", 0, "of an image; 0 = as in training", unit="pixels", least=0, most=8192, may_differ=True),
+    Setting("eval.num_steps", 10, "deterministic denoising steps", least=1, most=1000, may_differ=True),
+    Setting("eval.guidance_scale", 1.0, "above 1 costs a second forward per step", least=0, most=1000, may_differ=True),
+    Setting("eval.batch_size", 64, "per forward and GPU", unit="rows", least=1, most=10**5, may_differ=True),
     Setting("eval.num_pairs", 256, "held-out ones, evenly spread", unit="pairs", least=1, scripts=(DPO,),
             may_differ=True),
     Setting("eval.noises_per_pair", 4, "noises and levels at which each pair is judged, always the same", least=1,
-            scripts=(DPO,), may_differ=True),
-    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png", unit="images", least=1,
+            scripts=(DPO,), may_differ=True, most=10**4),
+    Setting("eval.num_panel_images", 12, "shown by trackers and in samples.png; of a rollout", unit="images", least=1,
             may_differ=True),
 
     Setting("health.action", "log",
@@ -339,22 +350,67 @@ def check_values(config: ConfigDict) -> None:
 
 def check_value(setting: Setting, value: Any, key: str) -> None:
     """Raises ValueError, which names the value by `key`, unless the entry allows it."""
+    if not _is_like(value, setting.default):
+        raise ValueError(f"config.{key} is {quoted(value)}; it must be {_kind(setting.default)}")
     if setting.choices and value not in setting.choices:
-        raise ValueError(f"config.{key} is {value!r}; it may be {', '.join(map(repr, setting.choices))}")
-    if _is_number(setting.default):
-        allowed = _is_number(value) and math.isfinite(value) and setting.least <= value <= setting.most
-        if not allowed:
-            raise ValueError(f"config.{key} is {value!r}; it must be {_limits(setting) or 'finite'}")
+        raise ValueError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, setting.choices))}")
+    if _is_number(value) and not setting.least <= value <= setting.most:  # NaN compares false
+        raise ValueError(f"config.{key} is {quoted(value)}; it must be from {setting.least:.7g} to {setting.most:.7g}")
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str):
+            _check_text(text, key)
+    if isinstance(value, ConfigDict):
+        _check_dict(value.to_dict(), key)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value is of a default's type. An int may stand for a float; an empty tuple's entries are names."""
+    if isinstance(default, float):
+        return _is_number(value)
+    if isinstance(default, dict):
+        return isinstance(value, Mapping | ConfigDict) and all(isinstance(key, str) for key in value)
+    if isinstance(default, tuple) and isinstance(value, tuple):
+        entries = default or ("",) * len(value)
+        return len(value) == len(entries) and all(map(_is_like, value, entries))
+    return type(value) is type(default)
+
+
+def _kind(default: Any) -> str:
+    """Of a value, in words."""
+    if isinstance(default, tuple):
+        return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
+    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+    names[dict] = "a dict with names as its keys"
+    return names[type(default)]
+
+
+def _check_text(value: str, key: str) -> None:
+    """Raises ValueError for what no file's name can be."""
+    if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
+        raise ValueError(f"config.{key} is {quoted(value)}; it has a character that no file's name can have")
+    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
+        raise ValueError(
+            f"config.{key} is {quoted(value)}; it has {len(value)} characters, which is too long for a name"
+        )
+
+
+def _check_dict(value: dict, key: str) -> None:
+    """Raises ValueError for what config.json cannot hold."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config.{key} is {quoted(value)}, which config.json cannot hold: {error}") from error
+
+
 def _limits(setting: Setting) -> str:
-    if math.isfinite(setting.most):
-        return f"from {setting.least} to {setting.most}"
-    return f"finite and at least {setting.least}" if math.isfinite(setting.least) else ""
+    """That the entry itself has."""
+    if setting.most < LARGEST:
+        return f"from {setting.least:.7g} to {setting.most:.7g}"
+    return f"at least {setting.least:.7g}" if setting.least > -LARGEST else ""
 
 
 def page() -> str:
@@ -374,7 +430,7 @@ def page() -> str:
 def _row(setting: Setting) -> str:
     facts = [f"{setting.unit}: {setting.meaning}" if setting.unit else setting.meaning]
     facts += [", ".join(f"`{choice!r}`" for choice in setting.choices)] if setting.choices else []
-    facts += [_limits(setting).removeprefix("finite and ")] if _limits(setting) else []
+    facts += [_limits(setting)] if _limits(setting) else []
     scripts = "all" if setting.scripts == ALL else ", ".join(f"`{SCRIPTS[name]}`" for name in setting.scripts)
     changes = "yes" if setting.may_differ else ""
     return f"| `{setting.key}` | `{setting.default!r}` | {'; '.join(facts)} | {scripts} | {changes} |"

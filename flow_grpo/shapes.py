@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from flow_grpo.quoting import quoted
+
 SHAPES = ("circle", "square", "triangle", "cross")
 COLORS = {  # far apart, none a blend of two others, and darker than the background: JPEG blurs hue, not brightness
     "red": (0.90, 0.10, 0.10),
@@ -167,23 +169,28 @@ def check_metadata(metadata: dict) -> None:
 
     def need(condition, problem):
         if not condition:
-            raise ValueError(f"metadata of prompt {metadata.get('prompt')!r}: {problem}")
+            raise ValueError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
 
-    include = metadata.get("include")
+    include, exclude = metadata.get("include"), metadata.get("exclude", [])
     need(include, "`include` is missing or empty")
-    for entry in [*include, *metadata.get("exclude", [])]:
+    for clauses in (include, exclude):
+        need(isinstance(clauses, list), f"{quoted(clauses)} is no list of clauses")
+    for entry in [*include, *exclude]:
+        need(isinstance(entry, dict), f"the clause {quoted(entry)} is no object")
         kind, color, count = entry.get("class"), entry.get("color"), entry.get("count")
-        need(kind in SHAPES, f"unknown class {kind!r}; there are {', '.join(SHAPES)}")
-        need(isinstance(count, int) and count > 0, f"the count of {kind} is {count!r}, not a positive integer")
-        need(color is None or color in COLORS, f"unknown color {color!r}; there are {', '.join(COLORS)}")
+        need(kind in SHAPES, f"unknown class {quoted(kind)}; there are {', '.join(SHAPES)}")
+        need(type(count) is int and count > 0, f"the count of {kind} is {quoted(count)}, not a positive integer")
+        need(color in (None, *COLORS), f"unknown color {quoted(color)}; there are {', '.join(COLORS)}")
     kinds = [entry["class"] for entry in include]
     need(len(set(kinds)) == len(kinds), f"`include` has a class twice: {kinds}; give it one entry with its count")
     for i, position in positions(metadata):
-        need(len(position) == 2, f"position {position!r} is not [relation, index]")
+        need(isinstance(position, list) and len(position) == 2, f"position {quoted(position)} is not [relation, index]")
         relation, other = position
-        need(relation in RELATIONS, f"unknown relation {relation!r}; there are {', '.join(RELATIONS)}")
+        need(relation in [*RELATIONS], f"unknown relation {quoted(relation)}; there are {', '.join(RELATIONS)}")
         others = [j for j in range(len(include)) if j != i]
-        need(other in others, f"include[{i}] lies {relation} include[{other}]; there are {others}")
+        need(
+            type(other) is int and other in others, f"include[{i}] lies {relation} include[{other}]; there are {others}"
+        )
 
 
 def positions(metadata: dict) -> list[tuple[int, list]]:

@@ -102,8 +102,9 @@ def start(
 
 def check_settings(config: ConfigDict, script: checks.Script) -> None:
     """Raises ValueError for what no file is needed to refuse."""
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    checks.drop_unused_rewards(config)
     checks.check(config, script)
+    trackers.check(config.logger, config.project)
 
 
 def _load(
@@ -119,9 +120,11 @@ def _load(
     """Everything with weights, and the run folder."""
     torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload_weights)
-    images = texts.drawn or evaluates(config)
+    images, cache, missing = texts.drawn or evaluates(config), None, []
+    if config.embeddings_cache and images:
+        cache, missing = _open_cache(config, family, ranks.device, plan, texts)
     pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
-    model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
+    model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
     return Run(
         **ranks._asdict(),
         config=config,
@@ -141,13 +144,15 @@ def _load(
 
 
 def _load_frozen(
-    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batching.BatchPlan, texts: Prompts
+    config: ConfigDict,
+    family: type[FlowModel],
+    device: torch.device,
+    images: bool,
+    cache: Cache | None,
+    missing: list[str],
 ) -> tuple[FlowModel, Callable[[str], Condition]]:
     """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
     encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
-    images, cache, missing = texts.drawn or evaluates(config), None, []
-    if config.embeddings_cache and images:
-        cache, missing = _open_cache(config, family, device, plan, texts)
     model = family.load(
         config.model,
         device,
@@ -160,7 +165,6 @@ def _load_frozen(
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[prompts.Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
-    trackers.check(config.logger)
     policies.check_lora(config.lora)
     if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(
@@ -247,7 +251,11 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 def _open_cache(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batching.BatchPlan, texts: Prompts
 ) -> tuple[Cache, list[str]]:
-    """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks."""
+    """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks.
+
+    Raises:
+        ValueError: it lacks some and cannot be written.
+    """
     version = dict(family.text_version(config.model), guided=_is_guided(config))
     cache = Cache(config.embeddings_cache, version, config.text_tokens, device)
     drawn = [
@@ -257,7 +265,10 @@ def _open_cache(
     ]
     splits = (texts.choosing, texts.test) if evaluates(config) else ()
     evaluated = [prompt.text for split in splits for prompt in part_of(split, config).prompts]
-    return cache, distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
+    missing = distributed.broadcast_object(cache.missing([*drawn, *evaluated]))
+    if missing:
+        cache.check_writable()
+    return cache, missing
 
 
 def _is_guided(config: ConfigDict) -> bool:

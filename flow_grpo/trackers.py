@@ -9,6 +9,8 @@ import numpy as np
 from ml_collections import ConfigDict
 from PIL import Image
 
+from flow_grpo.quoting import quoted
+
 NAMES = {"wandb": ("wandb",), "tensorboard": ("tensorboard",), "both": ("wandb", "tensorboard"), "none": ()}
 
 
@@ -95,10 +97,18 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check(logger: str) -> None:
-    """Raises ValueError where config.logger asks for tensorboard and its package is missing."""
+def check(logger: str, project: str) -> None:
+    """Raises ValueError where config.logger asks for tensorboard and its package is missing, or for wandb and
+    config.project is a name that wandb refuses."""
     if "tensorboard" in NAMES[logger] and not is_installed("tensorboard"):
         raise ValueError(f"config.logger is {logger!r}, but tensorboard is not installed: pip install tensorboard")
+    if "wandb" in NAMES[logger] and is_installed("wandb"):
+        import wandb
+
+        try:
+            wandb.Settings(project=project)
+        except (wandb.errors.UsageError, ValueError) as error:
+            raise ValueError(f"config.project is {quoted(project)}; wandb says: {error}") from error
 
 
 def open_all(run_dir: Path, config: ConfigDict, name: str) -> list[Wandb | TensorBoard]:

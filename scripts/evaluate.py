@@ -22,15 +22,26 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import candidates, command_line, distributed, estimates, evaluation, policies, prompts, rewards
+from flow_grpo import (
+    candidates,
+    checks,
+    command_line,
+    distributed,
+    estimates,
+    evaluation,
+    policies,
+    prompts,
+    rewards,
+)
 from flow_grpo.diffusers_patch import models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, evaluation_size
 from flow_grpo.pictures import contact_sheet, fit
 from flow_grpo.pixels import to_uint8
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import default_config
+from flow_grpo.settings import BY_KEY, check_value, check_values, default_config
 
 
 def configured(args):
@@ -49,12 +60,24 @@ def override(config, args):
     flags = dict(num_steps=args.num_steps, num_prompts=args.num_prompts, batch_size=args.batch_size)
     config.eval.update({key: value for key, value in flags.items() if value is not None})
     config.precision = args.precision or config.precision
-    changes = dict(text.partition("=")[::2] for text in args.set)
-    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
+    for text in args.set:
+        key, _, value = text.partition("=")
+        try:
+            config.update_from_flattened_dict({key: yaml.safe_load(value)})
+        except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
     if args.rewards:
-        weights = {name: float(weight or 1) for name, _, weight in (text.partition("=") for text in args.rewards)}
+        weights = {name: weight_of(weight) for name, _, weight in (text.partition("=") for text in args.rewards)}
         with config.unlocked():
             config.reward_fn, config.eval.rewards = weights, ()
+
+
+def weight_of(text):
+    """Of NAME or NAME=WEIGHT."""
+    try:
+        return float(text or 1)
+    except ValueError as error:
+        raise ValueError(f"--rewards: {quoted(text)} is no weight") from error
 
 
 def chosen_prompts(args, config):
@@ -77,12 +100,15 @@ def check(args, compared, config, split):
     seeds = seeds_of(args, config)
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise ValueError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    checks.drop_unused_rewards(config)
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
     rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
+    for scale in args.guidance_scales or ():
+        check_value(BY_KEY["eval.guidance_scale"], scale, "eval.guidance_scale (--guidance-scales)")
     families = []
     for candidate in compared:
+        check_values(candidate.config)
         families.append(models.model_class(candidate.config.model))
         candidates.check(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)

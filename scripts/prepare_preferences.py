@@ -31,6 +31,7 @@ from flow_grpo import (
     policies,
     preferences,
     prompts,
+    rewards,
     rng,
     settings,
 )
@@ -48,7 +49,7 @@ MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "p
 
 def check(config):
     """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+    checks.drop_unused_rewards(config)
     checks.check(config, PREPARES)
     policies.check_lora(config.lora)
     if not config.preferences.path:
@@ -61,6 +62,7 @@ def check(config):
         raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
+    rewards.check_prompts(config.reward_fn, [row.text for row in rows], [row.metadata for row in rows])
     light.check([row.text for row in rows], config.text_tokens)
     return light, rows
 
@@ -277,4 +279,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo")
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo", after_stop=lambda: "the same command goes on with it")

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 MODELS = {name: models.by_name(name) for name in models.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
+FEW = dict(eval__num_prompts=4, save_freq=0)  # evaluations of `config_of`; it saves at the end alone
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
@@ -51,13 +52,14 @@ PreTrainedTokenizerBase.__call__ = remembered(PreTrainedTokenizerBase.__call__)
 def config_of(name, output_dir=None, **overrides):
     """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__").
 
-    It evaluates four prompts instead of eight. Commands that tests start are the variant as it is.
+    It evaluates less, has fewer branches, and its only checkpoint is the last one. Commands that tests start are the
+    variant as it is.
     """
     config = configs.load(f"{ROOT / file_of(name)}:{name},smoke")
-    config.eval.num_prompts = 4
+    config.sample.num_branches = min(config.sample.num_branches, 3)
     if output_dir is not None:
         config.output_dir = str(output_dir)
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in overrides.items()})
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in (FEW | overrides).items()})
     return config
 
 

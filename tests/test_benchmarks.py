@@ -41,6 +41,7 @@ def test_both_epochs_draw_one_prompt(tmp_path):
 def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatch):
     """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
     how = dict(sample__guidance_scale=guidance, sample__engine="full", sample__completion_batch_size=1)
+    how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2)
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.merge_adapter, branches = 0.0, False, config.sample.num_branches
     monkeypatch.setattr(train_qwenimage_pr, "update", train_qwenimage_pr.update)  # to be put back

@@ -1,12 +1,15 @@
 """The command line: files from anywhere, overrides, and sentences for what the user can mend."""
 
 import json
-import subprocess
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from small import ENV, ROOT
 
 from flow_grpo import checks, command_line, prompts, shipped, startup
@@ -167,6 +170,67 @@ def test_a_message_for_the_user_is_one_sentence_and_status_2(capsys, monkeypatch
         assert capsys.readouterr().err == f"{begins}config.seed is 7\n"
 
 
+def numbers_astray(config):
+    raise FloatingPointError("the loss is nan")
+
+
+def the_other_ranks_end(config):
+    raise RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
+
+
+def a_megabyte(config):
+    raise ValueError("a" * 10**6)
+
+
+@pytest.mark.parametrize(
+    ("main", "rank", "status", "says"),
+    [
+        (numbers_astray, "0", 1, "the loss is nan"),
+        (the_other_ranks_end, "1", 1, command_line.ANOTHER_RANK),
+        (a_megabyte, "0", 2, f"{'a' * 1800} ... {'a' * 200}"),
+    ],
+)
+def test_what_is_no_bug_is_one_sentence(main, rank, status, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        command_line.run(main, DEFAULT, [])
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"train_qwenimage.py{', rank 1' if rank == '1' else ''}: {says}\n"
+
+
+def plain_interrupt(config):
+    raise KeyboardInterrupt
+
+
+def ctrl_c(config):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(9)
+
+
+def ctrl_c_of_which_a_library_makes_another_error(config):
+    try:
+        ctrl_c(config)
+    except BaseException as error:
+        raise OSError("could not write") from error
+
+
+@pytest.mark.parametrize("main", [plain_interrupt, ctrl_c, ctrl_c_of_which_a_library_makes_another_error])
+@pytest.mark.parametrize(("rank", "says"), [("0", "train_qwenimage.py: stopped by Ctrl-C; so go on\n"), ("1", "")])
+def test_ctrl_c_is_one_sentence_of_rank_0_and_status_130(main, rank, says, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
+    monkeypatch.setenv("RANK", rank)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            command_line.run(main, DEFAULT, [], after_stop=lambda: "so go on")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process at once
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == says
+
+
 @pytest.mark.parametrize("main", [pythons, a_librarys, torchs])
 def test_a_bug_keeps_its_traceback(main):
     with pytest.raises(ValueError, match=r"invalid literal|Expecting value|empty parameter list"):
@@ -193,8 +257,7 @@ def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, mo
     ],
 )
 def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
-    command, env = [sys.executable, ROOT / "scripts" / script, *words], ENV | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([ROOT / "scripts" / script, *words], ENV, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
     assert "Traceback" not in done.stderr

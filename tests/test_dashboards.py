@@ -190,7 +190,7 @@ def test_without_a_tracker_a_run_keeps_its_folder_alone(tmp_path, monkeypatch, c
     board.log("epoch", {"reward/avg": 0.5}, epoch=0, step=1)
     board.finish()
     names = {path.name for path in (tmp_path / "none").iterdir()}
-    assert names == {"config.json", "images", "metrics.jsonl", "reward.png"}
+    assert names == {"config.json", "images", "metrics.jsonl", "report.html", "reward.png"}
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
     board = Dashboard(tmp_path / "missing", ConfigDict(CONFIG), "red", is_main=True)
@@ -202,9 +202,9 @@ def test_without_a_tracker_a_run_keeps_its_folder_alone(tmp_path, monkeypatch, c
 
 def test_tensorboard_that_is_asked_for_and_missing_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    trackers.check("wandb")
+    trackers.check("wandb", "a project")
     with pytest.raises(ValueError, match="pip install tensorboard"):
-        trackers.check("both")
+        trackers.check("both", "a project")
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

@@ -1,7 +1,9 @@
 """Every code block of README and docs/ is run, or its commands are looked up and its Python is read."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 
 import commands
@@ -21,6 +23,14 @@ from flow_grpo.diffusers_patch import models
 PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPES = sorted((ROOT / "scripts/reproduce").glob("*.sh"))
 SHELL = [*RECIPES, *sorted((ROOT / "scripts/single_node").glob("*.sh"))]
+
+
+RUN = {  # Python blocks, and the tests that run them; another one is marked "<!-- not run: why -->"
+    "README.md": ["test_the_examples_run"] * 2,  # of test_readme.py
+    "docs/own_config.md": ["own_configs"],
+    "docs/rewards.md": ["test_the_reward_of_a_notebook_trains"],
+    "docs/your_own.md": [f"test_the_{what}_of_ones_own" for what in ("reward", "loss", "model")],
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +56,31 @@ def test_what_the_commands_of_a_page_name_is_there(page, own_configs):
         assert language in ("", "bash"), "another language needs another check"
         for words in commands.commands(text):
             commands.check(words, own_configs)
+
+
+def test_every_python_block_is_run_by_a_test_or_says_why_not():
+    for page in PAGES:
+        text = page.read_text()
+        unmarked = re.findall(r"(?<!-->\n)^```python$", text, re.MULTILINE)
+        assert len(unmarked) == len(RUN.get(str(page.relative_to(ROOT)), [])), page
+    tests = "".join((ROOT / "tests" / name).read_text() for name in ("test_docs.py", "test_readme.py"))
+    assert all(f"def {name}" in tests for names in RUN.values() for name in names)
+
+
+def test_shell_scripts_of_several_machines_say_what_they_miss():
+    for path in (ROOT / "scripts").glob("*/*.sh"):
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0, path
+    environment = {"PATH": os.environ["PATH"]}
+    for missing, given in (("NODES", {}), ("NODE_RANK", {"NODES": "2"}), ("HEAD", {"NODES": "2", "NODE_RANK": "0"})):
+        done = subprocess.run(
+            ["bash", "scripts/multi_node/torchrun.sh"],
+            cwd=ROOT,
+            env=environment | given,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode != 0
+        assert f"{missing}: " in done.stderr
 
 
 def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
@@ -105,6 +140,16 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
         assert rewards.bounds("brightness") == (0.0, 1.0)
     finally:
         sys.modules.pop("flow_grpo.rewards.brightness", None)
+
+
+def test_the_reward_of_a_notebook_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    for name in ("config", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    (code,) = python_of("rewards")
+    exec(code.replace("train_qwenimage.main(", "config.num_epochs, config.eval_freq = 1, 0\ntrain_qwenimage.main("), {})
+    assert "reward/redness" in lines_of(tmp_path / "runs/shapes_qwenimage_smoke", "epoch")[0]
 
 
 def test_the_loss_of_ones_own_trains(tmp_path, monkeypatch):

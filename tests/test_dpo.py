@@ -107,7 +107,7 @@ def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_f
 
 
 def test_online_the_reference_becomes_the_policy_every_few_updates(tmp_path):
-    how = dict(train__reference_interval=4, train__learning_rate=1e-3, keep_checkpoints=9, eval_freq=0)
+    how = dict(train__reference_interval=4, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9, eval_freq=0)
     folder = train(ONLINE, tmp_path, num_epochs=4, **how)
     states = [stored(folder, epoch) for epoch in (1, 2, 3, 4)]
     names = [name.removeprefix("reference/") for name in states[0] if name.startswith("reference/")]
@@ -135,6 +135,7 @@ def test_a_group_whose_images_score_alike_is_left_out(tmp_path):
 def test_a_resumed_run_logs_what_an_unbroken_one_logs(name, pairs_folder, tmp_path):
     how = dict(preferences__path=pairs_folder if name == NAME else "")
     how |= dict(train__reference_interval=3) if name == ONLINE else {}
+    how |= dict(eval_freq=3)
     whole = train(name, tmp_path / "whole", num_epochs=3, **how)
     train(name, tmp_path / "parts", num_epochs=1, **how)
     parts = train(name, tmp_path / "parts", num_epochs=3, resume_from="latest", **how)
@@ -150,13 +151,14 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(name, pairs_folder, tmp_pa
     [
         dict(precision="bf16", fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True),
         dict(precision="fp16"),
-        dict(train__inner_epochs=2, sample__guidance_scale=4.0, eval__guidance_scale=4.0),
+        dict(train__inner_epochs=2, sample__guidance_scale=4.0, eval__guidance_scale=4.0, eval_freq=1),
         dict(train__reference_interval=1, train__updates_per_epoch=1),
     ],
     ids=["bf16", "fp16", "inner epochs", "a moving reference offline"],
 )
 def test_options_run(how, pairs_folder, tmp_path):
-    updates = lines_of(train(NAME, tmp_path, num_epochs=1, preferences__path=pairs_folder, **how), "update")
+    how = dict(eval_freq=0, num_epochs=1, preferences__path=pairs_folder) | how
+    updates = lines_of(train(NAME, tmp_path, **how), "update")
     assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
     assert all(math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0 for line in updates)
 

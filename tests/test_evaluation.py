@@ -152,7 +152,7 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
 
 def test_a_run_goes_on_from_the_state_of_its_best_evaluation(tmp_path):
     how = dict(eval__keep_state=True, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
-    how |= dict(num_epochs=3, eval_freq=1)
+    how |= dict(num_epochs=3, eval_freq=1, sample__num_branches=6)
     folder = train(BRANCHES, tmp_path, **how)
     before, kept = lines_of(folder), best.read(folder)
     assert 0 < kept.epoch < 3

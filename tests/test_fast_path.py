@@ -3,8 +3,6 @@ adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import bench_start
@@ -13,7 +11,7 @@ import pytest
 import torch
 import warm
 from rounding import UNIT
-from small import ENV, MODELS, ROOT, config_of, lines_of, loaded, tiny_folder, train
+from small import ENV, MODELS, config_of, lines_of, loaded, tiny_folder, train
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -165,6 +163,7 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path, monkeyp
 def test_extrapolation_of_no_step_is_the_plain_walk(engine, tmp_path):
     def rewards(**flash):
         how = dict(num_epochs=1, eval_freq=0, sample__engine=engine, sample__merge_adapter=False)
+        how |= dict(sample__num_prompts_per_epoch=1, reward_fn={"jpeg_compressibility": 1.0})
         line = lines_of(train("shapes_qwenimage_pr", tmp_path, **how, **flash), "epoch")[0]
         return line["reward/avg"], line["reward/group_std"]
 
@@ -172,13 +171,6 @@ def test_extrapolation_of_no_step_is_the_plain_walk(engine, tmp_path):
     assert rewards(sample__flash_ratio=1.0, sample__flash_solver="extrapolate") == pytest.approx(plain, rel=1e-3)
     assert rewards(sample__flash_ratio=1.0) != pytest.approx(plain, rel=1e-3)
     assert rewards(sample__flash_ratio=0.5, sample__flash_solver="extrapolate") != pytest.approx(plain, rel=1e-3)
-
-
-def run_script(*command, **environment):
-    """The lines of JSON that it prints."""
-    how = dict(cwd=ROOT, env=ENV | {"OMP_NUM_THREADS": "1"} | environment)
-    done = subprocess.run(command, **how, check=True, capture_output=True, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_an_epoch_of_two_ranks_is_measured_once():
@@ -211,7 +203,9 @@ def test_the_second_start_that_is_measured_finds_what_the_first_one_cached(monke
 
 def test_blocks_are_measured():
     """Not compiled here, which takes a minute."""
-    found = run_script(sys.executable, "benchmarks/bench_blocks.py", "--tiny", TORCHDYNAMO_DISABLE="1")
+    done = warm.run(["benchmarks/bench_blocks.py", "--tiny"], ENV | {"TORCHDYNAMO_DISABLE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["what"] for line in found] == [*["forward"] * 2, "step", *["decode"] * 4]
     assert all(line["ms"] > 0 for line in found)
 
@@ -248,7 +242,10 @@ def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(m
         assert not entry(x).requires_grad
 
 
-def test_compiled_blocks_keep_the_share_that_they_may():
+def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
+    """Graphs are cut as they are for compiled kernels, which take seconds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+
     def kept(share):
         torch._dynamo.reset()
         sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)

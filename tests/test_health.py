@@ -282,7 +282,7 @@ def test_a_run_with_an_alarm_stops_with_everything_saved(tmp_path):
 
 
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_path):
-    how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12)
+    how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12, sample__num_prompts_per_epoch=1)
     whole = train(NAME, tmp_path / "whole", **how)
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
     assert factors == [1 / 2] * 10 + [1 / 4] * 2
@@ -295,6 +295,7 @@ def test_updates_above_the_target_size_lower_the_rate_and_smaller_ones_raise_it_
     tmp_path,
 ):
     sizes = dict(num_epochs=6, eval_freq=0, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9)
+    sizes |= dict(sample__num_prompts_per_epoch=1)
     for target, expected in ((1e-6, [1.5**-n for n in range(1, 7)]), (1e6, [1.0] * 6)):
         lines = lines_of(train(NAME, tmp_path / f"{target}", train__target_update_size=target, **sizes), "epoch")
         assert [line["health/learning_rate_factor"] for line in lines] == pytest.approx(expected)
@@ -359,7 +360,7 @@ def test_rolling_back_needs_evaluations(tmp_path):
 
 def test_an_evaluation_says_its_standard_error(tmp_path):
     """Of n scores in [0, 1] it is at most 0.5 / sqrt(n - 1)."""
-    folder = train(NAME, tmp_path, num_epochs=1, eval__num_prompts=64)
+    folder = train(NAME, tmp_path, num_epochs=1, eval__num_prompts=16)
     errors = [line["eval/std_error"] for line in lines_of(folder, "eval")]
     assert len(errors) == 2
-    assert all(0 < error <= 0.5 / math.sqrt(63) for error in errors)
+    assert all(0 < error <= 0.5 / math.sqrt(15) for error in errors)

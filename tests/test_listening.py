@@ -59,15 +59,17 @@ def test_connections_that_send_no_whole_request_are_closed():
 
 
 def test_health_is_answered_while_images_are_decoded(monkeypatch):
-    health_was_answered, decode = threading.Event(), requests.unpack_image
+    decoding, health_was_answered, decode = threading.Event(), threading.Event(), requests.unpack_image
 
     def waits(*args):
+        decoding.set()
         assert health_was_answered.wait(PATIENCE_S)
         return decode(*args)
 
     async def main():
         async with listening() as url, httpx.AsyncClient(timeout=2 * PATIENCE_S) as client:
             scored = asyncio.create_task(client.post(url.join("/score"), **ONE))
+            await asyncio.to_thread(decoding.wait, PATIENCE_S)
             assert (await client.get(url.join("/health"))).status_code == 200
             health_was_answered.set()
             assert (await scored).json() == {"scores": {"score": [0.0]}}
@@ -126,7 +128,7 @@ def test_the_address_is_announced_when_it_can_be_connected_to():
         (["shapes", "--host", "::"], "there is no token"),
         (["shapes", "--host", "no such host"], "which is no address"),
         (["shapes", "--device", "warp:9"], "--device is 'warp:9'"),
-        (["shapes", "--token-file", "no/such/file"], "no token in no/such/file"),
+        (["shapes", "--token-file", "no/such/file"], "no token in token_file 'no/such/file'"),
         (["shapes", "--host", "0.0.0.0", "--without-token", "--device", "warp:9"], "--device is 'warp:9'"),
     ],
 )

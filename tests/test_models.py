@@ -112,7 +112,7 @@ def test_every_combination_of_two_choices_runs_with_the_rollouts_log_probs_bit_f
     model, sde_type, branches, objective, folders, tmp_path
 ):
     sde_type = "cps_gaussian" if (sde_type, objective) == ("cps", "guard") else sde_type  # Guard corrects a Gaussian
-    how = dict(model=folders[model], reward_fn={"jpeg_compressibility": 1.0}, num_epochs=1, eval_freq=1)
+    how = dict(model=folders[model], reward_fn={"jpeg_compressibility": 1.0}, num_epochs=1, eval_freq=0)
     how |= dict(sample__sde_type=sde_type, sample__noise_level=0.3 if sde_type == "dance" else 0.7)
     variants = ",guard" if objective == "guard" else ""
     folder = train(f"pickscore_{model}{branches}{variants}", tmp_path, **how)
@@ -146,6 +146,7 @@ def test_the_twins_smoke_runs_need_nothing_that_is_not_shipped(script, tmp_path)
         f"--config={file_of(script)}:{script.replace('train', 'pickscore')}{online},smoke",
     ]
     command += [f"--config.output_dir={tmp_path}", "--config.num_epochs=1", "--config.train.ema_interval=1"]
+    command += ["--config.eval.num_prompts=2", "--config.eval.num_steps=2"]
     done = warm.run(command)
     assert done.returncode == 0, done.stderr[-2000:]
     (folder,) = tmp_path.iterdir()

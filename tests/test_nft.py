@@ -108,7 +108,9 @@ def settings(weight, warmup):
 
 
 def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
-    how = dict(train__reference_interval=2, train__reference_guidance_scale=3.0, keep_checkpoints=9, eval_freq=0)
+    how = dict(
+        train__reference_interval=2, train__reference_guidance_scale=3.0, save_freq=1, keep_checkpoints=9, eval_freq=0
+    )
     folder = train(NAME, tmp_path, num_epochs=2, train__beta=1.0, **how)
     first, _, later, _ = (line["reference_distance"] for line in lines_of(folder, "update"))
     assert first > 0.01  # the gain of guidance
@@ -130,7 +132,9 @@ def stored(folder, epoch):
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
 @pytest.mark.parametrize("schedule", [0, 1, 2])
 def test_the_old_policy_follows_its_schedule(schedule, rank, tmp_path):
-    how = dict(train__old_decay_schedule=schedule, lora__rank=rank, train__learning_rate=1e-3, keep_checkpoints=9)
+    how = dict(
+        train__old_decay_schedule=schedule, lora__rank=rank, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9
+    )
     folder = train(NAME, tmp_path, num_epochs=3, eval_freq=0, **how, **PLAIN)
     states = [stored(folder, epoch) for epoch in (1, 2, 3)]
     names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
@@ -170,7 +174,7 @@ def test_no_log_prob_is_in_its_metrics_and_an_average_image_moves_nothing(tmp_pa
 
 @pytest.mark.parametrize("interval", [0, 3])
 def test_a_resumed_run_logs_what_an_unbroken_one_logs(interval, tmp_path):
-    how = dict(train__reference_interval=interval)
+    how = dict(train__reference_interval=interval, eval_freq=3)
     whole = train(NAME, tmp_path / "whole", num_epochs=3, **how)
     train(NAME, tmp_path / "parts", num_epochs=1, **how)
     parts = train(NAME, tmp_path / "parts", num_epochs=3, resume_from="latest", **how)

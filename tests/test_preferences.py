@@ -260,7 +260,7 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
 
 
 def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
-    data = few_prompts(tmp_path / "data", 64)
+    data = few_prompts(tmp_path / "data", 40)
     whole = prepare(NAME, tmp_path / "whole", dataset=data, preferences__part_size=2)
     command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
     command += [f"--config.preferences.path={tmp_path / 'parts'}", f"--config.dataset={data}"]

@@ -80,6 +80,51 @@ def test_both_kinds_of_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "stored", "texts"),
+    [
+        ("train.txt", b"\xef\xbb\xbfa\r\nb\n", ["a", "b"]),
+        ("train.txt", "a\u2028b\nc\u0085d\ne\x0bf\ng\x1ch\x0ci\n\U0001f600".encode(), None),
+        ("train_metadata.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}', ["a", "b"]),
+        ("train_metadata.jsonl", '{"prompt": "a\u2028b\u0085c"}\n{"prompt": "\\ud83d\\ude00"}'.encode(), None),
+    ],
+)
+def test_only_line_feeds_end_lines_and_a_byte_order_mark_is_no_text(file, stored, texts, tmp_path):
+    (tmp_path / file).write_bytes(stored)
+    if texts is None:
+        lines = stored.decode().split("\n")
+        texts = [json.loads(line)["prompt"] for line in lines] if file.endswith("jsonl") else lines
+    assert [prompt.text for prompt in load_prompts(str(tmp_path), "train")] == texts
+
+
+@pytest.mark.parametrize(
+    ("file", "stored", "problem"),
+    [
+        ("train.txt", "a\ncaf\u00e9\n".encode("latin-1"), "line 2: byte 0xe9 is not UTF-8"),
+        ("train.txt", "a\nb\n".encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
+        (
+            "train_metadata.jsonl",
+            b'{"prompt": "a"}\n{"prompt": "a", "tag": ["\\ud800"]}',
+            "line 2: half of a surrogate pair",
+        ),
+        ("train_metadata.jsonl", b"[" * 200_000, r"line 1: nested too deeply: '\[+"),
+        ("train_metadata.jsonl", b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "line 1: not JSON"),
+        ("train_metadata.jsonl", b'{"prompt": "' + b"a" * 10**6, "line 1: not JSON"),
+    ],
+)
+def test_what_is_no_text_names_file_and_line_in_a_short_message(file, stored, problem, tmp_path):
+    (tmp_path / file).write_bytes(stored)
+    with pytest.raises(ValueError, match=problem) as error:
+        load_prompts(str(tmp_path), "train")
+    assert str(tmp_path / file) in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_data_sets_name_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match=r"config\.dataset is 'a+.*too long"):
+        load_prompts("a" * 300, "train")
+
+
+@pytest.mark.parametrize(
     ("file", "text", "problem"),
     [
         ("train_metadata.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import warm
 from safetensors.torch import load_file
-from small import lines_of, train
+from small import FEW, lines_of, train
 from two_ranks import launch
 
 from flow_grpo import fsdp_utils
@@ -25,8 +25,8 @@ NUM_KILLS, NUM_EPOCHS = 5, 8
 def command(output_dir):
     script = "scripts/train_qwenimage_pr.py"
     how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
-    how["eval.num_prompts"] = 4  # as in this process's runs
-    flags = [f"--config.{key}={value}" for key, value in how.items()]
+    how = FEW | how | dict(save_freq=1, sample__num_branches=3)  # but for the checkpoints, as in this process's runs
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
 
 
@@ -41,8 +41,8 @@ def best_of(folder):
     """Everything in best/. The LoRA file's tensors alone: its header lists the adapted layers in no fixed order."""
     files = {path.name: path for path in (folder / "best").iterdir()}
     tensors = load_file(files.pop("pytorch_lora_weights.safetensors"))
-    texts = {name: path.read_text() for name, path in files.items()}
-    return texts, {name: tensor.tolist() for name, tensor in tensors.items()}
+    others = {name: path.read_bytes() for name, path in files.items()}
+    return others, {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
 def writes(folder, since):

@@ -15,7 +15,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 
 CPU, IMAGES = torch.device("cpu"), torch.full((2, 3, 8, 8), 0.5)
-HANGS = "import threading\n\n\ndef load(device):\n    return lambda *_: threading.Event().wait()\n"
+HANGS = "import threading\n\n\ndef load(device):\n    return lambda *_: threading.Event().wait(20)\n"
 
 
 def submit(the_pool):

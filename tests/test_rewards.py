@@ -27,6 +27,37 @@ def test_a_flat_image_compresses_best_and_an_image_alone_as_in_a_batch():
     assert score(images(3), ["a"] * 3, [{}] * 3)[1] == score(images(3)[1:2], ["a"], [{}])[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata", "says"),
+    [
+        ("geneval", {}, 'geneval needs metadata with "include"'),
+        ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
+        ("image_similarity", {"reference": 5}, "needs the path"),
+    ],
+)
+def test_prompts_that_a_reward_cannot_score_are_refused_by_their_metadata(name, metadata, says):
+    good = {"include": [{"class": "dog", "count": 1}], "reference": "a.png"}
+    rewards.check_prompts([name], ["a", "b"], [good, good])
+    with pytest.raises(ValueError, match=rf"{says}.*'b{{40,}}\.\.\.b+' has not"):
+        rewards.check_prompts([name], ["a", "b" * 5000], [good, metadata])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("pickscore", {"model": 5}, r"config\.reward\.args\.pickscore\.model is 5; it must be str"),
+        ("ocr", {"threads": 1.5}, r"ocr\.threads is 1\.5; it must be int \| None"),
+        ("ocr", {"threads": True}, r"ocr\.threads is True"),
+        ("pickscore", {"models": "a"}, r"pickscore: models unknown; it takes model, processor"),
+    ],
+)
+def test_options_of_another_type_are_refused(name, options, says):
+    rewards.check_options("ocr", {"threads": None})
+    rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
+    with pytest.raises(ValueError, match=says):
+        rewards.check_options(name, options)
+
+
 def test_watched_rewards_are_measured_on_request_and_do_not_count():
     pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
     metadata = [{"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}] * 3
@@ -73,7 +104,7 @@ def test_two_rewards_by_gdpo_with_a_third_watched(name, tmp_path):
 def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     """The gradient is the unfiltered one over the share of groups that are kept: zero advantages add nothing to it."""
     how = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=8, train__updates_per_epoch=1)
-    how |= dict(train__max_grad_norm=1e9, train__clip_range=1.0)
+    how |= dict(train__max_grad_norm=1e9, train__clip_range=1.0, sample__num_images_per_prompt=2)
     plain, filtered = (train(name, tmp_path / str(f), train__filter_groups=f, **how) for f in (False, True))
     (epoch,), (before,), (after,) = lines_of(plain, "epoch"), lines_of(plain, "update"), lines_of(filtered, "update")
     share = 1 - epoch["reward/zero_std_share"]
@@ -99,7 +130,7 @@ def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):
         "reward_fn.ocr": 1.0,
         "reward_fn.jpeg_compressibility": 0.5,
         "reward_fn.shapes": 0.0,
-        "eval.num_prompts": 2,
+        "eval_freq": 0,
         "num_epochs": 1,
     }
     command += [f"--config.{key}={value}" for key, value in how.items()]

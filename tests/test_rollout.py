@@ -169,7 +169,7 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
             found.means += 1e-3
         return found
 
-    settings = dict(num_epochs=1, eval_freq=0)
+    settings = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=1)
     right = lines_of(train(name + how, tmp_path / "right", train__old_log_prob="recompute", **settings))
     monkeypatch.setattr(sampling, "from_trace", wrong)
     spoilt = lines_of(train(name + how, tmp_path / "spoilt", **settings), "update")

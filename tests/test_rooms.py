@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PATCH = "diffusers_patch."
 ROOMS = {  # module -> the flow_grpo modules it may import
     "rng": set(),
+    "quoting": set(),
     "batching": set(),
     "losses": set(),
     "advantages": set(),
@@ -27,6 +28,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "compiled": set(),
     "distributed": set(),
     "fsdp_utils": {"distributed", "stored_weights"},
+    "finite": {"distributed", "fsdp_utils"},
     "offload": {"fsdp_utils"},
     "ema": {"offload"},
     "rewards": set(),
@@ -60,33 +62,43 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("rewards", "scoring", "scoring.client", "scoring.processes", "scoring.settings", "scoring.wire"),
         "scoring.threads",
     },
-    "scoring.pool": {"scoring.client", "scoring.scorers"},
+    "scoring.pool": {"finite", "scoring.client", "scoring.scorers"},
     "health": set(),
     "forward": set(),
-    "image_pairs": {PATCH + "size"},
+    "image_pairs": {"prompts", PATCH + "size"},
     "windows": {"rng"},
     "prompts": {"rng", "shipped"},
-    "policies": {"float8", "fsdp_utils", "offload", "rng", *(PATCH + n for n in ("condition", "flow_model", "size"))},
+    "policies": {
+        "finite",
+        "float8",
+        "fsdp_utils",
+        "offload",
+        "rng",
+        *(PATCH + n for n in ("condition", "flow_model", "size")),
+    },
     "embeddings": {PATCH + "condition"},
     "preferences": {"prompts", PATCH + "condition", PATCH + "size"},
     "rollout": {"batching", "losses", "rng"},
     "metrics": set(),
     "pixels": set(),
     "trackers": set(),
-    "dashboards": {"metrics", "pictures", "pixels", "trackers"},
+    "report": {"command_line", "health", "metrics", "pictures", "settings"},
+    "dashboards": {"metrics", "pictures", "pixels", "report", "trackers"},
     "checkpoints": {"distributed", "fsdp_utils", "ema", "stored_weights"},
     "best": {"checkpoints", "distributed"},
     "evaluation": {
         *("estimates", "distributed", "prompts", "rng", "scoring.pool", PATCH + "denoise_with_logprob"),
         *(PATCH + name for name in ("flow_model", "sample_with_logprob", "sampling_params", "size")),
     },
-    "saving": {"best", "checkpoints", "distributed", "fsdp_utils", "offload", "policies"},
+    "saving": {"best", "checkpoints", "distributed", "finite", "fsdp_utils", "offload", "policies"},
     "estimates": set(),
     "candidates": {"best", "fsdp_utils", "policies", "settings", "shipped", PATCH + "flow_model"},
     "measuring": {"best", "evaluation", "saving"},
     "watching": {"distributed", "health", "optimization", "saving"},
     "optimization": {
+        "checkpoints",
         "distributed",
+        "finite",
         "fsdp_utils",
         "losses",
         "offload",
@@ -110,7 +122,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("checks", "scoring.pool", "scoring.settings", "settings", "trackers", "watching"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
-    "loop": {"distributed", "evaluation", "measuring", "run", "saving", "watching"},
+    "publishing": {"best", "policies", "report", "shipped"},
+    "loop": {"publishing", "distributed", "fsdp_utils", "evaluation", "measuring", "run", "saving", "watching"},
     "diffusers_patch": set(),
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
@@ -135,6 +148,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         for model in ("qwenimage", "sd3", "flux")
     },
 }
+ANYWHERE = "diffusers_patch", "quoting"  # any room may import them: a name alone, and how messages quote values
 OUTSIDE = {  # packages that live in one room
     "wandb": {"trackers"},
     "torch.utils.tensorboard": {"trackers"},
@@ -144,6 +158,7 @@ OUTSIDE = {  # packages that live in one room
     "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
     "uvicorn": {"scoring.listening"},
     "pyarrow": {"preferences", "image_pairs"},
+    "jinja2": {"publishing", "report"},
     "scipy": {"rewards.shapes"},
     "rapidocr": {"rewards.ocr"},
 }
@@ -169,7 +184,7 @@ def imports(path):
 
 def rooms_in(names):
     ours = {name.removeprefix("flow_grpo.") for name in names if name.startswith("flow_grpo.")}
-    return {name for name in ours if name in ROOMS and name != "diffusers_patch"}
+    return {name for name in ours if name in ROOMS and name not in ANYWHERE}
 
 
 def test_every_module_has_a_room():

@@ -5,6 +5,7 @@ by python and by torchrun, are in test_scripts.py and test_ranks.py.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -59,12 +60,12 @@ PARENT = Parent()
 class Started:
     """One command; what subprocess.Popen offers, with output in files."""
 
-    def __init__(self, command, env=None):
+    def __init__(self, command, env=None, cwd=ROOT):
         self.returncode = None
         self.files = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
         env = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"} | dict(os.environ if env is None else env)
         words, files = [str(part) for part in command], [str(path) for path in self.files]
-        self.pid = PARENT.ask(command=words, env=env, files=files)
+        self.pid = PARENT.ask(command=words, env=env, files=files, cwd=str(cwd))
 
     def poll(self):
         if self.returncode is None:
@@ -99,9 +100,9 @@ class Started:
         return result
 
 
-def run(command, env=None, timeout_s=300.0):
+def run(command, env=None, timeout_s=300.0, cwd=ROOT):
     """Run `[program, argument, ...]` to its end."""
-    return Started(command, env).done(timeout_s)
+    return Started(command, env, cwd).done(timeout_s)
 
 
 def torchrun(command, env=None, num_ranks=2, timeout_s=300.0):
@@ -122,7 +123,7 @@ def torchrun(command, env=None, num_ranks=2, timeout_s=300.0):
     return [rank.done() for rank in ranks]
 
 
-def fork(command, env, files):
+def fork(command, env, files, cwd):
     """The child's process id. The child does not come back: it is the command."""
     child = os.fork()
     if child:
@@ -130,6 +131,7 @@ def fork(command, env, files):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = command
@@ -164,6 +166,8 @@ def serve():
     import evaluate  # noqa: F401
     import small  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # as in conftest.py
     running = set()
     for line in sys.stdin:
         request = json.loads(line)

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 
 from flow_grpo import shipped
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+from flow_grpo.quoting import quoted
 
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
@@ -22,7 +23,7 @@ def pipeline_name(folder: str) -> str:
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
-        raise ValueError(f"config.model {folder!r} is no diffusers folder and no hub id: {error}") from error
+        raise ValueError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {error}") from error
 
 
 def transformer_folder(folder: str) -> Path:
@@ -116,7 +117,7 @@ def check_lengths(prompts: list[str], length: Callable[[str], int], width: int) 
     """Raises ValueError for a prompt whose `length` in tokens is over `width`."""
     for prompt in prompts:
         if (tokens := length(prompt)) > width:
-            raise ValueError(f"a prompt has {tokens} tokens, over config.text_tokens = {width}: {prompt!r}")
+            raise ValueError(f"a prompt has {tokens} tokens, over config.text_tokens = {width}: {quoted(prompt)}")
 
 
 def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device):

@@ -14,6 +14,8 @@ import inspect
 import math
 import os
 import pkgutil
+import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flow_grpo.quoting import quoted
+
 CONNECTION = ("token_file", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+MOST = 1e9  # size of a weight
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
@@ -58,10 +63,13 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
     for name in {**weights, **dict.fromkeys(watched)}:
         if name not in known() and name not in served:
             near = difflib.get_close_matches(name, known(), cutoff=0)
-            raise ValueError(f"no reward {name!r} in flow_grpo/rewards; nearest: {', '.join(near)}")
+            key = f"config.{'reward_fn' if name in weights else 'eval.rewards'}"
+            raise ValueError(f"{key}: no reward {quoted(name)} in flow_grpo/rewards; nearest: {', '.join(near)}")
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ValueError(f"config.reward_fn.{name} is {weight!r}; its weight must be a finite number")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
+            raise ValueError(
+                f"config.reward_fn.{name} is {quoted(weight)}; its weight must be a number from {-MOST:g} to {MOST:g}"
+            )
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -73,9 +81,26 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"config.reward.args.{name}: {', '.join(unknown)} unknown; it takes {', '.join(takes) or 'none'}"
         )
+    for key, value in options.items():
+        if key in takes and not _fits(value, takes[key].annotation):
+            raise ValueError(
+                f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {_words(takes[key].annotation)}"
+            )
     needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
     if needed:
         raise ValueError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether an option is of its parameter's type. An int may stand for a float; other annotations allow anything."""
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if not all(isinstance(kind, type) for kind in kinds) or annotation is inspect.Parameter.empty:
+        return True
+    return type(value) in kinds or (float in kinds and type(value) is int) or kinds == (object,)
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def check_prompts(names: Iterable[str], prompts: list[str], metadata: list[dict]) -> None:
@@ -137,7 +162,9 @@ def checked(name: str, values, prompts: list[str]) -> Tensor:
         raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(f"reward {name!r} is {values[bad[0]].item()} for {prompts[bad[0]]!r} ({len(bad)} such images)")
+        raise ValueError(
+            f"reward {name!r} is {values[bad[0]].item()} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
+        )
     return values
 
 

@@ -7,10 +7,25 @@ prompt's demands that are met, in [0, 1]; `_strict` is 1 where all are. Metadata
 import torch
 from torch import Tensor
 
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring.pickled import PickleServer
 from flow_grpo.scoring.wire import check_numbers
 
 RANGE = (0.0, 1.0)
+
+
+def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
+    """Raises ValueError for the first prompt whose metadata are not GenEval's."""
+    for prompt, data in zip(prompts, metadata, strict=True):
+        clauses = data.get("include")
+        known = isinstance(clauses, list) and all(
+            isinstance(c, dict) and {"class", "count"} <= c.keys() for c in clauses
+        )
+        if not clauses or not known:
+            raise ValueError(
+                f'reward geneval needs metadata with "include", a list of objects with "class" and "count", '
+                f"which {quoted(prompt)} has not"
+            )
 
 
 def load(device: torch.device, url: str = "http://127.0.0.1:18085", allow_pickle: bool = False, **server):

@@ -3,16 +3,24 @@
 metadata["reference"] is the reference's path. A copy of it scores 1. The prompt does not count.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from flow_grpo.quoting import quoted
 from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, to_pil
 
 MODEL = "openai/clip-vit-large-patch14"
 RANGE = (-1.0, 1.0)
+
+
+def check_prompts(prompts: Sequence[str], metadata: Sequence[dict]) -> None:
+    """Raises ValueError for the first prompt without a reference."""
+    for prompt, data in zip(prompts, metadata, strict=True):
+        _reference(prompt, data)
 
 
 def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, folder: str = "."):
@@ -48,7 +56,9 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
 def _reference(prompt: str, metadata: dict) -> str:
     reference = metadata.get("reference")
     if not isinstance(reference, str):
-        raise ValueError(f"reward image_similarity needs the path metadata['reference'], which {prompt!r} has not")
+        raise ValueError(
+            f"reward image_similarity needs the path metadata['reference'], which {quoted(prompt)} has not"
+        )
     return reference
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring import wire
 from flow_grpo.scoring.client import Server
 
@@ -27,7 +28,7 @@ def load_judge(
     Raises:
         ValueError: a template without {prompt}, a pattern without a group, an empty scale.
     """
-    find = re.compile(pattern)
+    find = _compiled(pattern)
     if "{prompt}" not in template or find.groups < 1 or not lowest < highest:
         raise ValueError(
             f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
@@ -52,6 +53,13 @@ def load_judge(
         return torch.tensor([future.result() for future in sent])
 
     return score
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
 
 
 def question(image: Tensor, text: str) -> dict:

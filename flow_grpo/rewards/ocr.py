@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.pixels import to_uint8
+from flow_grpo.quoting import quoted
 
 RANGE = (0.0, 1.0)
 SURPLUS_COST = 0.1  # of a character beyond the target's number, in edits
@@ -42,8 +43,8 @@ def target_of(prompt: str, metadata: dict) -> str:
     target = metadata.get("target", " ".join(QUOTED.findall(prompt)))
     if not isinstance(target, str) or not normalise(target):
         raise ValueError(
-            f"reward ocr finds no text to look for in prompt {prompt!r}: put the text in double quotes, "
-            f'or give its metadata a "target" string (it has {metadata.get("target")!r})'
+            f"reward ocr finds no text to look for in prompt {quoted(prompt)}: put the text in double quotes, "
+            f'or give its metadata a "target" string (it has {quoted(metadata.get("target"))})'
         )
     return target
 

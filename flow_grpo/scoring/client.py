@@ -103,6 +103,10 @@ class Server:
             self.noticed_s = now
             notice(f"reward server {self.url}: {why}; each request is repeated for {self.retry_s:g} s")
 
+    def was_noticed(self) -> bool:
+        """Whether it has just been said that the server is away."""
+        return time.monotonic() - self.noticed_s < SIGN_OF_LIFE_S + LONGEST_PAUSE_S
+
     async def _try(self, path: str, request: dict) -> tuple[int, bytes]:
         """Status and body; status 0 for a server that could not be reached or did not answer to the end."""
         try:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flow_grpo import finite
 from flow_grpo.scoring.client import SIGN_OF_LIFE_S, notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, make_scorer
 
@@ -55,6 +56,7 @@ class Pending:
         """name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward failed that may.
 
         Raises:
+            FloatingPointError: an image is not finite.
             RewardFailed: a reward failed that must not.
         """
         if self.scores is None:
@@ -80,14 +82,18 @@ class Pool:
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while max_pending images are under way."""
-        images, names = images.detach(), list(self.scorers) if everything else list(self.weights)
+        images, prompts, names = (
+            images.detach(),
+            list(prompts),
+            list(self.scorers) if everything else list(self.weights),
+        )
         requests = {name: [] for name in names}
         for name in names:
             scorer = self.scorers[name]
             for start in range(0, len(prompts), scorer.settings.batch_size):
                 rows = slice(start, start + scorer.settings.batch_size)
                 requests[name].append((self._send(scorer, images[rows], prompts[rows], metadata[rows]), prompts[rows]))
-        return Pending(partial(self._collect, requests))
+        return Pending(partial(self._collect, requests, finite.images_are(images), prompts))
 
     def _send(
         self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[str], metadata: list[dict]
@@ -115,9 +121,13 @@ class Pool:
                 scorer.check()
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
                 said_s = time.monotonic()
-                notice("waiting: " + "; ".join(filter(None, (scorer.state() for scorer in self.scorers.values()))))
+                if states := [state for scorer in self.scorers.values() if (state := scorer.state())]:
+                    notice(f"waiting: {'; '.join(states)}")
 
-    def _collect(self, requests: dict[str, list[tuple[Future, list[str]]]]) -> dict[str, Tensor]:
+    def _collect(
+        self, requests: dict[str, list[tuple[Future, list[str]]]], are_finite: Tensor, prompts: list[str]
+    ) -> dict[str, Tensor]:
+        finite.check_images(are_finite, prompts)  # first: a reward would see NaN as black, or fail with another reason
         scores = {}
         for name, sent in requests.items():
             for future, _ in sent:

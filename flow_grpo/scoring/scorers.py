@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring import wire
 from flow_grpo.scoring.client import Server
 from flow_grpo.scoring.processes import ServerProcess, start_server
@@ -54,7 +55,7 @@ class Scorer:
             self.last_error = f"{type(error).__name__}: {error}"
             if self.settings.on_failure == "mask":
                 return {"score": torch.full((len(prompts),), torch.nan)}
-            message = f"reward {self.name!r} ({self.address}): {error}; first prompt: {prompts[0]!r}"
+            message = f"reward {self.name!r} ({self.address}): {error}; first prompt: {quoted(prompts[0])}"
             raise RewardFailed(message) from error
 
 
@@ -178,8 +179,9 @@ class RemoteScorer(Scorer):
             raise RewardFailed(f"reward {self.name!r} ({self.address}): {ending}")
 
     def state(self) -> str:
-        """How much it has not answered; "" for nothing."""
-        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
+        """How much it has not answered; "" for nothing, or where the client says that it is away."""
+        waits = self.pending and not self.server.was_noticed()
+        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if waits else ""
 
     def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import httpx
+import torch
 
 from flow_grpo import rewards
+from flow_grpo.quoting import quoted
 from flow_grpo.scoring.client import authorization
 from flow_grpo.scoring.tokens import read_token
 from flow_grpo.settings import BY_KEY, RENAMED, TOKEN_WAYS, check_value
@@ -39,6 +41,9 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
             f"--config.reward.args=\"{{'NAME': {{'url': {settings.url!r}}}}}\""
         )
     args = settings.args.to_dict()
+    for name, overrides in args.items():
+        if not isinstance(overrides, dict):
+            raise ValueError(f"config.reward.args.{name} is {quoted(overrides)}; it must be a dict")
     served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
     rewards.check_rewards(weights, watched, served)
     for name in {**weights, **dict.fromkeys(watched)}:
@@ -49,14 +54,16 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
             _check_server(f"config.reward.args.{name}", reward, options)
         else:
             rewards.check_options(name, options)
-        if name in rewards.REGISTERED and reward.backend == "process":
-            raise ValueError(
-                f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file"
-            )
+        _check_backend(name, reward)
     if args:
         raise ValueError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
         )
+
+
+def _check_backend(name: str, reward: RewardSettings) -> None:
+    if name in rewards.REGISTERED and reward.backend == "process":
+        raise ValueError(f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file")
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
@@ -74,11 +81,23 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     for key, value in reward._asdict().items():
         check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+    check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     if "token" in options:
         raise ValueError(f"config.reward.args.{name}.token {RENAMED['reward.token']}")
     if "url" in options:  # of a server of another kind
         check_url(f"config.reward.args.{name}.url", options["url"])
+
+
+def check_device(name: str, key: str) -> None:
+    """Raises ValueError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
+        raise ValueError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def check_url(key: str, url: Any) -> None:

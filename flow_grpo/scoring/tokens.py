@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from flow_grpo.quoting import quoted
+
 
 def read_token(file: str = "") -> str:
     """The first line of a file, or else the environment's REWARD_TOKEN; "" = none.
@@ -15,10 +17,10 @@ def read_token(file: str = "") -> str:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"no token in {file}: {error}") from error
+        raise ValueError(f"no token in token_file {quoted(file)}: {error}") from error
     if not lines or not lines[0].strip():
-        raise ValueError(f"no token in {file}: its first line is empty")
-    return _checked(lines[0].strip(), file)
+        raise ValueError(f"no token in token_file {quoted(file)}: its first line is empty")
+    return _checked(lines[0].strip(), f"token_file {quoted(file)}")
 
 
 def _checked(token: str, source: str) -> str:

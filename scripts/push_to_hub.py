@@ -1,0 +1,63 @@
+"""Upload a run's weights and their model card to the Hugging Face hub.
+
+    python scripts/push_to_hub.py runs/NAME --repo USER/NAME --dry-run
+    python scripts/push_to_hub.py runs/NAME --repo USER/NAME
+
+The best evaluation's weights, or --weights last. A dry run writes the card and lists the files without any connection;
+read the card before it is public. `hf auth login` first. A repository that is there is added to.
+"""
+
+import argparse
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from flow_grpo import best, candidates, command_line, policies, publishing
+
+PATTERNS = ("README.md", "*.png", policies.LORA_FILE, "adapter_*", "transformer/*")
+
+
+def chosen_folder(run_folder: Path, weights: str) -> Path:
+    """Raises ValueError for what is no run, or has no such weights."""
+    if not candidates.is_run(run_folder):
+        raise ValueError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
+    folder = best.find(run_folder) if weights == "best" else run_folder
+    if folder is None or not ((folder / policies.LORA_FILE).is_file() or (folder / "transformer").is_dir()):
+        raise ValueError(f"{run_folder} has no weights of --weights {weights}; the other ones may be there")
+    return folder
+
+
+def files_of(folder: Path) -> list[Path]:
+    """What is uploaded, without what is only linked."""
+    return sorted(path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file())
+
+
+def main(args: argparse.Namespace, hub: HfApi) -> None:
+    folder = chosen_folder(args.run, args.weights)
+    for notice in publishing.complete(args.run):
+        print(notice)
+    files = files_of(folder)
+    for file in files:
+        print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")
+    if args.dry_run:
+        print(f"nothing was uploaded; {folder / 'README.md'} is the card")
+        return
+    address = hub.create_repo(args.repo, private=args.private, exist_ok=True)
+    names = [str(file.relative_to(folder)) for file in files]
+    hub.upload_folder(repo_id=args.repo, folder_path=folder, allow_patterns=names, commit_message=f"{args.run.name}")
+    print(f"uploaded to {address}")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--repo", required=True, help="USER/NAME")
+    parser.add_argument("--weights", choices=["best", "last"], default="best")
+    parser.add_argument("--private", action="store_true", help="only you can see a repository that is made")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
+    return parser
+
+
+if __name__ == "__main__":
+    with command_line.sentences():
+        main(parser().parse_args(), HfApi())

@@ -1,0 +1,71 @@
+"""Nothing that is not finite is saved, exported or scored, and what a message says of a run is so."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small import train
+
+from flow_grpo import finite, health
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.settings import default_config
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"a": [1.0, 3e38], "b": []}, ""),
+        ({}, ""),
+        ({"a": [1.0], "b": [0.0, NAN], "c": [-INF]}, "2 of 3 tensors hold NaN or infinities, b the first"),
+        ({"a": [NAN], "b": [3e38] * 9}, "1 of 2 tensors hold NaN or infinities, a the first"),
+        ({"a": [INF], "b": []}, "1 of 1 tensors hold NaN or infinities, a the first"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_first_tensor_that_is_not_finite_is_named(values, says, dtype):
+    tensors = {name: torch.tensor(row, dtype=dtype) for name, row in values.items()} | {"step": torch.tensor(3.0)}
+    says = says.replace("of 3", "of 4").replace("of 2", "of 3").replace("of 1", "of 2")
+    assert finite.problem(tensors) == says
+
+
+def test_weights_that_are_spoilt_are_neither_saved_nor_exported(tmp_path, monkeypatch):
+    """By the last update of the second epoch, which no loss sees any more."""
+    plain, calls = torch.optim.AdamW.step, []
+
+    def step(self, *arguments):
+        plain(self, *arguments)
+        calls.append(None)
+        if len(calls) == 4:
+            self.param_groups[0]["params"][-1].data.view(-1)[-1] = NAN
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    first = tmp_path / "shapes_qwenimage_smoke" / "checkpoints" / "epoch_000001"
+    says = rf"after update 4 nothing is saved \(the last checkpoint is {first}\): 2 of \d+ tensors hold NaN"
+    with pytest.raises(FloatingPointError, match=says):
+        train("shapes_qwenimage", tmp_path, eval_freq=0, save_freq=1)
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert all(weight.isfinite().all() for weight in load_file(first / "pytorch_lora_weights.safetensors").values())
+    assert not list(first.parents[1].glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "mask"])
+def test_an_image_that_is_not_finite_is_not_scored(on_failure):
+    settings = default_config().reward
+    settings.on_failure, settings.backend = on_failure, "inline"
+    pool = Pool(torch.device("cpu"), {"jpeg_compressibility": 1.0}, (), settings)
+    images = torch.full((3, 3, 16, 16), 0.5)
+    images[1, 2, 5, 5] = NAN
+    pending = pool.submit(images, ["a", "b" * 5000, "c"], [{}] * 3)
+    with pytest.raises(FloatingPointError, match=r"1 of 3 images hold NaN or infinities, the first of 'b+\.\.\.b+'"):
+        pending.result()
+    assert pool.submit(images[:1], ["a"], [{}]).result()["avg"].isfinite().all()
+
+
+def test_a_sign_of_health_that_is_no_number_is_beyond_its_limit(monkeypatch):
+    limits = default_config().health
+    for value, alarms in ((NAN, ["loss_rise"]), (limits.loss_rise, []), (INF, ["loss_rise"])):
+        monkeypatch.setattr(health, "SIGNS", {"loss_rise": lambda epochs, value=value: health.Sign(value, "it rose")})
+        assert [alarm.name for alarm in health.judge([health.Epoch(0)], limits).alarms] == alarms

@@ -1,0 +1,187 @@
+"""What leaves a run: its LoRA in diffusers and in peft, its card, full weights as a pipeline, an upload."""
+
+import json
+import shutil
+
+import push_to_hub
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from hostile import http_server, send
+from huggingface_hub import HfApi, ModelCard
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from small import ROOT, lines_of, loaded, train
+
+from flow_grpo import publishing, rewards
+from flow_grpo.diffusers_patch.size import Size
+
+TINY = "flow_grpo/assets/tiny_qwenimage"
+LORA = "pytorch_lora_weights.safetensors"
+
+
+def redness(images, prompts, metadata):
+    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with a function as its reward, without a tracker, which keeps the images of its rollouts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards, "REGISTERED", {})
+        rewards.register("redness", redness)
+        how = dict(reward_fn={"redness": 1.0}, logger="none", rollout_images_freq=2, num_epochs=3, eval_freq=2)
+        how |= dict(train__learning_rate=1e-2, eval__rewards=("shapes",))
+        yield train("shapes_qwenimage", tmp_path_factory.mktemp("runs"), **how)
+
+
+def velocity(model):
+    condition, generator = model.encode(["a red circle"]), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        noise = model.noise(Size(64, 64), [generator])
+        return model.velocity(noise, torch.tensor([500.0]), condition, 1.0, Size(64, 64))
+
+
+def test_diffusers_and_peft_load_the_same_adapter_from_the_last_and_the_best_folder(run):
+    base = velocity(loaded("qwenimage", run))
+    for folder in (run, run / "best"):
+        by_diffusers, by_peft = loaded("qwenimage", run), loaded("qwenimage", run)
+        by_diffusers.pipeline.load_lora_weights(folder)
+        PeftModel.from_pretrained(by_peft.pipeline.transformer, folder)
+        assert torch.equal(velocity(by_diffusers), velocity(by_peft))
+        stored = json.loads((folder / "adapter_config.json").read_text())
+        assert (stored["r"], stored["lora_alpha"], stored["base_model_name_or_path"]) == (32, 64, TINY)
+    assert (velocity(by_peft) - base).abs().max() > 1e-3
+
+
+def test_the_card_says_what_was_trained_and_how_good_it_is(run):
+    card = ModelCard.load(run / "README.md")
+    assert card.data.library_name == "diffusers"
+    assert {"lora", "flow-grpo-grpo"} <= set(card.data.tags)
+    tests = lines_of(run, "test")
+    row = next(line for line in card.text.splitlines() if line.startswith("| redness |"))
+    last = [line for line in tests if "test/redness" in line][-1]
+    assert row == f"| redness | {tests[0]['test/redness']:.4g} | {last['test/redness']:.4g} |"
+    best = next(x for x in (run / "best/README.md").read_text().splitlines() if x.startswith("| redness |"))
+    assert best.endswith(f"| {tests[-1]['test_best/redness']:.4g} |")
+    for words in (
+        "rewards and weights | redness 1.0",
+        "| seed | 42 |",
+        "as trained: no averaging had begun",
+        "2505.05470",
+    ):
+        assert words in card.text
+    assert "| `train.learning_rate` | 0.01 |" in card.text
+    assert str(run.parent) not in card.text, "no path of this machine"
+    for folder in (run, run / "best"):
+        assert "![samples](samples.png)" in (folder / "README.md").read_text()
+        assert Image.open(folder / "samples.png").width > 100
+
+
+def test_a_run_keeps_rollout_images_and_its_page_and_knows_all_its_numbers(run):
+    names = sorted(path.name for path in (run / "images").glob("rollout_*.png"))
+    assert names == ["rollout_000000.png", "rollout_000002.png"]
+    cells = json.loads((run / "images/rollout_000002.json").read_text())["cells"]
+    assert len({cell["caption"] for cell in cells}) == len(cells) == 2
+    assert all(float(cell["reward"]) for cell in cells)
+    assert "weight_norm" in (run / "report.html").read_text()
+    norms = [line["weight_norm"] for line in lines_of(run, "epoch")]
+    assert len(set(norms)) == 3
+    assert not (run / "wandb").exists()
+
+
+def test_a_lora_of_zeros_is_said(run, tmp_path):
+    shutil.copytree(run, folder := tmp_path / "run")
+    assert publishing.complete(folder) == []
+    weights = load_file(folder / LORA)
+    untouched = {name: w if ".lora_A." in name else torch.zeros_like(w) for name, w in weights.items()}
+    metadata = {"lora_adapter_metadata": read_metadata(run / LORA), "format": "pt"}
+    save_file(untouched, folder / LORA, metadata=metadata)
+    (notice,) = publishing.complete(folder)
+    assert "changes nothing: all of its B weights are 0" in notice
+    save_file(untouched, folder / "best" / LORA, metadata=metadata)
+    evaluation = json.loads((folder / "best/evaluation.json").read_text())
+    (folder / "best/evaluation.json").write_text(json.dumps(evaluation | {"epoch": 0}))
+    assert "no evaluation was better than the one before training" in publishing.complete(folder)[1]
+
+
+def read_metadata(path):
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    return json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]["lora_adapter_metadata"]
+
+
+def test_full_weights_and_links_to_the_rest_are_a_pipeline(tmp_path):
+    shutil.copytree(ROOT / TINY / "transformer", tmp_path / "transformer")
+    publishing.link_pipeline(tmp_path, TINY)
+    publishing.link_pipeline(tmp_path, TINY)
+    linked = {path.name for path in tmp_path.iterdir() if path.is_symlink()}
+    assert linked == {"scheduler", "text_encoder", "tokenizer", "vae"}
+    assert type(QwenImagePipeline.from_pretrained(tmp_path).vae).__name__ == "AutoencoderKLQwenImage"
+
+
+def test_the_base_models_licence_is_named_from_its_own_card(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: other\nlicense_name: some-licence\nlicense_link: LICENSE.md\n---\n")
+    assert "It names: some-licence." in publishing.licence_text(str(base), "base")
+    assert "It names" not in publishing.licence_text(str(tmp_path), "base")
+
+
+def test_what_a_machine_knows_is_not_on_the_card(run, tmp_path):
+    shutil.copytree(run, folder := tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(
+        embeddings_cache="/home/me/cache", dataset="/home/me/prompts", custom={"note": "a | b\nc", "at": "/x"}
+    )
+    config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    publishing.complete(folder)
+    text = (folder / "README.md").read_text()
+    assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.at`") if word in text] == []
+    assert "| prompts | prompts |" in text
+    assert "| `custom.note` | a \\| b c |" in text
+
+
+def arguments(run, *words):
+    return push_to_hub.parser().parse_args([str(run), "--repo", "me/red", *words])
+
+
+def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
+    push_to_hub.main(arguments(run, "--dry-run"), HfApi(endpoint="http://127.0.0.1:1"))
+    out = capsys.readouterr().out
+    names = {line.split()[-1] for line in out.splitlines() if line.startswith(" ")}
+    adapters = {"adapter_config.json", "adapter_model.safetensors", LORA}
+    assert names == {"README.md", "reward.png", "samples.png", *adapters}
+    assert "nothing was uploaded" in out
+
+
+def test_an_upload_makes_the_repository_and_commits_every_file_once(run):
+    committed = {}
+
+    def answer(handler, body, number):
+        address = "http://" + handler.headers["host"]
+        if handler.path.endswith("/create"):
+            send(handler, {"url": f"{address}/me/red"})
+        elif "/preupload/" in handler.path:
+            modes = [
+                dict(path=file["path"], uploadMode="regular", shouldIgnore=False) for file in json.loads(body)["files"]
+            ]
+            send(handler, {"files": modes})
+        elif "/commit/" in handler.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            committed.update({line["value"]["path"]: line["value"] for line in lines if line["key"] == "file"})
+            send(handler, dict(success=True, commitOid="a" * 40, commitUrl=f"{address}/me/red/commit/a"))
+        else:
+            send(handler, {})
+
+    with http_server(answer) as (address, asked):
+        push_to_hub.main(arguments(run, "--weights=last"), HfApi(endpoint=address, token="hf_test"))
+    assert asked[0] == "/api/repos/create"
+    assert {"README.md", LORA, "adapter_model.safetensors", "adapter_config.json"} < set(committed)
+    assert not [name for name in committed if name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))]
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no run's folder"):
+        push_to_hub.main(arguments(tmp_path), HfApi(endpoint="http://127.0.0.1:1"))

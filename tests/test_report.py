@@ -1,0 +1,254 @@
+"""report.html: what is on the page, that nothing leaves it, and how it behaves in a browser."""
+
+import base64
+import io
+import json
+import shutil
+import socket
+import subprocess
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from small import config_of
+
+from flow_grpo import report
+from flow_grpo.dashboards import Dashboard
+from flow_grpo.metrics import METRICS, explain
+
+NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
+PROMPTS = [NASTY, "a red circle", "two blue squares"]
+LAST = "data-title"
+
+
+class Page(HTMLParser):
+    """A page as lists: its tags with their attributes, the text inside each kind of tag, and the rows of its tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.texts, self.rows = [], [], {}, []
+        self.feed(text)
+        assert [tag for tag in self.open if tag not in ("meta", "img", "input", "link", "br")] == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "img", "input"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        for tag in set(self.open):
+            self.texts[tag][-1] += data
+        if self.rows and {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def draw(seed):
+    return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def record(folder, learning_rate, evaluated):
+    """A run's folder as a run of ten epochs leaves it, evaluated before some of them."""
+    config = config_of("shapes_qwenimage", folder.parent, logger="none", train__learning_rate=learning_rate)
+    config.num_epochs = 10
+    board = Dashboard(folder, config, folder.name, is_main=True)
+    for epoch in range(10):
+        if epoch in evaluated:
+            board.log("eval", {"eval/avg": epoch / 10, "eval/shapes": epoch / 10}, epoch=epoch, step=epoch)
+            scores = dict(zip(PROMPTS, (0.1, 0.2 + epoch / 20, 0.3)))
+            board.log_images(draw(epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores)
+        board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": 2.0}, epoch=epoch, step=epoch)
+        values = {"reward/avg": learning_rate * epoch, "health/update_size": 1.0 * epoch, "time/rollout_s": 2.0}
+        values["health/limits_exceeded"] = float(epoch >= 8)
+        board.log("epoch", values, epoch=epoch, step=epoch)
+    board.finish()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [record(folder / "first", 0.01, [0, 4, 8]), record(folder / "second<b>", 0.02, [0, 8])]
+
+
+@pytest.fixture(scope="module")
+def compared(runs, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    report.main([*map(str, runs), "--out", str(file)])
+    return file
+
+
+def test_a_run_without_a_tracker_leaves_its_own_page(runs):
+    page = Page((runs[0] / "report.html").read_text())
+    assert page.texts["h1"] == ["first"]
+    assert ["first", "10 of 10", "0", "eval/avg", "0", "0.8", "0.8 (after 8 epochs)", "2"] in page.rows
+    assert page.all("input")[0]["max"] == "2"
+
+
+def test_nothing_on_the_page_leaves_it_and_prompts_are_text(compared):
+    text = compared.read_text()
+    page = Page(text)
+    addresses = [a[key] for _, a in page.tags for key in ("src", "href", "xlink:href", "action", "data") if key in a]
+    assert len(addresses) > 20
+    assert [address for address in addresses if not address.startswith(("#", "data:image/webp;base64,"))] == []
+    assert "url(" not in text.replace("url(#", "")
+    assert "@import" not in text
+    assert [len(page.all(tag)) for tag in ("script", "style", "link", "iframe")][0::2] == [1, 0]
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert [caption.strip() for caption in page.texts["figcaption"]].count(f"{NASTY} 0.100") == 5
+    assert page.texts["h1"] == ["first · second<b>"]
+    assert [row for row in page.rows if row[0] == NASTY]
+
+
+def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without_colour(compared):
+    page = Page(compared.read_text())
+    titles = [title for title in page.texts["h3"] if "/" in title or title in (*METRICS, "mine")]
+    for name in ("reward/avg", "eval/avg", "ratio_std", "grad_norm", "health/update_size", "mine"):
+        assert name in titles
+    assert not {"time/rollout_s", "eval/shapes"} & set(titles), "a single reward is the sum"
+    assert any(METRICS["ratio_std"].expect in text for text in page.texts["p"])
+    assert any("which is 10 (- - -)" in text for text in page.texts["p"]), "the limit of health/update_size"
+    assert len(page.all("svg")) == len(titles)
+    panel = compared.read_text().partition("reward/avg over epochs")[2].partition("</svg>")[0]
+    lines = [line for line in panel.split("<path ") if "stroke: #2f6db5" in line or "stroke: #e07b28" in line]
+    assert {"stroke-dasharray" in line for line in lines} == {True, False}
+    assert panel.count(">first<") == panel.count(">second&lt;b&gt;<") == 1
+
+
+def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(compared):
+    page = Page(compared.read_text())
+    assert [(part["min"], part["max"], part["value"]) for part in page.all("input")] == [
+        ("0", "2", "2"),
+        ("0", "1", "1"),
+    ]
+    shown = [attributes for attributes in page.all("div") if LAST in attributes]
+    assert [part[LAST] for part in shown] == [f"after {n} epochs" for n in (0, 4, 8, 0, 8)]
+    assert ["hidden" in part for part in shown] == [True, True, False, True, False]
+    picture = page.all("img")[4]["src"].partition("base64,")[2]  # the second prompt's, after 4 epochs
+    mean = Image.open(io.BytesIO(base64.b64decode(picture))).resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
+    torch.testing.assert_close(torch.tensor(mean) / 255, draw(4)[1].mean((1, 2)), atol=0.02, rtol=0)
+
+
+def test_tables_say_prompts_settings_phases_and_alarms(compared):
+    page = Page(compared.read_text())
+    assert ["a red circle", "0.200", "0.600"] in page.rows
+    first_rows = [after[0] for row, after in pairwise(page.rows) if row[0] == "prompt"]
+    assert first_rows == ["a red circle", NASTY] * 2, "best and worst of each run"
+    assert ["setting", "default", "first", "second<b>"] in page.rows
+    assert ["train.learning_rate", "0.0003", "0.01", "0.02"] in page.rows
+    assert not [row for row in page.rows if row[0] in ("seed", "output_dir", "train.beta")]
+    assert ["time/rollout_s", "2", "2"] in page.rows
+    sentence, other = page.texts["li"]
+    assert other.startswith("second<b>, epochs 9 to 10: ")
+    assert sentence.startswith("first, epochs 9 to 10: ")
+    assert "config.health" in sentence
+
+
+def test_a_token_is_no_setting_to_be_shown(runs, tmp_path):
+    shutil.copytree(runs[0], folder := tmp_path / "first")
+    config = json.loads((folder / "config.json").read_text())
+    config["reward"]["args"] = {"judge": {"token": "secret-word", "model": "large"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    report.main([str(folder)])
+    text = (folder / "report.html").read_text()
+    assert "reward.args.judge.model" in text
+    assert "secret-word" not in text
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no run's folder"):
+        report.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("reward/avg", "reward/avg"),
+        ("reward/ocr", "reward/<name>"),
+        ("reward/ocr_group_std", "reward/<name>_group_std"),
+        ("eval/std_error", "eval/std_error"),
+        ("health/loss_rise", "health/<limit>"),
+        ("test/shapes_accuracy/colors", "test/<name>/<tag>"),
+        ("parity/step_3_clip_fraction", "parity/step_<n>_<name>"),
+        ("rewards", None),
+    ],
+)
+def test_a_name_has_the_row_that_fits_it_best(name, key):
+    assert (explain(name) or (None,))[0] == key
+
+
+@contextmanager
+def browser(width):
+    """A headless Chromium of a phone's or a desk's width: (command, path, body) -> what its driver answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    driver = subprocess.Popen([shutil.which("chromedriver"), f"--port={port}"], stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            while True:
+                try:
+                    client.get("/status")
+                    break
+                except httpx.TransportError:
+                    assert driver.poll() is None
+            arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            screen = {"deviceMetrics": {"width": width, "height": 900, "pixelRatio": 1.0}}
+            options = {"args": arguments, "mobileEmulation": screen, "binary": shutil.which("chromium")}
+            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            session = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
+
+            def ask(path, body=None):
+                address = f"/session/{session['sessionId']}/{path}"
+                answer = client.get(address) if body is None else client.post(address, json=body)
+                return answer.raise_for_status().json()["value"]
+
+            yield ask
+            client.delete(f"/session/{session['sessionId']}")
+    finally:
+        driver.terminate()
+        driver.wait()
+
+
+def run_script(ask, code):
+    return ask("execute/sync", {"script": code, "args": []})
+
+
+@pytest.mark.skipif(
+    not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium and chromedriver in the PATH"
+)
+def test_in_a_browser_as_narrow_as_a_phone_the_slider_moves_and_the_console_is_empty(compared):
+    with browser(width=360) as ask:
+        ask("url", {"url": compared.as_uri()})
+        assert run_script(ask, "return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
+        (slider, *_) = ask("elements", {"using": "css selector", "value": "input[type=range]"})
+        shown = (
+            "return [...document.querySelectorAll('.run')[0].querySelectorAll('.images')].map(x => x.offsetHeight > 0)"
+        )
+        assert run_script(ask, shown) == [False, False, True]
+        ask(f"element/{next(iter(slider.values()))}/value", {"text": "\ue012\ue012"})  # the left arrow, twice
+        assert run_script(ask, shown) == [True, False, False]
+        assert run_script(ask, "return document.querySelector('output').textContent") == "after 0 epochs"
+        assert run_script(ask, "return [...document.images].every(x => x.complete && x.naturalWidth > 0)")
+        labels = (
+            "return Math.min(...[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height))"
+        )
+        assert run_script(ask, labels) >= 8, "pixels of the smallest label of a curve"
+        assert ask("se/log", {"type": "browser"}) == []
