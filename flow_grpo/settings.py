@@ -354,11 +354,12 @@ def check_value(setting: Setting, value: Any, key: str) -> None:
         raise ValueError(f"config.{key} is {quoted(value)}; it must be {_kind(setting.default)}")
     if setting.choices and value not in setting.choices:
         raise ValueError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, setting.choices))}")
-    if _is_number(value) and not setting.least <= value <= setting.most:  # NaN compares false
-        raise ValueError(f"config.{key} is {quoted(value)}; it must be from {setting.least:.7g} to {setting.most:.7g}")
-    for text in value if isinstance(value, tuple) else (value,):
-        if isinstance(text, str):
-            _check_text(text, key)
+    for entry in value if isinstance(value, tuple) else (value,):
+        if _is_number(entry) and not setting.least <= entry <= setting.most:  # NaN compares false
+            limits = f"from {setting.least:.7g} to {setting.most:.7g}"
+            raise ValueError(f"config.{key} is {quoted(value)}; it must be {limits}")
+        if isinstance(entry, str):
+            _check_text(entry, key)
     if isinstance(value, ConfigDict):
         _check_dict(value.to_dict(), key)
 

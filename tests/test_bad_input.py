@@ -100,6 +100,7 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
             r"config.embeddings_cache: /proc/nowhere .* cannot be written",
         ),
         (WINDOW, dict(reward__device="cuda:99"), r"config.reward.device of shapes is 'cuda:99', which is not there"),
+        (WINDOW, dict(fsdp__shard_size=7), r"fsdp.shard_size is 7 with config.fsdp.mode 'replicate'"),
         (WINDOW, dict(train__adam_eps=0.0), r"config.train.adam_eps is 0.0; it must be from 1e-20"),
     ],
 )

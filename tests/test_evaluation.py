@@ -162,7 +162,9 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in earlier))
     shutil.rmtree(folder / "checkpoints")
     train(BRANCHES, tmp_path, resume_from=str(folder / "best" / "checkpoint"), **how)
-    assert sorted(path.name for path in (folder / "best").iterdir()) == ["checkpoint", "evaluation.json", LORA_FILE]
+    shared = {"README.md", "adapter_config.json", "adapter_model.safetensors", "reward.png", "samples.png"}
+    names = {path.name for path in (folder / "best").iterdir()}
+    assert names == {"checkpoint", "evaluation.json", LORA_FILE} | shared
     assert lines_of(folder) == before
     assert best.read(folder) == kept
 
