@@ -134,11 +134,12 @@ def main(args: argparse.Namespace) -> int:
             )
 
         records = run(args, say)
-    (args.out / "table.md").write_text(table(records, args))
+    (args.out / "table.md").write_text(table(records, args), errors="backslashreplace")
     print(table(records, args))
     return sum(record.outcome == "bad" for record in records)
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # what was tried may be no text
     os.environ.update(OMP_NUM_THREADS="1", WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
     sys.exit(main(parser().parse_args()) > 0)

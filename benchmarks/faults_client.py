@@ -62,7 +62,7 @@ def is_named(why: str, url: str, expected: bool) -> tuple[bool, str]:
         return False, f"not a reward's error: {why[:300]}"
     if "RewardFailed" in why and not (url in why and "prompt 0" in why):
         return False, f"server or prompt is not named: {why[:300]}"
-    if len(why) > 1500:
+    if len(why) > 2200:
         return False, f"a message of {len(why)} characters: {why[:200]}"
     return True, why[:300]
 

@@ -122,6 +122,9 @@ def start(attempt: Try, folder: Path) -> Running:
     if not pid:
         os.setsid()
         adopt_orphans()
+        output = os.open(folder / "try.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(output, stream)
         verdict = judged(attempt, folder)
         folder.with_suffix(".verdict").write_text(json.dumps(verdict))
         os._exit(0)
