@@ -118,10 +118,14 @@ MOMENTS = {"line": at_a_line, "save": in_a_save, "any": at_any_time}
 
 
 def gone(commands: list[Command], name: str, ranks: int) -> Verdict:
-    """Whether no process is left, and what Ctrl-C and a request to end make a run say."""
-    end = time.monotonic() + GONE_S * (1 if ranks == 1 else 2)
-    while any(command.poll() is None for command in commands) and time.monotonic() < end:
-        time.sleep(0.01)
+    """Whether no process is left, and what Ctrl-C makes a run say. Other ranks are asked to end, as torchrun does it."""
+    ends = time.monotonic() + GONE_S / 3, time.monotonic() + GONE_S
+    for end in ends:
+        while any(command.poll() is None for command in commands) and time.monotonic() < end:
+            time.sleep(0.01)
+        if ranks > 1:
+            for command in commands:
+                command.send(signal.SIGTERM)
     ended = said(commands)
     left = descendants(os.getpid())
     if ended.status is None:

@@ -157,7 +157,8 @@ def named(ended: Ended, name: str) -> Verdict:
     if name in FINE:
         return Verdict(False, f"refused: {ended.last[:300]}")
     starts = [0, *(match.start() for match in re.finditer(ERROR, ended.stderr, re.MULTILINE))]
-    message = ended.stderr[starts[-1] :]
-    if ended.status < 0 or "misbehaved" not in message or len(message) > LONGEST_SENTENCE:
+    message = ended.stderr[starts[-1] :] if len(starts) > 1 else ended.last
+    overflow = name == "all float32" and "nan" in message  # each score is finite, and so is no loss of them
+    if ended.status < 0 or not ("misbehaved" in message or overflow) or len(message) > LONGEST_SENTENCE:
         return Verdict(False, f"status {ended.status}, the reward is not named: {message[:300]}")
     return Verdict(True, f"refused: {message[:300]}")
