@@ -118,7 +118,7 @@ MOMENTS = {"line": at_a_line, "save": in_a_save, "any": at_any_time}
 
 
 def gone(commands: list[Command], name: str, ranks: int) -> Verdict:
-    """Whether no process is left, and what Ctrl-C makes a run say. Other ranks are asked to end, as torchrun does it."""
+    """Whether no process is left, and what Ctrl-C makes a run say. Other ranks are asked to end, as by torchrun."""
     ends = time.monotonic() + GONE_S / 3, time.monotonic() + GONE_S
     for end in ends:
         while any(command.poll() is None for command in commands) and time.monotonic() < end:
