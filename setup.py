@@ -29,6 +29,14 @@ setup(
         "ocr": OCR,
         "hpsv2": ["open_clip_torch>=3.3,<4"],
         "tensorboard": TENSORBOARD,
-        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.5", "setuptools>=77", *OCR, *TENSORBOARD],
+        "test": [
+            "pytest>=9,<10",
+            "hypothesis>=6,<7",
+            "pytest-xdist>=3.8,<4",
+            "ruff==0.17.5",
+            "setuptools>=77",
+            *OCR,
+            *TENSORBOARD,
+        ],
     },
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flow_grpo import checkpoints, distributed
+from flow_grpo import checkpoints, checksums, distributed
 
 NAME, FILE = "best", "evaluation.json"
 STATE = "checkpoint"  # folder of the training state, where config.eval.keep_state asks for it
@@ -74,7 +74,8 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
 
 
 def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Evaluation | None, str]:
-    """Make the folder what it was when a checkpoint was written: evaluations of an abandoned future go.
+    """Make the folder what it was when a checkpoint was written: evaluations of an abandoned future go. Where the
+    checkpoint's copy is damaged, the run is without a best evaluation until the next one.
 
     Args:
         wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
@@ -82,10 +83,9 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Eva
     Returns:
         The best evaluation; and what to tell the user, if anything.
     """
-    distributed.on_main(_restore, run_folder, checkpoint)
-    best = distributed.broadcast_object(read(run_folder) if distributed.is_main() else None)
-    if best is None or best.comparable(wanted):
-        return best, ""
+    problem, best = distributed.on_main(_restore, run_folder, checkpoint)
+    if problem or best is None or best.comparable(wanted):
+        return best, problem
     aside = run_folder / f"{NAME}_epoch_{best.epoch:06d}"
     distributed.on_main(_set_aside, run_folder, aside)
     return None, f"other settings of config.eval than before: the best policy so far is now in {aside}"
@@ -122,16 +122,27 @@ def _start(run_folder: Path, tmp: Path) -> None:
 
 def _publish(run_folder: Path, tmp: Path, evaluation: Evaluation) -> None:
     (tmp / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
+    checksums.write(tmp, {})
     checkpoints.publish(tmp)
     shutil.rmtree(run_folder / f".old-{NAME}", ignore_errors=True)
 
 
-def _restore(run_folder: Path, checkpoint: Path) -> None:
+def _restore(run_folder: Path, checkpoint: Path) -> tuple[str, Evaluation | None]:
+    """What is wrong with the checkpoint's copy, "" for nothing; the best evaluation."""
     tmp, stored = run_folder / f".tmp-{NAME}", checkpoint / NAME
     _start(run_folder, tmp)
     tmp.rmdir()
-    if checkpoint.resolve().is_relative_to((run_folder / NAME).resolve()):
-        return  # the run goes on from its best evaluation
+    of_best = checkpoint.resolve().is_relative_to((run_folder / NAME).resolve())
+    source = run_folder / NAME if of_best else stored
+    if source.is_dir() and (damage := checksums.damage(source)):
+        _set_aside(run_folder, aside := run_folder / f"{NAME}_damaged")
+        return f"{source} is damaged: {damage}; {run_folder / NAME} is now {aside}", None
+    if not of_best:
+        _replace(run_folder, tmp, stored)
+    return "", read(run_folder)
+
+
+def _replace(run_folder: Path, tmp: Path, stored: Path) -> None:
     if stored.is_dir():
         _copy(stored, tmp)
         checkpoints.publish(tmp)
@@ -143,4 +154,5 @@ def _restore(run_folder: Path, checkpoint: Path) -> None:
 
 def _set_aside(run_folder: Path, aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
-    (run_folder / NAME).rename(aside)
+    if (run_folder / NAME).exists():
+        (run_folder / NAME).rename(aside)

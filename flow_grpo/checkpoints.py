@@ -1,34 +1,41 @@
-"""What survives a run: checkpoints to resume from, and exports that diffusers loads.
+"""Checkpoints, to resume a run from.
 
 A checkpoint is a folder `epoch_000010` that appears, complete, in one rename. All ranks write it in parallel, and any
-number of ranks can resume from it. It holds no RNG state: randomness goes by name (see rng.py).
+number of ranks can resume from it. It holds no RNG state: randomness goes by name (see rng.py). It holds no program
+either, as pickled ones did: tensors are safetensors, the rest is JSON, and checksums.json tells damage.
 """
 
 import json
-import logging
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from huggingface_hub import save_torch_state_dict
-from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from flow_grpo import distributed, fsdp_utils, stored_weights
+from flow_grpo import checksums, distributed, fsdp_utils, shards
 from flow_grpo.ema import Ema
 
-logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
+FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose .metadata is a pickle
+STATE = "state"  # folder of the tensors
+NAMES = r"(?:\.old-)?epoch_(\d+)"  # of checkpoints; .old- is one that is being replaced
+KINDS = {int: "a whole number", float: "a number"}
 
 
 class Progress(NamedTuple):
+    """How far a run has come. Its fields' smallest and largest values are in LIMITS."""
+
     epoch: int  # epochs completed
     step: int  # optimizer steps taken
+    learning_rate_factor: float = 1.0  # of the configured one
+    learning_rate_ceiling: float = 1.0  # of this factor, which health.action halves
+    num_roll_backs: int = 0  # by health.action
+
+
+LIMITS = Progress((0, 2**40), (0, 2**40), (0.0, 1.0), (0.0, 1.0), (0, 2**40))
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:
@@ -63,9 +70,8 @@ def _adamw_state(optimizer: torch.optim.AdamW, group: dict[str, Any], p: nn.Para
 def save(
     folder: Path | str,
     state: dict[str, Tensor],
+    progress: Progress,
     *,
-    epoch: int,
-    step: int,
     config: dict[str, Any],
     keep: int = 2,
     extra_files: Callable[[Path], None] | None = None,
@@ -83,19 +89,18 @@ def save(
     if keep < 1:
         raise ValueError(f"keep = {keep} would remove the checkpoint just written; keep at least 1")
     folder = Path(folder)
-    tmp = folder / f".tmp-epoch_{epoch:06d}"
+    tmp = folder / f".tmp-epoch_{progress.epoch:06d}"
     distributed.on_main(_start, folder, tmp)
     try:
-        _write(state, tmp)
+        sums = _write(state, tmp)
         if extra_files is not None:
             extra_files(tmp)
-        progress = {"epoch": epoch, "step": step, "torch": torch.__version__}
-        distributed.on_main(_publish, tmp, progress, config)
+        distributed.on_main(_publish, tmp, progress, config, sums)
     except Exception:
         distributed.on_main(shutil.rmtree, tmp, True)
         raise
-    distributed.on_main(_prune, folder, epoch, keep)
-    return folder / f"epoch_{epoch:06d}"
+    distributed.on_main(_prune, folder, progress.epoch, keep)
+    return folder / f"epoch_{progress.epoch:06d}"
 
 
 def load(
@@ -113,23 +118,75 @@ def load(
     checkpoint = Path(checkpoint)
     if config is not None:
         compare_configs(checkpoint, config, tuple(may_differ))
-    reader = dcp.FileSystemReader(checkpoint)
-    stored = {name: tuple(tensor.size) for name, tensor in reader.read_metadata().state_dict_metadata.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if stored != wanted:
-        names = sorted(name for name, _ in stored.items() ^ wanted.items())
-        differ = ", ".join(f"{name} {stored.get(name, 'absent')} -> {wanted.get(name, 'absent')}" for name in names[:8])
-        raise ValueError(f"{checkpoint} does not fit this run: {len(set(names))} tensors differ: {differ}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        dcp.load(state, storage_reader=reader)
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    return Progress(progress["epoch"], progress["step"])
+    progress = read_progress(checkpoint)
+    shards.read(state, checkpoint / STATE)
+    return progress
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Raises ValueError for what no run has written."""
+    path = checkpoint / "progress.json"
+    stored = read_json(path)
+    if stored.get("format") != FORMAT:
+        raise ValueError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
+    for name, kind in Progress.__annotations__.items():
+        value, (least, most) = stored.get(name), getattr(LIMITS, name)
+        if type(value) not in (kind, int) or not least <= value <= most:
+            raise ValueError(f"{path}: {name!r} is {value!r}, not {KINDS[kind]} from {least} to {most}")
+    return Progress(**{name: kind(stored[name]) for name, kind in Progress.__annotations__.items()})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError for a file that does not hold one JSON object."""
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return stored
+
+
+def choose(path: Path | str) -> tuple[Path | None, list[str]]:
+    """The checkpoint at `path`, or the newest whole one in that folder, every byte of it read and compared with its
+    checksum; None if there is none at all. And a sentence for each damaged one that is passed over.
+
+    Raises:
+        ValueError: all that there are are damaged, or the newest is of an older format.
+    """
+    path = Path(path)
+    candidates = [path] if _is_checkpoint(path) else [checkpoint for _, checkpoint in reversed(_checkpoints(path))]
+    damaged = []
+    for checkpoint in candidates:
+        if not (problem := _problem(checkpoint)):
+            return checkpoint, [f"{sentence}; the run goes on from {checkpoint}" for sentence in damaged]
+        damaged.append(f"{checkpoint} is damaged: {problem}")
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}; resume from another checkpoint, or start a run of another run_name")
+    return None, []
+
+
+def _problem(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, "" for nothing. Raises ValueError for one of another format."""
+    if (checkpoint / ".metadata").exists() and not (checkpoint / checksums.FILE).exists():
+        start = f", or start from its weights with --config.lora.path={checkpoint}"
+        raise ValueError(
+            f"{checkpoint} was written by an earlier version of flow_grpo, with a pickle, which is not read since it "
+            f"may run any program: resume with that version{start if [*checkpoint.glob('*.safetensors')] else ''}"
+        )
+    if problem := checksums.damage(checkpoint):
+        return problem
+    try:
+        read_progress(checkpoint)
+        shards.read_index(checkpoint / STATE)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def compare_configs(checkpoint: Path, config: dict[str, Any], may_differ: tuple[str, ...]) -> None:
     """Raises ValueError with the keys in which a checkpoint's config differs, `may_differ` and all below excepted."""
-    stored, current = json.loads((checkpoint / "config.json").read_text()), json.loads(json.dumps(config))
+    stored, current = read_json(checkpoint / "config.json"), json.loads(json.dumps(config))
     stored, current = dict(_flatten(stored)), dict(_flatten(current))
     keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
     keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in may_differ)]
@@ -147,7 +204,7 @@ def find(folder: Path | str, which: str = "latest") -> Path | None:
     if which == "latest":
         return _newest(Path(folder))
     path = Path(which)
-    checkpoint = path if (path / "progress.json").is_file() else _newest(path)
+    checkpoint = path if _is_checkpoint(path) else _newest(path)
     if checkpoint is None:
         raise ValueError(
             f"no checkpoint at {path}: expected a folder like epoch_000010, or one that holds such folders"
@@ -160,58 +217,32 @@ def named(checkpoint: Path | None) -> str:
     return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
 
 
-def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
-    """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads."""
-    weights = fsdp_utils.full_state_dict(pipeline.transformer)
-    distributed.on_main(_save_lora, pipeline, folder, adapter, weights)
-
-
-def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[str, Tensor]) -> None:
-    layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name=adapter)
-    type(pipeline).save_lora_weights(
-        folder,
-        transformer_lora_layers=layers,
-        # Without it the loader would take alpha = rank.
-        transformer_lora_adapter_metadata=pipeline.transformer.peft_config[adapter].to_dict(),
-    )
-
-
-def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
-    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`."""
-    weights = fsdp_utils.full_state_dict(transformer, trainable_only=False)
-    distributed.on_main(_save_transformer, transformer, Path(folder), weights)
-
-
-def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads(transformer.to_json_string())
-    config["_class_name"] = config["_class_name"].removeprefix("FSDP")  # fully_shard subclasses the transformer's class
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    pattern = stored_weights.WEIGHTS.replace(".", "{suffix}.")
-    save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
-
-
 def _start(folder: Path, tmp: Path) -> None:
     """Clear what a killed save left behind."""
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)
-    tmp.mkdir(parents=True)
+    (tmp / STATE).mkdir(parents=True)
 
 
-def _write(state: dict[str, Tensor], tmp: Path) -> None:
-    """Every rank its own shards. Replicated tensors are written once."""
+def _write(state: dict[str, Tensor], tmp: Path) -> checksums.Sums:
+    """Every rank its own rows; the checksums of all their files."""
+    sums, error = {}, None
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp))
-    except dcp.CheckpointException as error:  # a BaseException, which would pass every handler between here and main
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"rank {rank} could not write {tmp}: {cause}; earlier checkpoints are intact") from cause
+        sums = shards.write(state, tmp / STATE)
+    except OSError as caught:
+        error = caught
+    outcomes = distributed.gather_objects([(sums, str(error or ""))])
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem:
+            raise OSError(f"rank {rank} could not write {tmp / STATE}: {problem}") from error
+    return {f"{STATE}/{name}": value for files, _ in outcomes for name, value in files.items()}
 
 
-def _publish(tmp: Path, progress: dict[str, Any], config: dict[str, Any]) -> None:
+def _publish(tmp: Path, progress: Progress, config: dict[str, Any], sums: checksums.Sums) -> None:
     (tmp / "config.json").write_text(json.dumps(config, indent=2))
-    (tmp / "progress.json").write_text(json.dumps(progress))
+    stored = {"format": FORMAT, **progress._asdict(), "torch": torch.__version__}
+    (tmp / "progress.json").write_text(json.dumps(stored))
+    checksums.write(tmp, sums)
     publish(tmp)
 
 
@@ -240,9 +271,13 @@ def _prune(folder: Path, epoch: int, keep: int) -> None:
             shutil.rmtree(tmp)
 
 
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and bool(re.fullmatch(NAMES, path.name) or (path / "progress.json").is_file())
+
+
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(epoch, folder) of the complete ones, oldest first; one set aside comes before the one that replaces it."""
-    matches = [(re.fullmatch(r"(?:\.old-)?epoch_(\d+)", path.name), path) for path in folder.glob("*")]
+    matches = [(re.fullmatch(NAMES, path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

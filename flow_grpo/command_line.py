@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 from flow_grpo import configs, settings
 
 LONGEST = 2000  # characters of a sentence
+LATEST = "the same command with --config.resume_from=latest goes on from the run's last checkpoint, if it has one"
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 
@@ -27,14 +28,14 @@ def run(
     main: Callable[[ConfigDict], None],
     default: str,
     arguments: Sequence[str] | None = None,
-    after_stop: Callable[[], str] = lambda: "",
+    after_stop: str = LATEST,
 ) -> None:
     """Call a script's main with the config that the command line names.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
         arguments: those of the command line, by default.
-        after_stop: says how to go on after Ctrl-C.
+        after_stop: how to go on after Ctrl-C.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words):
@@ -49,12 +50,12 @@ def run(
 
 
 @contextmanager
-def sentences(after_stop: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray or another
-    rank has ended (1), and after Ctrl-C (130); a bug keeps its traceback.
+def sentences(after_stop: str = "") -> Iterator[None]:
+    """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray, a disk
+    is full or another rank has ended (1), and after Ctrl-C (130); a bug keeps its traceback.
 
     Args:
-        after_stop: says how to go on after Ctrl-C.
+        after_stop: how to go on after Ctrl-C.
     """
     interrupted = []
 
@@ -79,11 +80,11 @@ def sentences(after_stop: Callable[[], str] = lambda: "") -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _stopped(after_stop: Callable[[], str]) -> SystemExit:
+def _stopped(after_stop: str) -> SystemExit:
     """Says so once for all ranks. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
-        _say("; ".join(filter(None, ["stopped by Ctrl-C", after_stop()])))
+        _say("; ".join(filter(None, ["stopped by Ctrl-C", after_stop])))
     return SystemExit(128 + signal.SIGINT)
 
 
@@ -96,7 +97,7 @@ def _say(text: str) -> None:
 
 def _status(error: BaseException) -> int | None:
     """Of a process that ends with an error and a sentence; None for a bug, which keeps its traceback."""
-    if isinstance(error, ValueError | FloatingPointError) and _is_meant_for_the_user(error):
+    if isinstance(error, ValueError | FloatingPointError | OSError) and _is_meant_for_the_user(error):
         return 2 if isinstance(error, ValueError) else 1
     return 1 if _is_of_another_rank(error) else None
 
@@ -107,7 +108,7 @@ def _is_of_another_rank(error: BaseException) -> bool:
     return "RANK" in os.environ and isinstance(error, RuntimeError) and bool(ended)
 
 
-def _is_meant_for_the_user(error: ValueError | FloatingPointError) -> bool:
+def _is_meant_for_the_user(error: ValueError | FloatingPointError | OSError) -> bool:
     """Whether a `raise` statement outside of all libraries made it: neither torch, say, nor Python itself."""
     entry = error.__traceback__
     while entry.tb_next:

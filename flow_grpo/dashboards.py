@@ -9,6 +9,8 @@ import errno
 import functools
 import json
 import math
+import re
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -19,9 +21,18 @@ from pathlib import Path
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import report, trackers
+from flow_grpo import folders, report, trackers
 from flow_grpo.metrics import is_known
-from flow_grpo.pictures import contact_sheet, fit, keep_panel, plot_reward, plot_samples, read_metrics
+from flow_grpo.pictures import (
+    contact_sheet,
+    damaged_lines,
+    fit,
+    keep_panel,
+    plot_reward,
+    plot_samples,
+    read_metrics,
+    read_panel,
+)
 from flow_grpo.pixels import to_uint8
 
 LINE_EVERY_S = 60  # of what takes long, where there is no terminal
@@ -37,10 +48,19 @@ def on_main(method):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            advice = "free some and start the run again: it continues from its last checkpoint"
-            raise OSError(error.errno, f"no space left for the run folder {self.run_dir}; {advice}") from error
+            advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
+            full = OSError(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
+            full.errno = error.errno  # which the sentence need not repeat
+            raise full from error
 
     return call
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bars; nothing for ""."""
+    if text:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
 class Dashboard:
@@ -64,10 +84,25 @@ class Dashboard:
         (self.run_dir / "images").mkdir(parents=True, exist_ok=True)
         config = plain(self.config.to_dict())
         (self.run_dir / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+        self._set_damage_aside()
         if notice := trackers.notice(self.config):
             self.say(notice)
         self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
+
+    def _set_damage_aside(self):
+        """A run goes on without what is damaged; the files are kept under other names."""
+        metrics, id_file, first = (self.run_dir / name for name in ("metrics.jsonl", "wandb_id", "images/first.npz"))
+        if lines := damaged_lines(self.run_dir):
+            numbers = ", ".join(map(str, lines[:8])) + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+            shutil.copy2(metrics, aside := metrics.with_suffix(".damaged.jsonl"))
+            say(f"{metrics}: line {numbers} cannot be read and is left out; the file as it was is {aside}")
+        if id_file.exists() and not re.fullmatch(rb"[\w-]{1,64}", id_file.read_bytes()):
+            id_file.unlink()
+            say(f"{id_file} holds no name of a wandb run: the run goes on as a new one there")
+        if first.exists() and read_panel(first) is None:
+            first.replace(aside := first.with_suffix(".damaged.npz"))
+            say(f"{first} cannot be read and is now {aside}: the next evaluation's images are the first of samples.png")
 
     def _recall(self):
         records = read_metrics(self.run_dir)
@@ -81,8 +116,7 @@ class Dashboard:
     @on_main
     def say(self, text: str) -> None:
         """Print a line above the progress bars."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        say(text)
 
     @on_main
     def truncate(self, epoch: int) -> None:

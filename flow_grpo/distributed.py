@@ -1,7 +1,11 @@
 """Ranks: how they meet, exchange values and agree. The only module that calls torch.distributed's collectives."""
 
+import ctypes
 import os
 import resource
+import signal
+import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -9,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_RAISED = {"ValueError": ValueError, "OSError": OSError}  # by rank 0, and then by all
 
 
 class Ranks(NamedTuple):
@@ -25,10 +31,29 @@ def init_distributed() -> Ranks:
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return Ranks(0, 1, device)
+    end_with_torchrun()
     # gloo beside nccl, so that objects and CPU tensors travel without touching the GPU. The timeout covers the longest
     # one-sided wait: rank 0 writing a checkpoint, or one rank's slow reward server.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
+
+
+def end_with_torchrun() -> None:
+    """On Linux, have the system kill this rank as soon as torchrun has ended: a killed one cannot end its ranks.
+
+    Raises:
+        ValueError: torchrun has ended already, and with it the server by which ranks find each other.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1  # of this process alone: the ones that it forks do not inherit it
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
+        except ConnectionRefusedError as error:
+            raise ValueError("torchrun has ended before this rank began") from error
+        except OSError:
+            pass  # a busy server, or a name that is not known yet: joining says what is wrong
 
 
 def close() -> None:
@@ -48,9 +73,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """This rank's number."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_main() -> bool:
     """Whether this is rank 0."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def node() -> int:
@@ -78,17 +108,20 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def on_main(function: Callable, *args: Any) -> None:
-    """Call on rank 0 while the others wait. An exception there is raised on every rank, so that none waits for ever."""
-    error = None
+def on_main(function: Callable, *args: Any) -> Any:
+    """Call on rank 0 while the others wait; its value, on every rank. An exception there is raised on every rank, so
+    that none waits for ever: a ValueError or an OSError as such, others as a RuntimeError."""
+    value = error = kind = None
     if is_main():
         try:
-            function(*args)
+            value = function(*args)
         except Exception as caught:
             error = caught
-    message = broadcast_object(error and repr(error))
-    if message:
-        raise error or RuntimeError(f"rank 0 raised {message}")
+            kind = next((name for name, base in _RAISED.items() if isinstance(error, base)), "RuntimeError")
+    value, kind, message = broadcast_object((value, kind, error and (str(error) or repr(error))))
+    if kind:
+        raise error or _RAISED.get(kind, RuntimeError)(f"rank 0: {message}")
+    return value
 
 
 def gather(tensor: Tensor) -> Tensor:

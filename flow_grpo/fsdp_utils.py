@@ -9,7 +9,7 @@ all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -184,11 +184,28 @@ def _copy_rows(target: Tensor, source: Any) -> None:
     if not isinstance(target, DTensor):
         target.copy_(source[:])
         return
-    num_ranks, rank = target.device_mesh.size(-1), target.device_mesh.get_local_rank(-1)
-    num_rows = -(-target.shape[0] // num_ranks)  # FSDP2 splits dim 0 like torch.chunk: the last ranks may get none
-    local = target.to_local()
-    if len(local):
-        local.copy_(source[rank * num_rows : rank * num_rows + len(local)])
+    rows = rows_of(target)
+    if len(rows.tensor):
+        rows.tensor.copy_(source[rows.first : rows.first + len(rows.tensor)])
+
+
+class Rows(NamedTuple):
+    """What a rank has of a tensor."""
+
+    tensor: Tensor  # live; the whole one, unless it is sharded
+    first: int  # its first row's number in the whole tensor
+    copy: int  # which of the copies that ranks have of these rows
+    num_copies: int
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """This rank's rows of a tensor in any layout."""
+    if not isinstance(tensor, DTensor):
+        return Rows(tensor, 0, distributed.rank(), distributed.world_size())
+    mesh = tensor.device_mesh
+    num_rows = -(-tensor.shape[0] // mesh.size(-1))  # FSDP2 splits dim 0 like torch.chunk: the last ranks may get none
+    copy, num_copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
+    return Rows(tensor.to_local(), mesh.get_local_rank(-1) * num_rows, copy, num_copies)
 
 
 @torch.no_grad()

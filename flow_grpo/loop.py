@@ -1,6 +1,8 @@
 """What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
 
-from flow_grpo import distributed, fsdp_utils, measuring, publishing, watching
+from pathlib import Path
+
+from flow_grpo import checkpoints, distributed, folders, fsdp_utils, measuring, policies, publishing, watching
 from flow_grpo.evaluation import evaluates
 from flow_grpo.run import Run
 from flow_grpo.saving import export, save
@@ -51,4 +53,14 @@ def finish(run: Run) -> None:
         run.pool.close()
     run.board.finish()
     distributed.on_main(_complete, run)
+    run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
     distributed.close()
+    folders.release(run.folder)
+
+
+def _contents(run_folder: Path) -> list[str]:
+    """What a run left for its user."""
+    checkpoint = checkpoints.find(run_folder / "checkpoints")
+    names = ["best", policies.LORA_FILE, "transformer", "reward.png", "samples.png", "metrics.jsonl"]
+    left = [name for name in names if (run_folder / name).exists()]
+    return left + ([f"checkpoints/{checkpoint.name}"] if checkpoint else [])

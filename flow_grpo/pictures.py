@@ -4,6 +4,8 @@ import io
 import json
 import math
 import textwrap
+import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +27,28 @@ class Sheet(NamedTuple):
 
 
 def read_metrics(run_dir) -> list[dict]:
-    """The whole lines of metrics.jsonl: `kind` a string, everything else a number."""
+    """The whole lines of metrics.jsonl: `kind` a string, everything else a number. Damaged lines are passed over."""
+    return [record for record in map(_record, _lines(run_dir)) if record is not None]
+
+
+def damaged_lines(run_dir) -> list[int]:
+    """Numbers of the whole lines of metrics.jsonl that no run has written."""
+    return [number for number, line in enumerate(_lines(run_dir), start=1) if _record(line) is None]
+
+
+def _lines(run_dir) -> list[bytes]:
     path = Path(run_dir, "metrics.jsonl")
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: float(v) if isinstance(v, str) and k != "kind" else v for k, v in r.items()} for r in records]
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one was cut by a kill, or is empty
+
+
+def _record(line: bytes) -> dict | None:
+    try:
+        stored = json.loads(line.decode())
+        record = {name: value if name == "kind" else float(value) for name, value in stored.items()}
+        whole = {name: value for name, value in stored.items() if type(value) is int}
+        return record | whole if isinstance(record["kind"], str) and math.isfinite(record["epoch"]) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
 def plot_reward(run_dir) -> Path | None:
@@ -120,18 +139,27 @@ def keep_panel(run_dir, pictures: list[Image.Image], captions, rewards, epoch: i
     """Keep an evaluation's pictures as images/last.npz, and as images/first.npz unless an earlier one is there."""
     folder = Path(run_dir, "images")
     panel = dict(pixels=np.stack(pictures), captions=np.array(captions), rewards=np.array(rewards), epoch=epoch)
-    earlier = (folder / "first.npz").exists() and np.load(folder / "first.npz")["epoch"] < epoch
+    first = read_panel(folder / "first.npz")
+    earlier = first is not None and first["epoch"] < epoch
     for name in ["last"] if earlier else ["last", "first"]:
         np.savez_compressed(folder / "scratch.npz", **panel)
         (folder / "scratch.npz").replace(folder / f"{name}.npz")  # a kill must not leave half a panel
 
 
+def read_panel(path: Path) -> dict[str, np.ndarray] | None:
+    """What `keep_panel` kept; None if it is not there, or damaged."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in ("pixels", "captions", "rewards", "epoch")}
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
 def plot_samples(run_dir) -> Path | None:
     """Draw samples.png: each prompt's image at the first and at the last evaluation. None before there is one."""
-    paths = [Path(run_dir, "images", f"{name}.npz") for name in ("first", "last")]
-    if not all(path.exists() for path in paths):
+    panels = [read_panel(Path(run_dir, "images", f"{name}.npz")) for name in ("first", "last")]
+    if None in panels:
         return None
-    panels = [dict(np.load(path)) for path in paths]
     same = [i for i, (a, b) in enumerate(zip(panels[0]["captions"], panels[1]["captions"])) if a == b]
     prompts_per_row = 1 if len(same) <= 4 else 2
     titles = ["", *(f"after {panel['epoch']} epochs" for panel in panels)]

@@ -51,9 +51,9 @@ class Run:
     scheduler: Any  # the rollout's, with timesteps set
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
-    epoch: int = 0  # epochs completed  <- log_epoch, _resume
-    step: int = 0  # optimizer steps taken  <- optimizer_step, _resume
-    saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, _resume
+    epoch: int = 0  # epochs completed  <- log_epoch, resume
+    step: int = 0  # optimizer steps taken  <- optimizer_step, resume
+    saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
@@ -63,8 +63,9 @@ class Run:
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
     learning_rate_factor: float = 1.0  # of the configured one  <- watch, _lower_learning_rate, resume
+    learning_rate_ceiling: float = 1.0  # of this factor: what halving left of it  <- _lower_learning_rate, resume
     num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
-    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, _resume
+    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, resume
     test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
 
     @property

@@ -1,12 +1,15 @@
 """What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from torch import Tensor
 
-from flow_grpo import best, checkpoints, distributed, finite, fsdp_utils, offload, policies
+from flow_grpo import best, checkpoints, distributed, exports, finite, folders, fsdp_utils, offload, policies
 
 if TYPE_CHECKING:
     from flow_grpo.run import Run
@@ -35,16 +38,30 @@ def save(run: "Run") -> None:
             _export(run, folder)
         distributed.on_main(best.link, run.folder, folder)
 
-    with run.board.timed("save"):
+    with run.board.timed("save"), _explained(run.folder):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
     run.saved_epoch = run.epoch
 
 
 def _save_state(run: "Run", folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
     offload.reload_optimizer_state(run.optimizer)
-    config, tensors = run.config.to_dict(), state(run)
+    rates, tensors = (run.learning_rate_factor, run.learning_rate_ceiling), state(run)
     _check_finite(run, tensors)
-    checkpoints.save(folder, tensors, epoch=epoch, step=run.step, config=config, keep=keep, extra_files=extra_files)
+    progress = checkpoints.Progress(epoch, run.step, *rates, run.num_roll_backs)
+    checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
+
+
+@contextmanager
+def _explained(run_folder: Path) -> Iterator[None]:
+    """What cannot be written is an OSError that says how to go on."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not (isinstance(error, OSError) or folders.is_full(error)):
+            raise
+        what = "disk full: " if folders.is_full(error) else ""
+        way_out = "free some space; " if what else ""
+        raise OSError(f"{what}{error}; {way_out}{folders.how_to_go_on(run_folder)}") from error
 
 
 def export(run: "Run", folder: Path) -> None:
@@ -60,9 +77,9 @@ def export(run: "Run", folder: Path) -> None:
 def _export(run: "Run", folder: Path) -> None:
     with run.ema.applied():
         if run.config.lora.rank:
-            checkpoints.save_lora(run.pipeline, folder)
+            exports.save_lora(run.pipeline, folder)
         else:
-            checkpoints.save_transformer(run.pipeline.transformer, folder / "transformer")
+            exports.save_transformer(run.pipeline.transformer, folder / "transformer")
 
 
 def _check_finite(run: "Run", tensors: dict[str, Tensor]) -> None:
@@ -108,7 +125,7 @@ def keep_best(run: "Run", epoch: int, figures: dict[str, float]) -> None:
     """If no evaluation was better, write the averaged weights and the figures to best/."""
     candidate = best_candidate(run, epoch, figures)
     if best.improves(candidate, run.best_evaluation):
-        with run.board.timed("save"):
+        with run.board.timed("save"), _explained(run.folder):
             best.write(run.folder, candidate, partial(_fill_best, run, epoch))
         run.best_evaluation = candidate
 
@@ -116,7 +133,7 @@ def keep_best(run: "Run", epoch: int, figures: dict[str, float]) -> None:
 def load_best_state(run: "Run") -> None:
     """Go back to the training state of the best evaluation, bit for bit, but for the number of epochs and updates."""
     offload.reload_optimizer_state(run.optimizer)
-    folder = checkpoints.find(best.find(run.folder) / best.STATE)
+    folder, _ = distributed.on_main(checkpoints.choose, best.find(run.folder) / best.STATE)
     checkpoints.load(folder, state(run), config=None)
 
 

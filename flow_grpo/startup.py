@@ -11,19 +11,17 @@ from torch import Tensor
 
 from flow_grpo import (
     batching,
-    best,
-    checkpoints,
     checks,
     compiled,
     distributed,
     float8,
+    folders,
     fsdp_utils,
     policies,
     prompts,
+    resuming,
     rewards,
-    settings,
     trackers,
-    watching,
 )
 from flow_grpo.dashboards import Dashboard
 from flow_grpo.diffusers_patch import loading, models
@@ -36,7 +34,6 @@ from flow_grpo.evaluation import evaluates, part_of
 from flow_grpo.metrics import Meter
 from flow_grpo.parity import StepGaps
 from flow_grpo.run import Run
-from flow_grpo.saving import best_candidate, state
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 
@@ -90,10 +87,11 @@ def start(
     if config.sample.merged_precision == "fp8":
         float8.check_device(ranks.device)
     plan = make_plan(config, ranks.world_size)
-    folder, checkpoint = distributed.broadcast_object(_choose_folder(config) if distributed.is_main() else None)
-    run = _load(config, family, ranks, folder, plan, texts, shadows, reference)
-    if checkpoint:
-        _resume(run, checkpoint)
+    place = distributed.on_main(resuming.take_folder, config)
+    with folders.given_back(place.folder):
+        run = _load(config, family, ranks, place.folder, plan, texts, shadows, reference)
+    if place.checkpoint:
+        resuming.resume(run, place.checkpoint)
     run.board.truncate(run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
@@ -297,38 +295,3 @@ def _embedder(
 def _synchronize(device: torch.device) -> Callable | None:
     """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
     return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
-
-
-def _choose_folder(config: ConfigDict) -> tuple[Path, Path | None]:
-    """Where this run writes and what it resumes from. A new run never writes into the folder of an older one.
-
-    Raises ValueError for a checkpoint that is not there, or of another config.
-    """
-    first = Path(config.output_dir, config.run_name or config.name)
-    if config.resume_from not in ("", "latest"):
-        checkpoint = checkpoints.find(first, config.resume_from)
-        checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
-        folder = checkpoint.parents[1]  # of "checkpoints", or of the best evaluation's state
-        return folder.parent if folder.name == best.NAME else folder, checkpoint
-    taken = [first] if first.exists() else []
-    while (following := first.with_name(f"{first.name}-{len(taken) + 1}")).exists():
-        taken.append(following)
-    if config.resume_from == "latest" and taken:
-        checkpoint = checkpoints.find(taken[-1] / "checkpoints")
-        if checkpoint:
-            checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
-        return taken[-1], checkpoint
-    return (following if taken else first), None
-
-
-def _resume(run: Run, checkpoint: Path) -> None:
-    """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    config, may_differ = run.config.to_dict(), settings.may_differ()
-    run.epoch, run.step = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
-    run.saved_epoch = run.epoch
-    if evaluates(run.config):
-        candidate = best_candidate(run, run.epoch, {})
-        run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)
-        if notice:
-            run.board.say(notice)
-    watching.resume(run)

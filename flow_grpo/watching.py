@@ -28,20 +28,16 @@ def watch(run: "Run", epoch: int) -> None:
     run.alarms = verdict.alarms
     if run.config.train.target_update_size:
         run.learning_rate_factor *= distributed.broadcast_object(_steering(run) if distributed.is_main() else None)
-        run.learning_rate_factor = min(run.learning_rate_factor, 1.0)
+        run.learning_rate_factor = min(run.learning_rate_factor, run.learning_rate_ceiling)
     run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
     run.epoch_figures["health/learning_rate_factor"] = run.learning_rate_factor
 
 
 def resume(run: "Run") -> None:
-    """Take up the history of metrics.jsonl, and what earlier actions have left of the learning rate."""
+    """Take up the history of metrics.jsonl."""
     lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
     run.history = health.by_epoch(lines, run.config)
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    factor = epochs[-1]["health/learning_rate_factor"] if epochs else 1.0
-    num_roll_backs = sum("health/rolled_back_to" in line for line in epochs)
-    run.learning_rate_factor, run.num_roll_backs = distributed.broadcast_object((factor, num_roll_backs))
 
 
 def _judge(run: "Run", epoch: int) -> health.Verdict:
@@ -70,6 +66,7 @@ def _only_say(run: "Run") -> str:
 
 def _lower_learning_rate(run: "Run") -> str:
     run.learning_rate_factor /= 2
+    run.learning_rate_ceiling = run.learning_rate_factor
     return f"it halves the learning rate, to {optimization.learning_rate(run):.3g}"
 
 

@@ -294,5 +294,5 @@ def parser():
 
 
 if __name__ == "__main__":
-    with command_line.sentences():
+    with command_line.sentences("it has written no table"):
         main(parser().parse_args())

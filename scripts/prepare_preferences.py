@@ -279,4 +279,4 @@ def main(config):
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo", after_stop=lambda: "the same command goes on with it")
+    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo", after_stop="the same command goes on with it")

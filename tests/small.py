@@ -11,6 +11,7 @@ import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
 from build_random_pipeline import build
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from flow_grpo import configs
@@ -107,6 +108,12 @@ def exported(folder):
     names = "pytorch_lora_weights.safetensors", "transformer/diffusion_pytorch_model.safetensors"
     (path,) = [folder / name for name in names if (folder / name).is_file()]
     return path
+
+
+def stored(folder, epoch):
+    """All tensors of a checkpoint that one rank wrote."""
+    files = (folder / "checkpoints" / f"epoch_{epoch:06d}" / "state").iterdir()
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def lines_of(folder, kind=None):

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from small import config_of, train
 
-from flow_grpo import checkpoints, rewards
+from flow_grpo import checkpoints, checksums, rewards
 from flow_grpo.scoring.scorers import RewardFailed
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
@@ -167,7 +167,9 @@ def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(w
     checkpoint = tmp_path / config.name / "checkpoints" / "epoch_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(config.to_dict()))
-    (checkpoint / "progress.json").write_text(json.dumps({"epoch": 1, "step": 2}))
+    progress = {"format": checkpoints.FORMAT, **checkpoints.Progress(1, 2)._asdict()}
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    checksums.write(checkpoint, {})
     with pytest.raises(ValueError, match=r"another config \(lora\.rank: 32 -> 4, train\.beta: 0\.0 -> 0\.5\)"):
         train(WINDOW, tmp_path, model=weightless, resume_from="latest", train__beta=0.5, lora__rank=4)
 
@@ -211,5 +213,5 @@ def test_an_advantage_that_overflows_moves_no_weight_and_spoils_no_checkpoint(na
     assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     after = {key: tensor.clone() for key, tensor in state.items()}
-    assert checkpoints.load(checkpoint, state, config=run.config.to_dict()) == (1, 2)
+    assert checkpoints.load(checkpoint, state, config=run.config.to_dict()) == checkpoints.Progress(1, 2)
     torch.testing.assert_close(after, state, rtol=0, atol=0)

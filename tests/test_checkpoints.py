@@ -5,7 +5,9 @@ Under torchrun this file is two ranks that train, save and resume; with "saves",
 
 import json
 import os
+import pickle
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -18,7 +20,7 @@ import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, distributed, fsdp_utils, offload
+from flow_grpo import checkpoints, checksums, distributed, exports, fsdp_utils, offload, shards
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -29,9 +31,9 @@ def start(weights, mesh=None, lora=True):
     return transformer, optimizer_of(transformer), ema_of(transformer)
 
 
-def save(folder, run, epoch, **how):
-    how = dict(step=epoch, config=CONFIG) | how
-    return checkpoints.save(folder, checkpoints.training_state(*run), epoch=epoch, **how)
+def save(folder, run, epoch, *, step=None, config=CONFIG, **how):
+    progress = checkpoints.Progress(epoch, epoch if step is None else step)
+    return checkpoints.save(folder, checkpoints.training_state(*run), progress, config=config, **how)
 
 
 def resume(checkpoint, run, config=CONFIG, **how):
@@ -76,11 +78,11 @@ def two_ranks(folder, lora):
     train(*run[:2], range(3, 5), run[2])
     seen["unbroken"] = whole(run)
     if lora:
-        checkpoints.save_lora(pipeline_of(run[0]), folder / "export")
+        exports.save_lora(pipeline_of(run[0]), folder / "export")
     else:
-        checkpoints.save_transformer(run[0], folder / "transformer")
+        exports.save_transformer(run[0], folder / "transformer")
     fresh = start(folder / "base", mesh, lora)
-    assert resume(checkpoint, fresh) == (1, 1)
+    assert resume(checkpoint, fresh)[:2] == (1, 1)
     seen["loaded"] = whole(fresh)
     train(*fresh[:2], range(3, 5), fresh[2])
     seen["resumed"] = whole(fresh)
@@ -107,10 +109,23 @@ def full_disk_on_rank_1(folder, rank):
         return str(error)
 
 
+def replicated(folder, rank):
+    """Two ranks that hold the same weights write half of them each, and read what one rank wrote."""
+    run = start(folder / "base")
+    train(*run[:2], range(2), run[2])
+    checkpoint = save(folder / "replicated", run, 1)
+    written, layouts = whole(run), [None, fsdp_utils.make_mesh("shard", torch.device("cpu"))]
+    others = [start(folder / "base", mesh) for mesh in layouts]
+    for other in others:
+        resume(folder / "one" / "epoch_000001", other)
+    return {"checkpoint": str(checkpoint), "written": written, "of one": [whole(other) for other in others]}
+
+
 def main(folder):
     rank = distributed.init_distributed().rank
     seen = {lora: two_ranks(folder, lora) for lora in (True, False)}
     seen["full disk"] = full_disk_on_rank_1(folder, rank)
+    seen["replicated"] = replicated(folder, rank)
     seen["offloaded"] = saved_while_offloaded(folder)
     torch.save(seen, folder / f"rank{rank}.pt")
     distributed.barrier()
@@ -122,7 +137,7 @@ def saves_until(folder, first, last):
     """Checkpoints number first, first + 1, ..., two to an epoch so that every second one replaces its predecessor."""
     for n in range(first, last):
         state = {"a": torch.full((40_000,), n, dtype=torch.int64), "b": torch.tensor(n)}
-        checkpoints.save(folder, state, epoch=n // 2, step=n, config=CONFIG)
+        checkpoints.save(folder, state, checkpoints.Progress(n // 2, n), config=CONFIG)
         (folder / "n").write_text(str(n))
         (folder / "n").rename(folder / "completed")
 
@@ -167,6 +182,9 @@ def saves(folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     base(folder / "base")
+    one = start(folder / "base")
+    train(*one[:2], range(2), one[2])
+    save(folder / "one", one, 1)
     launch(__file__, folder)
     return folder
 
@@ -196,6 +214,30 @@ def test_two_sharded_ranks_resume_on_one(folder, ranks, lora):
     torch.testing.assert_close(whole(run), ranks[0][lora]["unbroken"], atol=1e-5, rtol=0)
 
 
+def test_a_checkpoint_of_one_rank_is_read_by_two_in_either_layout(folder, ranks):
+    one = start(folder / "base")
+    resume(folder / "one" / "epoch_000001", one)
+    assert all(same(read, whole(one)) for rank in ranks for read in rank["replicated"]["of one"])
+
+
+def test_ranks_with_the_same_weights_write_about_half_of_them_each_and_one_reads_all(folder, ranks):
+    state = Path(ranks[0]["replicated"]["checkpoint"], "state")
+    sizes = {path.name: path.stat().st_size for path in state.iterdir()}
+    assert sorted(sizes) == ["rank_0000_0000.safetensors", "rank_0001_0000.safetensors"]
+    assert max(sizes.values()) < 1.1 * min(sizes.values())
+    one = start(folder / "base")
+    resume(state.parent, one)
+    assert same(whole(one), ranks[1]["replicated"]["written"])
+
+
+def test_rows_that_are_missing_are_noticed_without_checksums(ranks, tmp_path):
+    state = shutil.copytree(Path(ranks[0][True]["checkpoint"], "state"), tmp_path / "state")
+    assert len(shards.read_index(state)) > 10
+    (state / "rank_0001_0000.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"{state} does not hold all rows of "):
+        shards.read_index(state)
+
+
 def test_sharded_averages_leave_no_trace(ranks):
     assert all(rank[lora]["restored"] for rank in ranks for lora in (True, False))
 
@@ -210,7 +252,7 @@ def test_resume_is_bitwise(folder, tmp_path, steps):
     unbroken, resumed = start(folder / "base"), start(folder / "base")
     train(*unbroken[:2], range(steps), unbroken[2])
     checkpoint = save(tmp_path, unbroken, 4, step=steps)
-    assert resume(checkpoint, resumed) == (4, steps)
+    assert resume(checkpoint, resumed)[:2] == (4, steps)
     for run in (unbroken, resumed):
         train(*run[:2], range(steps, steps + 3), run[2])
     assert same(whole(resumed), whole(unbroken))
@@ -251,6 +293,100 @@ def test_offloaded_moments_cannot_be_saved_by_mistake(ranks):
     assert all("reload_optimizer_state" in rank["offloaded"] for rank in ranks)
 
 
+TENSORS = {"a": torch.arange(300.0).view(100, 3), "b": torch.tensor(7), "c": torch.ones(5, dtype=torch.float64)}
+
+
+def small(folder, epoch, **fields):
+    return checkpoints.save(folder, TENSORS, checkpoints.Progress(epoch, epoch, **fields), config=CONFIG, keep=9)
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 64
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_chosen(tmp_path):
+    damages = {
+        "state/rank_0000_0000.safetensors": [flip_a_bit, lambda path: path.write_bytes(path.read_bytes()[:-8])],
+        "progress.json": [lambda path: path.write_text(""), flip_a_bit],
+        "config.json": [Path.unlink],
+        "checksums.json": [Path.unlink, lambda path: path.write_text("[1]"), lambda path: path.write_text("[" * 10**5)],
+    }
+    older = small(tmp_path / "run", 1)
+    for name, ways in damages.items():
+        for damage in (*ways, lambda path: path.write_bytes(b"")):
+            newest = small(tmp_path / "run", 2)
+            damage(newest / name)
+            checkpoint, (sentence,) = checkpoints.choose(tmp_path / "run")
+            assert checkpoint == older
+            assert sentence.startswith(f"{newest} is damaged: {name}")
+            with pytest.raises(ValueError, match=f"{newest} is damaged: {name}"):
+                checkpoints.choose(newest)
+    flip_a_bit(older / "config.json")
+    with pytest.raises(ValueError, match=f"{newest} is damaged: .*; {older} is damaged: config.json"):
+        checkpoints.choose(tmp_path / "run")
+    assert checkpoints.choose(tmp_path / "nowhere") == (None, [])
+
+
+class Program:
+    """Its pickle is a program that makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_pickle_in_a_checkpoint_is_read(tmp_path):
+    checkpoint = small(tmp_path, 1)
+    for name in (".metadata", "state/.metadata", "state/__0_0.distcp"):
+        (checkpoint / name).write_bytes(pickle.dumps(Program(tmp_path / "ran")))
+    assert checkpoints.choose(checkpoint) == (checkpoint, [])
+    checkpoints.load(checkpoint, {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, config=CONFIG)
+    (checkpoint / "checksums.json").unlink()
+    for path in (checkpoint, tmp_path):
+        with pytest.raises(ValueError, match=f"{checkpoint} was written by an earlier version of flow_grpo"):
+            checkpoints.choose(path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("epoch", value) for value in (-3, 1.5, True, "1", None, float("nan"), 2**50)),
+        *(("learning_rate_factor", value) for value in (1.5, -0.5, "1", float("nan"))),
+        ("format", 3),
+    ],
+)
+def test_progress_that_no_run_made_is_refused(tmp_path, field, value):
+    checkpoint = small(tmp_path, 1)
+    path = checkpoint / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    checksums.write(checkpoint, {})
+    with pytest.raises(ValueError, match=f"{path}.*{field}"):
+        checkpoints.choose(checkpoint)
+
+
+def test_what_halving_left_of_the_learning_rate_is_in_the_checkpoint(tmp_path):
+    fields = dict(learning_rate_factor=0.1, learning_rate_ceiling=1 / 3, num_roll_backs=2)
+    checkpoint = small(tmp_path, 1, **fields)
+    assert checkpoints.read_progress(checkpoint) == checkpoints.Progress(1, 1, **fields)
+
+
+def test_a_state_of_many_files_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "FILE_BYTES", 100)
+    checkpoint = small(tmp_path, 1)
+    assert len(list((checkpoint / "state").iterdir())) == 2
+    read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    checkpoints.load(checkpoint, read, config=CONFIG)
+    assert same(read, TENSORS)
+    next((checkpoint / "state").iterdir()).unlink()
+    with pytest.raises(ValueError, match=r"does not fit this run: \d tensors differ: . "):
+        checkpoints.load(checkpoint, read, config=CONFIG)
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -278,9 +414,7 @@ def test_a_run_that_went_back_abandons_its_future(folder, tmp_path):
 
 def test_extra_files_appear_with_the_checkpoint_or_not_at_all(folder, tmp_path):
     run = start(folder / "base")
-    checkpoint = save(
-        tmp_path, run, 1, extra_files=lambda path: checkpoints.save_lora(pipeline_of(run[0]), path / "lora")
-    )
+    checkpoint = save(tmp_path, run, 1, extra_files=lambda path: exports.save_lora(pipeline_of(run[0]), path / "lora"))
     assert (checkpoint / "lora" / "pytorch_lora_weights.safetensors").is_file()
     with pytest.raises(KeyError):
         save(tmp_path, run, 2, extra_files=lambda path: {}["no such export"])
@@ -307,7 +441,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_loadable(tmp_path):
     assert [kill["killed"] for kill in log] == [-signal.SIGKILL] * 12
     assert [kill["loads"] for kill in log] == [True] * 12
     assert sum(bool(kill["leftovers"]) for kill in log) >= 3, "the kills must hit saves"
-    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, epoch=10**6, step=1, config=CONFIG)
+    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, checkpoints.Progress(10**6, 1), config=CONFIG)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -321,11 +455,16 @@ def test_a_replaced_checkpoint_stays_until_its_successor_is_there(folder, tmp_pa
 def test_diffusers_loads_the_exported_adapter_alpha_included(folder, ranks, tmp_path, source):
     run = start(folder / "base")
     if source == "one rank":
-        checkpoints.save_lora(pipeline_of(run[0]), tmp_path)
+        exports.save_lora(pipeline_of(run[0]), tmp_path)
     else:
         tmp_path = folder / "export"
         for name, p in fsdp_utils.trainable_parameters(run[0]).items():
             p.data.copy_(ranks[0][True]["unbroken"][f"model/{name}"])
+        exports.save_lora(pipeline_of(run[0]), folder / "again")
+        first, second = (
+            (path / "pytorch_lora_weights.safetensors").read_bytes() for path in (tmp_path, folder / "again")
+        )
+        assert first == second, "equal weights make equal files, in another process too"
     pipeline = pipeline_of(QwenImageTransformer2DModel.from_pretrained(folder / "base"))
     with torch.no_grad():
         plain = velocity(pipeline.transformer, ROWS)
@@ -338,7 +477,7 @@ def test_diffusers_loads_the_exported_adapter_alpha_included(folder, ranks, tmp_
 def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
     expected = {name.removeprefix("model/"): t for name, t in ranks[0][False]["unbroken"].items() if "model/" in name}
     run = start(folder / "transformer", lora=False)
-    checkpoints.save_transformer(run[0], tmp_path)
+    exports.save_transformer(run[0], tmp_path)
     for export in (folder / "transformer", tmp_path):
         loaded = QwenImageTransformer2DModel.from_pretrained(export)
         assert same(dict(loaded.named_parameters()), expected)

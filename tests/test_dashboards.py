@@ -122,6 +122,14 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     resumed.close()
 
 
+def test_a_damaged_name_of_the_wandb_run_is_removed_and_a_whole_one_stays(tmp_path, capsys):
+    for name, stays in ((b"", False), (b"a/b", False), (b"\xff", False), (b"1f00cafe", True)):
+        (tmp_path / "wandb_id").write_bytes(name)
+        Dashboard(tmp_path, ConfigDict(CONFIG | dict(logger="none")), "red", is_main=True)
+        assert (tmp_path / "wandb_id").exists() == stays
+        assert (str(tmp_path / "wandb_id") in capsys.readouterr().out) != stays
+
+
 def test_a_name_that_nobody_explained_is_logged_and_listed_once_at_the_end(tmp_path, board, capsys):
     for step in range(2):
         board.log("update", {"awfm_weight": 0.5, "loss": 1.0}, epoch=0, step=step)
@@ -313,6 +321,6 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, board):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"no space left for the run folder .*last checkpoint") as caught:
+    with pytest.raises(OSError, match=r"disk full: no space left for the run folder .* no checkpoint yet") as caught:
         board.log("update", {"loss": 0.0}, epoch=0, step=0)
     assert caught.value.errno == errno.ENOSPC

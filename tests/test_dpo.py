@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import train_qwenimage_dpo as script
-from small import config_of, few_prompts, lines_of, prepare, train
+from small import config_of, few_prompts, lines_of, prepare, stored, train
 
 from flow_grpo import preferences, rng
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
@@ -80,13 +79,6 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
     other = script.read(run, source.train, 1)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))
-
-
-def stored(folder, epoch):
-    reader = dcp.FileSystemReader(folder / "checkpoints" / f"epoch_{epoch:06d}")
-    tensors = {name: torch.empty(t.size) for name, t in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(tensors, storage_reader=reader)
-    return tensors
 
 
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])

@@ -7,9 +7,8 @@ import shutil
 import pytest
 import recorded_runs
 import torch
-import torch.distributed.checkpoint as dcp
 from ml_collections import ConfigDict
-from small import lines_of, train
+from small import lines_of, stored, train
 
 from flow_grpo import health, watching
 from flow_grpo.settings import BY_KEY
@@ -283,12 +282,16 @@ def test_a_run_with_an_alarm_stops_with_everything_saved(tmp_path):
 
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_path):
     how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12, sample__num_prompts_per_epoch=1)
+    how |= dict(train__target_update_size=1e6)  # which raises the rate whenever it may
     whole = train(NAME, tmp_path / "whole", **how)
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
     assert factors == [1 / 2] * 10 + [1 / 4] * 2
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))
     parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
     assert lines_of(parts) == lines_of(whole)
+    (parts / "metrics.jsonl").unlink()  # with the pause, but not with the rate
+    train(NAME, tmp_path / "parts", **how | dict(resume_from="latest", num_epochs=13))
+    assert lines_of(parts, "epoch")[0]["health/learning_rate_factor"] == 1 / 8
 
 
 def test_updates_above_the_target_size_lower_the_rate_and_smaller_ones_raise_it_again_up_to_the_configured_one(
@@ -314,15 +317,6 @@ def test_updates_above_the_target_size_lower_the_rate_and_smaller_ones_raise_it_
     assert lines_of(copied) == lines_of(whole)
 
 
-def stored(folder):
-    tensors = {
-        name: torch.empty(tensor.size)
-        for name, tensor in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    }
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
-    return tensors
-
-
 def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_one_does_the_same(tmp_path):
     how = dict(health__action="roll_back", health__grad_norm_spike=1e-3, save_freq=1, keep_checkpoints=9)
     how |= dict(num_epochs=3, train__learning_rate=1e-2)
@@ -330,7 +324,7 @@ def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_o
     epochs = lines_of(whole, "epoch")
     assert [line.get("health/rolled_back_to") for line in epochs] == [0, None, None]
     assert [line["health/learning_rate_factor"] for line in epochs] == [1 / 2] * 3
-    first, second = (stored(whole / "checkpoints" / f"epoch_{epoch:06d}") for epoch in (1, 2))
+    first, second = (stored(whole, epoch) for epoch in (1, 2))
     adapters = [name for name in first if name.startswith("model/") and "lora_B" in name]
     assert adapters
     assert not any(first[name].any() for name in first if name.startswith("optimizer/"))  # as before the first update

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import train_qwenimage_nft as script
-from small import config_of, lines_of, train
+from small import config_of, lines_of, stored, train
 
 from flow_grpo import checks, losses, policies, startup
 from flow_grpo.rollout import concat
@@ -120,13 +119,6 @@ def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
     assert names
     for state, name in itertools.product(states, names):
         assert torch.equal(state[f"reference/{name}"], state[f"model/{name}"])
-
-
-def stored(folder, epoch):
-    reader = dcp.FileSystemReader(folder / "checkpoints" / f"epoch_{epoch:06d}")
-    tensors = {name: torch.empty(t.size) for name, t in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(tensors, storage_reader=reader)
-    return tensors
 
 
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])

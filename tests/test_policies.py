@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
 
-from flow_grpo import checkpoints, fsdp_utils, policies
+from flow_grpo import exports, fsdp_utils, policies
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 
 TINY = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"
@@ -148,7 +148,7 @@ def test_an_adapters_first_weights_follow_from_seed_and_name():
 def test_a_saved_adapter_is_where_the_next_run_starts(tmp_path):
     first = pipeline_with(lora())
     move(first.transformer)
-    checkpoints.save_lora(first, tmp_path)
+    exports.save_lora(first, tmp_path)
     adapter = lora(path=tmp_path)
     policies.check_lora(adapter)
     second = pipeline_with(adapter, seed=1)

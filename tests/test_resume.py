@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import warm
-from safetensors.torch import load_file
-from small import FEW, lines_of, train
+from small import FEW, lines_of, stored, train
 from two_ranks import launch
 
 from flow_grpo import fsdp_utils
@@ -38,11 +36,8 @@ def started(folder, process):
 
 
 def best_of(folder):
-    """Everything in best/. The LoRA file's tensors alone: its header lists the adapted layers in no fixed order."""
-    files = {path.name: path for path in (folder / "best").iterdir()}
-    tensors = load_file(files.pop("pytorch_lora_weights.safetensors"))
-    others = {name: path.read_bytes() for name, path in files.items()}
-    return others, {name: tensor.tolist() for name, tensor in tensors.items()}
+    """Everything in best/, byte for byte, but the card, which quotes settings that may differ."""
+    return {path.name: path.read_bytes() for path in (folder / "best").iterdir() if path.name != "README.md"}
 
 
 def writes(folder, since):
@@ -136,6 +131,40 @@ def test_resuming_with_another_config_names_the_settings(tmp_path):
     assert json.loads((folder / "config.json").read_text())["num_epochs"] == 2
 
 
+def test_damage_is_named_and_costs_an_epoch_at_most(tmp_path, capfd):
+    folder = train(NAME, tmp_path, num_epochs=2, save_freq=1)
+    before, (first, newest) = lines_of(folder), sorted((folder / "checkpoints").iterdir())
+    for path in [next((newest / "state").iterdir()), next((first / "best").glob("*.safetensors"))]:
+        flip_a_bit(path)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"kind": "epoch"}\n')
+    cut(folder / "images" / "first.npz")
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"{newest} is damaged: state/rank_0000_0000.safetensors: the bytes are not"):
+        train(NAME, tmp_path, resume_from=str(newest))
+    train(NAME, tmp_path, resume_from="latest", num_epochs=2)
+    said = capfd.readouterr().out
+    assert f"{newest} is damaged: " in said
+    assert f"the run goes on from {first}" in said
+    assert f"{first / 'best'} is damaged: " in said
+    for name in ("metrics.damaged.jsonl", "images/first.damaged.npz", "best_damaged"):
+        assert str(folder / name) in said
+        assert (folder / name).exists()
+    assert lines_of(folder, "update") == [line for line in before if line["kind"] == "update"]
+    assert (folder / "best").is_dir()
+    assert (folder / "samples.png").is_file()
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def test_latest_with_nothing_there_is_a_new_run(tmp_path):
     folder = train(NAME, tmp_path, resume_from="latest", num_epochs=1, eval_freq=0)
     assert len(lines_of(folder, "epoch")) == 1
@@ -157,10 +186,7 @@ def test_fp16_resumes_with_the_loss_scale_it_had(tmp_path, monkeypatch):
     parts = train("shapes_qwenimage", tmp_path / "parts", num_epochs=2, resume_from="latest", **how)
     assert lines_of(whole, "update")[0]["grad_norm"] == "inf"
     assert lines_of(whole) == lines_of(parts)
-    scales = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
-    for scale, folder in zip(scales, (whole, parts)):
-        reader = dcp.FileSystemReader(folder / "checkpoints" / "epoch_000002")
-        dcp.load({"loss_scale": scale}, storage_reader=reader)
+    scales = [stored(folder, epoch=2)["loss_scale"] for folder in (whole, parts)]
     assert scales[0] == scales[1]
     assert 2.0**15 < scales[0] < 2.0**15.1
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from small import ENV, ROOT, config_of, file_of, lines_of, train
+from small import ENV, ROOT, config_of, file_of, lines_of, stored, train
 from test_ranks import assert_complete
 
 from flow_grpo import prompts, rng
@@ -125,12 +124,10 @@ def test_golden_first_losses(name, tmp_path):
 def test_the_averaged_weights_are_exported_not_the_last_ones(tmp_path):
     folder = train(BRANCHES, tmp_path, eval_freq=0)
     exported = load_file(folder / "pytorch_lora_weights.safetensors")
-    reader = dcp.FileSystemReader(folder / "checkpoints" / "epoch_000002")
-    stored = {key: torch.empty(tensor.size) for key, tensor in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(stored, storage_reader=reader)
+    state = stored(folder, epoch=2)
     names = {key: key.removeprefix("transformer.").replace(".weight", ".default.weight") for key in exported}
-    assert all(torch.equal(tensor, stored[f"ema/{names[key]}"]) for key, tensor in exported.items())
-    moved = [not torch.equal(tensor, stored[f"model/{names[key]}"]) for key, tensor in exported.items()]
+    assert all(torch.equal(tensor, state[f"ema/{names[key]}"]) for key, tensor in exported.items())
+    moved = [not torch.equal(tensor, state[f"model/{names[key]}"]) for key, tensor in exported.items()]
     assert sum(moved) > len(moved) / 2  # the last block's text stream has no gradient
 
 

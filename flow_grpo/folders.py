@@ -1,0 +1,145 @@
+"""A run's folder: one run takes it and holds it until its process ends. The only module that locks files."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+LOCK = ".lock"
+WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
+FULL = errno.ENOSPC, errno.EDQUOT
+
+_held: dict[Path, TextIO] = {}  # the system takes a lock back when its file is closed, at the latest by its end
+
+
+def take(first: Path) -> Path:
+    """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
+    folder, number = first, 1
+    while not make(folder):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def make(folder: Path) -> bool:
+    """Make a folder; False if it is there already.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError as error:
+        if folder.parent.is_dir():
+            return False
+        raise ValueError(f"config.output_dir: {folder.parent} is no folder") from error
+    except OSError as error:
+        raise ValueError(f"config.output_dir: {folder} cannot be made: {error.strerror}") from error
+    return True
+
+
+def newest(first: Path) -> Path | None:
+    """The last of `first`, NAME-2, NAME-3 and so on; None if there is none."""
+    folder, number = None, 1
+    while (following := first if number == 1 else first.with_name(f"{first.name}-{number}")).is_dir():
+        folder, number = following, number + 1
+    return folder
+
+
+def lock(folder: Path) -> str:
+    """Keep other processes out of a folder until this one ends or calls `release`.
+
+    Returns:
+        What to tell the user: "", or that this file system has no locks.
+
+    Raises:
+        ValueError: another process holds it; with its host and its process id.
+    """
+    folder = folder.resolve()
+    release(folder)  # one process never writes two runs into one folder
+    end = time.monotonic() + WAIT_S
+    try:
+        while (file := _open_locked(folder)) is None:
+            if time.monotonic() > end:
+                raise ValueError(_refusal(folder))
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.flush()
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR):
+            raise ValueError(f"{folder} cannot be written: {error.strerror}") from error
+        if error.errno in FULL:
+            raise ValueError(f"disk full: no space left for {folder}; free some and start again") from error
+        return f"{folder}: its file system has no locks ({error.strerror}): see that no other run writes there"
+    _held[folder] = file
+    return ""
+
+
+def _open_locked(folder: Path) -> TextIO | None:
+    """The folder's lock file, locked; None while another process holds it."""
+    file = (folder / LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+    except BlockingIOError:
+        pass
+    except OSError:
+        file.close()
+        raise
+    file.close()  # another process holds it, or has removed the file that it held
+    return None
+
+
+def _refusal(folder: Path) -> str:
+    try:
+        holder = json.loads((folder / LOCK).read_text())
+        who, host = f"process {holder['pid']} on {holder['host']}", holder["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        who, host = "another process", socket.gethostname()
+    away = "" if host == socket.gethostname() else f". If that machine is gone, remove {folder / LOCK}"
+    return f"{who} is writing to {folder}: stop it or wait for its end, or start a run of another run_name{away}"
+
+
+def release(folder: Path) -> None:
+    """Let other processes in."""
+    if file := _held.pop(folder.resolve(), None):
+        file.close()
+
+
+@contextmanager
+def given_back(folder: Path) -> Iterator[None]:
+    """If the block fails: release the folder that this process holds. If nothing was written to it, it is removed, and
+    the folder around it too where that is empty then."""
+    try:
+        yield
+    except BaseException:
+        if folder.resolve() in _held and [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
+            with suppress(OSError):
+                folder.parent.rmdir()
+        release(folder)
+        raise
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a disk is full, or a user's share of it; safetensors says so in words alone."""
+    return bool(re.search(rf"(Errno|os error) ({'|'.join(map(str, FULL))})\b", str(error)))
+
+
+def how_to_go_on(run_folder: Path) -> str:
+    """The flag that continues a run that ended, as part of a sentence."""
+    folder = run_folder / "checkpoints"
+    if any(folder.glob("epoch_*")):
+        return f"the same command with --config.resume_from={folder} goes on from its last checkpoint"
+    return "it has no checkpoint yet, so the same command starts anew"

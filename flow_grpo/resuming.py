@@ -1,0 +1,65 @@
+"""Where a run writes, and what it goes on from."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ml_collections import ConfigDict
+
+from flow_grpo import best, checkpoints, dashboards, folders, settings, watching
+from flow_grpo.evaluation import evaluates
+from flow_grpo.saving import best_candidate, state
+
+if TYPE_CHECKING:
+    from flow_grpo.run import Run
+
+
+class Place(NamedTuple):
+    """Where a run writes and what it goes on from."""
+
+    folder: Path
+    checkpoint: Path | None
+
+
+def take_folder(config: ConfigDict) -> Place:
+    """Where this run writes, locked, and what it resumes from. A new run never writes into the folder of an older one.
+
+    Raises ValueError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
+    not there, is damaged, or is of another config.
+    """
+    first, which = Path(config.output_dir, config.run_name or config.name), config.resume_from
+    if which in ("", "latest"):
+        folder = folders.newest(first) if which else folders.take(first)
+        if folder is None:
+            folders.make(folder := first)
+        which = which and folder / "checkpoints"
+    else:
+        folder = _folder_of(checkpoints.find(first, which))
+    unlocked = folders.lock(folder)
+    checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
+    if checkpoint:
+        checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
+    goes_on = f"goes on from {checkpoint.name}" if checkpoint else "begins"
+    for line in [unlocked, *damaged, f"the run {goes_on} in {folder}"]:
+        dashboards.say(line)
+    return Place(folder, checkpoint)
+
+
+def _folder_of(checkpoint: Path) -> Path:
+    """The run's, whose "checkpoints", or best evaluation's state, a checkpoint lies in."""
+    folder = checkpoint.parents[1]
+    return folder.parent if folder.name == best.NAME else folder
+
+
+def resume(run: "Run", checkpoint: Path) -> None:
+    """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
+    config, may_differ = run.config.to_dict(), settings.may_differ()
+    progress = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
+    run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
+    run.learning_rate_factor, run.learning_rate_ceiling = progress.learning_rate_factor, progress.learning_rate_ceiling
+    run.num_roll_backs = progress.num_roll_backs
+    if evaluates(run.config):
+        candidate = best_candidate(run, run.epoch, {})
+        run.best_evaluation, notice = best.restore(run.folder, checkpoint, candidate)
+        if notice:
+            run.board.say(notice)
+    watching.resume(run)

@@ -1,0 +1,142 @@
+"""One run, one folder, one writer."""
+
+import errno
+import os
+import select
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Barrier
+
+import pytest
+from safetensors import SafetensorError
+from small import train
+
+from flow_grpo import distributed, folders
+
+NAME = "shapes_qwenimage"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(folders, "WAIT_S", 0.0)
+
+
+@contextmanager
+def child(function):
+    """A fork that runs it and then waits for its end; its process id, and the end of a pipe that it keeps open."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+            os.write(writing, b"!")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 1) == b"!"
+        yield pid, reading
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+def take_at_once(first, together):
+    together.wait()
+    return folders.take(first)
+
+
+def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
+    for attempt in range(20):
+        together = Barrier(8)
+        first = tmp_path / f"{attempt}"
+        with ThreadPoolExecutor(8) as pool:
+            taken = list(pool.map(take_at_once, [first] * 8, [together] * 8))
+        assert {path.name for path in taken} == {first.name, *(f"{first.name}-{number}" for number in range(2, 9))}
+        assert folders.newest(first) == tmp_path / f"{attempt}-8"
+
+
+def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tmp_path):
+    folder = tmp_path / f"{NAME}_smoke"
+    folder.mkdir()
+    with child(lambda: folders.lock(folder)) as (pid, _):
+        for resume_from in ("latest", str(folder / "checkpoints" / "epoch_000001")):
+            (folder / "checkpoints" / "epoch_000001").mkdir(parents=True, exist_ok=True)
+            with pytest.raises(ValueError, match=f"process {pid} on {socket.gethostname()} is writing to {folder}"):
+                train(NAME, tmp_path, resume_from=resume_from)
+    assert folders.lock(folder) == ""
+    folders.release(folder)
+
+
+def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    assert f"{tmp_path}: its file system has no locks" in folders.lock(tmp_path)
+
+
+def test_a_start_that_fails_leaves_nothing_and_what_was_written_stays(tmp_path):
+    def fail(folder, files):
+        with folders.given_back(folder):
+            folders.lock(folder)
+            for name in files:
+                (folder / name).touch()
+            raise KeyError
+
+    for files in ([], ["config.json"]):
+        folder = folders.take(tmp_path / "run")
+        with pytest.raises(KeyError):
+            fail(folder, files)
+        assert folder.exists() == bool(files)
+    with child(lambda: folders.lock(folder)):
+        pass  # another process may have it now
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "run", tmp_path / "file" / "deep" / "run"):
+        with pytest.raises(ValueError, match=f"config.output_dir: {tmp_path / 'file'}"):
+            folders.take(folder)
+
+
+def test_a_full_disk_is_known_in_any_words():
+    assert folders.is_full(OSError(errno.ENOSPC, "No space left"))
+    assert folders.is_full(SafetensorError("I/O error: Disk quota exceeded (os error 122)"))
+    assert not folders.is_full(OSError(errno.EIO, "os error 5"))
+
+
+def test_a_rank_ends_with_a_torchrun_that_is_killed(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    reading, writing = os.pipe()
+    with child(lambda: rank(writing)):
+        assert os.read(reading, 1) == b"!"
+        os.close(writing)
+    ended, _, _ = select.select([reading], [], [], 20)  # and its end of the pipe with it
+    assert ended
+    os.close(reading)
+
+
+def test_a_rank_whose_torchrun_has_ended_before_does_not_wait_for_it(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        for name, value in (server | dict(TORCHELASTIC_USE_AGENT_STORE="True", RANK="0")).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="torchrun has ended"):
+            distributed.init_distributed()  # nobody listens there
+        free.listen()
+        distributed.end_with_torchrun()
+
+
+def rank(writing):
+    """What torchrun does: a process of its own that waits."""
+    if os.fork() == 0:
+        distributed.end_with_torchrun()
+        os.write(writing, b"!")
+        signal.alarm(40)
+        signal.pause()

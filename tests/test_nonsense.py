@@ -1,0 +1,173 @@
+"""Whatever a setting is set to, the checks before any weight accept it or name the setting in one sentence."""
+
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from config import dpo, grpo, nft
+from flow_grpo import batching, checks, policies, settings, startup
+from flow_grpo.scoring.settings import check_rewards
+
+RUNS = {
+    settings.GRPO: (checks.GRPO, grpo.get_config, "shapes_qwenimage,smoke", batching.plan_batches),
+    settings.PR: (checks.PR, grpo.get_config, "shapes_qwenimage_pr,smoke", batching.plan_batches),
+    settings.NFT: (checks.NFT, nft.get_config, "shapes_qwenimage_nft,smoke", batching.plan_batches),
+    settings.DPO: (checks.DPO, dpo.get_config, "shapes_qwenimage_dpo,online,smoke", batching.plan_pairs),
+}
+HUGE = 10**5000  # of more digits than Python writes out
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2,
+    3,
+    0.5,
+    -0.5,
+    1e-300,
+    1e38,
+    1e300,
+    -1e300,
+    10**9,
+    2**63,
+    -(2**64),
+    HUGE,
+    math.nan,
+    math.inf,
+    -math.inf,
+)
+TEXTS = (
+    "",
+    " ",
+    "a",
+    "a" * 5000,
+    "a\0b",
+    "a\ud800b",
+    "a\nb",
+    "../a",
+    "/a",
+    "a/b?c",
+    "warp:9",
+    "meta",
+    "cuda:7",
+    "cpu:3",
+)
+TUPLES = (
+    (),
+    (0,),
+    (0, 1, 2),
+    ("a", "b"),
+    (0.5, 2.5),
+    (math.nan, 1),
+    (3, 0),
+    (-1, 2),
+    (0, HUGE),
+    ((0, 1), 2),
+    ("a\0",),
+    (True, 2),
+)
+DICTS = (
+    *({}, {"shapes": 5}, {"shapes": None}, {"shapes": {"batch_size": 1.5}}, {"shapes": {"batch_size": HUGE}}, {"": {}}),
+    *({"shapes": {"threads": 1}}, {"shapes": {"timeout_s": math.nan}}, {"shapes": {"in_flight": True}}, {"shapes": ()}),
+    *(
+        {"shapes": {"device": "warp:9"}},
+        {"shapes": {"url": 5}},
+        {"shapes": math.inf},
+        {"nothing": {}},
+        {"shapes": {"a": {1}}},
+    ),
+    *({"ocr": {"threads": "many"}}, {"ocr": 1}, {"shapes": 1e300}),
+)
+VALUES = (*NUMBERS, *TEXTS, *TUPLES, *DICTS, True, False, None, [], [1, 2], b"a", object)
+BY_DEFAULT = {bool: st.booleans(), int: st.integers(), float: st.floats(), str: st.text(max_size=20)}
+
+
+def near_limits(setting):
+    """Numbers at a setting's limits and beyond them, and one between."""
+    steps = (0, 1) if isinstance(setting.default, int) else (0.0, 1e-9, 0.5)
+    sides = [(setting.least, 1), (setting.most, -1)]
+    kind = type(setting.default)
+    return [kind(limit + direction * sign * step) for limit, direction in sides for step in steps for sign in (1, -1)]
+
+
+def values_of(setting):
+    """Values of the setting's own type half of the time, else any."""
+    kind = type(setting.default)
+    parts = [st.sampled_from(VALUES), BY_DEFAULT.get(kind, st.sampled_from((*TUPLES, *DICTS)))]
+    if kind in (int, float):
+        parts.append(st.sampled_from(near_limits(setting)))
+    if setting.choices:
+        parts.append(st.sampled_from(setting.choices))
+    return st.one_of(parts)
+
+
+SET = st.sampled_from(settings.SETTINGS).flatmap(lambda setting: st.tuples(st.just(setting.key), values_of(setting)))
+
+
+def put(config, key, value):
+    """Set any value, as a user's Python could."""
+    section, _, name = key.rpartition(".")
+    if type(value) is int and type(settings.BY_KEY[key].default) is float:
+        value = float(value) if abs(value) < 1e300 else math.inf  # as ml_collections would, if it could
+    with config.ignore_type(), config.unlocked():
+        (config[section] if section else config)[name] = value
+
+
+def check_all(config, algorithm):
+    """All that is checked before a file is read or a weight is loaded."""
+    script, _, _, plan = RUNS[algorithm]
+    startup.check_settings(config, script)
+    check_rewards(config.reward_fn, config.eval.rewards, config.reward)
+    policies.check_lora(config.lora)
+    plan(config, 1)
+
+
+def refusal(check, *arguments):
+    """What a check says, "" if it says nothing. Any other error than ValueError is the test's."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_the_configs_that_are_spoilt_are_sound(algorithm):
+    _, get_config, name, _ = RUNS[algorithm]
+    check_all(get_config(name), algorithm)
+
+
+def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or_beyond_its_limits():
+    for setting in settings.SETTINGS:
+        for value in (*VALUES, *(near_limits(setting) if type(setting.default) in (int, float) else ())):
+            if message := refusal(settings.check_value, setting, value, setting.key):
+                assert message.startswith(f"config.{setting.key} is ")
+                assert len(message) < 400
+            else:
+                assert type(value) is type(setting.default) or (type(setting.default), type(value)) == (float, int)
+                if type(value) in (int, float):
+                    assert setting.least <= value <= setting.most
+                    assert math.isfinite(value)
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(SET, st.integers(0, 3))
+@example(("sample.sde_window_range", (0,)), 0)
+@example(("train.adam_beta1", 1.0), 0)
+@example(("fsdp.shard_size", 7), 0)
+@example(("run_name", "../a"), 0)
+@example(("project", "a/b?c"), 0)
+@example(("reward.device", "warp:9"), 0)
+def test_any_value_of_any_setting_is_accepted_or_refused_by_its_name(key_and_value, number):
+    key, value = key_and_value
+    scripts = settings.BY_KEY[key].scripts
+    algorithm = scripts[number % len(scripts)]
+    _, get_config, name, _ = RUNS[algorithm]
+    config = get_config(name)
+    put(config, key, value)
+    if message := refusal(check_all, config, algorithm):
+        assert key.rpartition(".")[2] in message or "config.reward" in message, (key, value, message)
+        assert "\n" not in message
+        assert len(message) < 1000
