@@ -147,7 +147,7 @@ def attempt(bench: Bench, algorithm: str, flags: dict[str, str], keys: list[str]
     if ended.status is None and large:
         return Verdict(True, f"at work when {AT_WORK_S:.0f} s were over, as asked")
     names = [name for key in keys for name in (key, key.rpartition(".")[2])]
-    return judge(ended, names + (["dataset"] if "sample.num_prompts_per_epoch" in keys else []))
+    return judge(ended, names + (["output_dir"] if {"name", "run_name"} & set(keys) else []))
 
 
 assert set(RECIPES) >= set(ALL)
