@@ -26,6 +26,7 @@ from flow_grpo import (
     checks,
     command_line,
     distributed,
+    folders,
     fsdp_utils,
     image_pairs,
     policies,
@@ -211,8 +212,18 @@ def made_by(config) -> dict:
 
 
 def claim(config, folder: Path) -> bool:
-    """Begin or go on with `folder`; False if it is complete. Raises ValueError if it was made with other settings."""
-    unfinished, report = folder / "unfinished", folder / "report.json"
+    """Begin or go on with `folder`, locked; False if it is complete.
+
+    Raises ValueError if it was made with other settings, or if another process is at work there.
+    """
+    unfinished, report, scratch = folder / "unfinished", folder / "report.json", folder / "scratch"
+    if not folders.make(folder, "preferences.path") and not folder.is_dir():
+        raise ValueError(f"config.preferences.path: {folder} is no folder")
+    begun = unfinished.exists() or report.exists()
+    if not begun and {path.name for path in folder.iterdir()} - {scratch.name, folders.LOCK}:
+        raise ValueError(f"{folder} is not empty, and not made by this script")
+    if (unfinished.exists() or not begun) and (notice := folders.lock(folder)):
+        print(notice)
     if unfinished.exists() or report.exists():
         before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
         before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
@@ -220,10 +231,7 @@ def claim(config, folder: Path) -> bool:
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         return unfinished.exists()
-    scratch = folder / "scratch"
-    if folder.exists() and set(folder.iterdir()) - {scratch}:
-        raise ValueError(f"{folder} is not empty, and not made by this script")
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch.mkdir(exist_ok=True)
     (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config)}))
     scratch.rename(unfinished)
     return True
@@ -276,6 +284,7 @@ def main(config):
     distributed.barrier()
     distributed.on_main(finish, config, folder)
     distributed.close()
+    folders.release(folder)
 
 
 if __name__ == "__main__":
