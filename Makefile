@@ -15,7 +15,7 @@ FLOATS := $(QUICK) embeddings fast_path float8 fsdp_utils local_rewards models p
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
 
-.PHONY: demo test quick test-isa check learn bench
+.PHONY: demo test quick test-isa check learn bench faults
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -40,6 +40,9 @@ learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours
 
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
 	$(VENV) benchmarks/bench.py $(ARGS)
+
+faults: .venv/ready  ## kills, full disks, damaged files, hostile servers, odd settings. ARGS="--minutes 5 --kinds settings"
+	$(VENV) benchmarks/faults.py $(ARGS)
 
 .venv/ready: requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'

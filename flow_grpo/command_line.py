@@ -16,10 +16,9 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flow_grpo import configs, settings
+from flow_grpo import configs, folders, settings
 
 LONGEST = 2000  # characters of a sentence
-LATEST = "the same command with --config.resume_from=latest goes on from the run's last checkpoint, if it has one"
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
 
@@ -28,14 +27,14 @@ def run(
     main: Callable[[ConfigDict], None],
     default: str,
     arguments: Sequence[str] | None = None,
-    after_stop: str = LATEST,
+    after_stop: str = "",
 ) -> None:
     """Call a script's main with the config that the command line names.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
         arguments: those of the command line, by default.
-        after_stop: how to go on after Ctrl-C.
+        after_stop: how to go on after Ctrl-C; "" = what the run's folder says.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(words):
@@ -84,7 +83,8 @@ def _stopped(after_stop: str) -> SystemExit:
     """Says so once for all ranks. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
-        _say("; ".join(filter(None, ["stopped by Ctrl-C", after_stop])))
+        ways_on = [after_stop] if after_stop else map(folders.how_to_go_on, folders.held())
+        _say("; ".join(["stopped by Ctrl-C", *ways_on]))
     return SystemExit(128 + signal.SIGINT)
 
 

@@ -28,8 +28,11 @@ def take(first: Path) -> Path:
     return folder
 
 
-def make(folder: Path) -> bool:
+def make(folder: Path, setting: str = "output_dir") -> bool:
     """Make a folder; False if it is there already.
+
+    Args:
+        setting: of the config, which names it.
 
     Raises:
         ValueError: it cannot be made.
@@ -40,9 +43,9 @@ def make(folder: Path) -> bool:
     except FileExistsError as error:
         if folder.parent.is_dir():
             return False
-        raise ValueError(f"config.output_dir: {folder.parent} is no folder") from error
+        raise ValueError(f"config.{setting}: {folder.parent} is no folder") from error
     except OSError as error:
-        raise ValueError(f"config.output_dir: {folder} cannot be made: {error.strerror}") from error
+        raise ValueError(f"config.{setting}: {folder} cannot be made: {error.strerror}") from error
     return True
 
 
@@ -107,7 +110,12 @@ def _refusal(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         who, host = "another process", socket.gethostname()
     away = "" if host == socket.gethostname() else f". If that machine is gone, remove {folder / LOCK}"
-    return f"{who} is writing to {folder}: stop it, wait for its end, or write to another folder{away}"
+    return f"{who} is writing to {folder}: stop it or wait for its end, or choose another folder{away}"
+
+
+def held() -> list[Path]:
+    """The folders that this process keeps others out of."""
+    return list(_held)
 
 
 def release(folder: Path) -> None:

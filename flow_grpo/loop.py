@@ -61,6 +61,7 @@ def finish(run: Run) -> None:
 def _contents(run_folder: Path) -> list[str]:
     """What a run left for its user."""
     checkpoint = checkpoints.find(run_folder / "checkpoints")
-    names = ["best", policies.LORA_FILE, "transformer", "reward.png", "samples.png", "metrics.jsonl"]
+    names = ["best", policies.LORA_FILE, "transformer", "README.md"]
+    names += ["report.html", "reward.png", "samples.png", "metrics.jsonl"]
     left = [name for name in names if (run_folder / name).exists()]
     return left + ([f"checkpoints/{checkpoint.name}"] if checkpoint else [])

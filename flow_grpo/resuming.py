@@ -33,7 +33,7 @@ def take_folder(config: ConfigDict) -> Place:
             folders.make(folder := first)
         which = which and folder / "checkpoints"
     else:
-        folder = _folder_of(checkpoints.find(first, which))
+        folder = _folder_of(_named(first, which))
     unlocked = folders.lock(folder)
     checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
     if checkpoint:
@@ -42,6 +42,14 @@ def take_folder(config: ConfigDict) -> Place:
     for line in [unlocked, *damaged, f"the run {goes_on} in {folder}"]:
         dashboards.say(line)
     return Place(folder, checkpoint)
+
+
+def _named(first: Path, which: str) -> Path:
+    """The checkpoint that config.resume_from names."""
+    try:
+        return checkpoints.find(first, which)
+    except ValueError as error:
+        raise ValueError(f"config.resume_from: {error}") from error
 
 
 def _folder_of(checkpoint: Path) -> Path:

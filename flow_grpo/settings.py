@@ -256,7 +256,7 @@ SETTINGS = (
             unit="epochs", least=0, may_differ=True),
     Setting("eval.height", 0, "of an image; 0 = as in training", unit="pixels", least=0, most=8192, may_differ=True),
     Setting("eval.width", 0, "of an image; 0 = as in training", unit="pixels", least=0, most=8192, may_differ=True),
-    Setting("eval.num_steps", 10, "deterministic denoising steps", least=1, most=1000, may_differ=True),
+    Setting("eval.num_steps", 10, "deterministic denoising steps", least=2, most=1000, may_differ=True),
     Setting("eval.guidance_scale", 1.0, "above 1 costs a second forward per step", least=0, most=1000, may_differ=True),
     Setting("eval.batch_size", 64, "per forward and GPU", unit="rows", least=1, most=10**5, may_differ=True),
     Setting("eval.num_pairs", 256, "held-out ones, evenly spread", unit="pairs", least=1, scripts=(DPO,),

@@ -167,26 +167,27 @@ def _held_out_of(prompts: list[dict], tag: str) -> list[dict]:
 def check_metadata(metadata: dict) -> None:
     """Raises ValueError, naming the prompt, where a clause lacks something or names what does not exist."""
 
-    def need(condition, problem):
+    def need(condition, problem, *values):  # quoted only where needed: thousands of prompts are checked at every start
         if not condition:
+            problem = problem.format(*map(quoted, values)) if values else problem
             raise ValueError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
 
     include, exclude = metadata.get("include"), metadata.get("exclude", [])
     need(include, "`include` is missing or empty")
     for clauses in (include, exclude):
-        need(isinstance(clauses, list), f"{quoted(clauses)} is no list of clauses")
+        need(isinstance(clauses, list), "{} is no list of clauses", clauses)
     for entry in [*include, *exclude]:
-        need(isinstance(entry, dict), f"the clause {quoted(entry)} is no object")
+        need(isinstance(entry, dict), "the clause {} is no object", entry)
         kind, color, count = entry.get("class"), entry.get("color"), entry.get("count")
-        need(kind in SHAPES, f"unknown class {quoted(kind)}; there are {', '.join(SHAPES)}")
-        need(type(count) is int and count > 0, f"the count of {kind} is {quoted(count)}, not a positive integer")
-        need(color in (None, *COLORS), f"unknown color {quoted(color)}; there are {', '.join(COLORS)}")
+        need(kind in SHAPES, f"unknown class {{}}; there are {', '.join(SHAPES)}", kind)
+        need(type(count) is int and count > 0, f"the count of {kind} is {{}}, not a positive integer", count)
+        need(color in (None, *COLORS), f"unknown color {{}}; there are {', '.join(COLORS)}", color)
     kinds = [entry["class"] for entry in include]
     need(len(set(kinds)) == len(kinds), f"`include` has a class twice: {kinds}; give it one entry with its count")
     for i, position in positions(metadata):
-        need(isinstance(position, list) and len(position) == 2, f"position {quoted(position)} is not [relation, index]")
+        need(isinstance(position, list) and len(position) == 2, "position {} is not [relation, index]", position)
         relation, other = position
-        need(relation in [*RELATIONS], f"unknown relation {quoted(relation)}; there are {', '.join(RELATIONS)}")
+        need(relation in [*RELATIONS], f"unknown relation {{}}; there are {', '.join(RELATIONS)}", relation)
         others = [j for j in range(len(include)) if j != i]
         need(
             type(other) is int and other in others, f"include[{i}] lies {relation} include[{other}]; there are {others}"

@@ -212,8 +212,18 @@ def made_by(config) -> dict:
 
 
 def claim(config, folder: Path) -> bool:
-    """Begin or go on with `folder`; False if it is complete. Raises ValueError if it was made with other settings."""
-    unfinished, report = folder / "unfinished", folder / "report.json"
+    """Begin or go on with `folder`, locked; False if it is complete.
+
+    Raises ValueError if it was made with other settings, or if another process is at work there.
+    """
+    unfinished, report, scratch = folder / "unfinished", folder / "report.json", folder / "scratch"
+    if not folders.make(folder, "preferences.path") and not folder.is_dir():
+        raise ValueError(f"config.preferences.path: {folder} is no folder")
+    begun = unfinished.exists() or report.exists()
+    if not begun and {path.name for path in folder.iterdir()} - {scratch.name, folders.LOCK}:
+        raise ValueError(f"{folder} is not empty, and not made by this script")
+    if (unfinished.exists() or not begun) and (notice := folders.lock(folder)):
+        print(notice)
     if unfinished.exists() or report.exists():
         before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
         before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
@@ -221,10 +231,7 @@ def claim(config, folder: Path) -> bool:
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         return unfinished.exists()
-    scratch = folder / "scratch"
-    if folder.exists() and set(folder.iterdir()) - {scratch}:
-        raise ValueError(f"{folder} is not empty, and not made by this script")
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch.mkdir(exist_ok=True)
     (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config)}))
     scratch.rename(unfinished)
     return True
@@ -246,19 +253,15 @@ def finish(config, folder: Path) -> None:
     report = dict(made_by=made_by(config), pairs=pairs, reasons=dict(reasons), dropped=dropped)
     (folder / "unfinished" / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "unfinished" / "report.json").replace(folder / "report.json")
-    folders.release(folder / "unfinished")
     shutil.rmtree(folder / "unfinished")
 
 
 def main(config):
     light, rows = check(config)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
-    if not distributed.on_main(claim, config, folder):
+    if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
-    unlocked = distributed.on_main(folders.lock, folder / "unfinished")
-    if unlocked and ranks.rank == 0:
-        print(unlocked)
     source, part_size = config.preferences.source, config.preferences.part_size
     make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
@@ -281,6 +284,7 @@ def main(config):
     distributed.barrier()
     distributed.on_main(finish, config, folder)
     distributed.close()
+    folders.release(folder)
 
 
 if __name__ == "__main__":

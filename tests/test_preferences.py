@@ -1,5 +1,6 @@
 """Preference pairs: what is stored is what is read, what is wrong is named, and preparing them can be killed."""
 
+import fcntl
 import io
 import json
 import random
@@ -19,6 +20,7 @@ from flow_grpo import configs, image_pairs, preferences, prompts, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.folders import LOCK
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
@@ -425,6 +427,23 @@ def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
         prepare(NAME, images)
     shutil.rmtree(images)
     assert config_of(NAME).preferences.source == ""
+
+
+def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("flow_grpo.folders.WAIT_S", 0.0)
+    (tmp_path / "pairs").mkdir()
+    with (tmp_path / "pairs" / LOCK).open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"is writing to .*pairs: stop it or wait for its end"):
+            prepare(NAME, tmp_path / "pairs")
+    prepare(NAME, tmp_path / "pairs", preferences__max_rows=8, preferences__validation_share=0.0)
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "pairs"):
+        with pytest.raises(ValueError, match=r"config.preferences.path: .*file is no folder"):
+            prepare(NAME, path)
 
 
 def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_folder_alone(tmp_path):

@@ -19,7 +19,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "shipped": set(),
     "checks": {"settings"},
     "configs": {"rewards", "settings"},
-    "command_line": {"configs", "settings"},
+    "command_line": {"configs", "folders", "settings"},
     "parity": set(),
     "shapes": set(),
     "pictures": set(),

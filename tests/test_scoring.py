@@ -298,6 +298,7 @@ BROKEN = {
     "too few": (says({"scores": {"score": [0.5]}}), "1 values for 6 images"),
     "NaN": (says(b'{"scores": {"score": [0.5, 0.5, NaN, 0.5, 0.5, 0.5]}}'), "'nan', not a finite number"),
     "infinite": (says(b'{"scores": {"score": [1e999, 0, 0, 0, 0, 0]}}'), "'inf', not a finite number"),
+    "too large": (says({"scores": {"score": [0.5, 0.5, 3.5e38, 0.5, 0.5, 0.5]}}), "'3.5e+38', not a finite"),
     "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'0.5', not a finite number"),
     "truths": (says({"scores": {"score": [True] * 6}}), "'True', not a finite number"),
     "no score": (says({"scores": {"other": [0.5] * 6}}), "no {"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flow_grpo.pixels import to_uint8
 
+LARGEST = torch.finfo(torch.float32).max  # of a score; beyond it a finite number in JSON would become infinite
 TYPES = {"npy": "application/x-npy", "png": "image/png"}
 
 
@@ -120,7 +121,7 @@ def check_numbers(name: str, values: Any, count: int, bounds: tuple[float, float
         raise BadAnswer(f"{name}: {received} for {count} images")
     low, high = bounds or (-math.inf, math.inf)
     for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
         if not number or not low <= value <= high:
             raise BadAnswer(f"{name}: {str(value)[:80]!r}, not a finite number in [{low}, {high}]")
     return torch.tensor(values, dtype=torch.float32)
