@@ -248,7 +248,7 @@ def main(args):
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
-    loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
+    loop.save = loop.export = loop._complete = lambda *_: None  # full weights with their moments are hundreds of GB
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_figures(script, config, family, args.limit_gib) | theirs
