@@ -130,7 +130,7 @@ def pairs(tmp_path_factory):
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
 def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, pairs, tmp_path):
     name = "shapes_qwenimage_dpo"
-    how = HOW | pairs | dict(lora__rank=rank, train__learning_rate=1e-4, eval__num_prompts=0)
+    how = HOW | pairs | dict(lora__rank=rank, train__learning_rate=1e-4)
     one = train(name, tmp_path / "one", **how)
     assert len(lines_of(one, "validation")) == 2
     for mode in ("replicate", "shard"):
