@@ -197,7 +197,7 @@ def test_options_run(how, tmp_path):
     [
         (dict(sample__sde_window_size=2), r"sde_window_size is 2 .* neither window nor branch"),
         (dict(sample__noise_level=0.9), r"sample.noise_level is set to 0.9, but this script would ignore it"),
-        (dict(train__objective="guard"), r"train.objective is set to guard, but this script would ignore it"),
+        (dict(train__objective="guard"), r"train.objective is set to 'guard', but this script would ignore it"),
         (dict(train__old_decay_schedule=3), r"old_decay_schedule is 3; it may be 0, 1, 2"),
         (dict(train__nft_beta=0.0), r"nft_beta is 0.0"),
         (dict(train__beta=0.0), r"reference_guidance_scale is 3.0, but config.train.beta 0"),
