@@ -7,19 +7,21 @@ NAME -> [its first row there, rows in all] in the file's metadata "rows". Nothin
 import json
 import zlib
 from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from flow_grpo import distributed, fsdp_utils
 from flow_grpo.checksums import Sums
 
-FILE_BYTES = 2**29  # of a file, made in memory before it is written
+FILE_BYTES = 2**30  # of a file: several are read side by side
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Piece(NamedTuple):
@@ -57,12 +59,26 @@ def _mine(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
 
 
 def _write_file(batch: dict[str, fsdp_utils.Rows], state: dict[str, Tensor], folder: Path, number: int) -> Sums:
+    """Write a safetensors file tensor by tensor: the library's own `save` copies all of it in memory, three times."""
+    batch = dict(sorted(batch.items(), key=lambda item: -item[1].tensor.element_size()))  # so that all are aligned
     parts = {name: rows for name, rows in batch.items() if rows.tensor.shape != state[name].shape}
     table = json.dumps({name: [rows.first, len(state[name])] for name, rows in parts.items()})
-    data = save({name: rows.tensor.detach().cpu().contiguous() for name, rows in batch.items()}, {"rows": table})
-    name = f"rank_{distributed.rank():04d}_{number:04d}.safetensors"
-    (folder / name).write_bytes(data)
-    return {name: [len(data), zlib.crc32(data)]}
+    header, end = {"__metadata__": {"rows": table}}, 0
+    for name, (tensor, *_) in batch.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = dict(dtype=CODES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path, crc = folder / f"rank_{distributed.rank():04d}_{number:04d}.safetensors", 0
+    with path.open("wb") as file:
+        for data in chain([len(text).to_bytes(8, "little"), text], map(_bytes, batch.values())):
+            crc = zlib.crc32(data, crc)
+            file.write(data)
+    return {path.name: [8 + len(text) + end, crc]}
+
+
+def _bytes(rows: fsdp_utils.Rows) -> np.ndarray:
+    return rows.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def read_index(folder: Path) -> dict[str, list[Piece]]:
