@@ -64,7 +64,7 @@ def test_every_backend_trains_the_same_weights_and_stores_no_token(name, backend
 
 
 def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
-    how = dict(num_epochs=3, sample__num_prompts_per_epoch=8)
+    how = dict(num_epochs=2, sample__num_prompts_per_epoch=8)
     with served(name="shapes") as (url, _):
         calm = train(WINDOW, tmp_path / "calm", reward__args={"shapes": {"url": url}}, **how)
     port = int(url.split(":")[-1])
@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
         while not stop.is_set():
             with served(name="shapes", port=port):
                 up.set()
-                kills.append(stop.wait(1.5))
+                kills.append(stop.wait(0.7))
             time.sleep(0.2)
 
     keeper = threading.Thread(target=restart_for_ever)

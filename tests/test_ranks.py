@@ -119,11 +119,18 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
             assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Settings of a run on the pairs of 48 prompts."""
+    folder = tmp_path_factory.mktemp("dpo")
+    data = few_prompts(folder / "data", 48)
+    return dict(preferences__path=str(prepare("shapes_qwenimage_dpo", folder / "pairs", dataset=data)), dataset=data)
+
+
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
-def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, tmp_path):
-    name, data = "shapes_qwenimage_dpo", few_prompts(tmp_path / "data", 48)
-    folder = prepare(name, tmp_path / "pairs", dataset=data)
-    how = HOW | dict(preferences__path=str(folder), lora__rank=rank, train__learning_rate=1e-4, dataset=data)
+def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, pairs, tmp_path):
+    name = "shapes_qwenimage_dpo"
+    how = HOW | pairs | dict(lora__rank=rank, train__learning_rate=1e-4, eval__num_prompts=0)
     one = train(name, tmp_path / "one", **how)
     assert len(lines_of(one, "validation")) == 2
     for mode in ("replicate", "shard"):
@@ -141,7 +148,8 @@ def test_two_ranks_read_the_pairs_of_one_however_weights_lie(rank, tmp_path):
 )
 def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__merge_adapter=False)
-    one = train(name, tmp_path / "one", **HOW, **how)
+    how |= dict(sample__num_images_per_prompt=4)
+    one = train(name, tmp_path / "one", **HOW | how)
     shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
     assert_same(one, shard)
     longer = HOW | how | dict(num_epochs=3)
