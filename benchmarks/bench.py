@@ -34,7 +34,7 @@ import yaml
 from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
-from flow_grpo import configs, loop, optimization, preferences, prompts
+from flow_grpo import configs, loop, optimization, preferences, prompts, publishing
 from flow_grpo.diffusers_patch import loading, models
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -248,7 +248,8 @@ def main(args):
     what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
-    loop.save = loop.export = loop._complete = lambda *_: None  # full weights with their moments are hundreds of GB
+    loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
+    publishing.complete = lambda _: []  # and without weights there is nothing to describe
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_figures(script, config, family, args.limit_gib) | theirs

@@ -15,7 +15,7 @@ ODD = (  # within a line of text they are part of the prompt
     *("\u2028", "\u0085", "\x0b", "\x1c", "\x0c", "\t", "\u202e", "\N{PILE OF POO}", "\u00e9", "e\u0301", "\u200b"),
     *("\0", "\x1b[31m", "\ufeff", "%s", "{}", "\\", '"', "'", "<|im_end|>", "\ue000", "\U0010ffff", "\x7f"),
 )
-ENDS = ("\n", "\r\n", "\r")
+ENDS = ("\n", "\r\n")
 ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "shift_jis")
 INCLUDES = (
     *(None, 5, "x", {}, [], [5], [{}], [{"class": "nowhere", "count": 1}], [{"class": 5}], [{"class": "circle"}]),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults_commands import ROOT, Command, Ended
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
@@ -170,7 +171,10 @@ def differences(folder: Path, reference: Path, from_epoch: int = 0, but: str = "
             continue
         if not path.is_file():
             return f"{name} is missing"
-        tensors, wanted = load_file(path), load_file(expected)
+        try:
+            tensors, wanted = load_file(path), load_file(expected)
+        except SafetensorError as error:
+            return f"{name} is unreadable: {error}"
         differ = [key for key in {**tensors, **wanted} if not same(tensors.get(key), wanted.get(key))]
         if differ:
             return f"{len(differ)} of {len(wanted)} tensors differ in {name}"
@@ -185,8 +189,10 @@ def differences(folder: Path, reference: Path, from_epoch: int = 0, but: str = "
 
 
 def compared(folder: Path, from_epoch: int, but: str) -> list[dict]:
-    """The lines that two runs must share."""
+    """The lines that two runs must share. From a later epoch on, without figures that compare it with those before."""
     lines = [line for line in lines_of(folder) if line["epoch"] >= from_epoch]
+    if from_epoch:
+        lines = [{key: value for key, value in line.items() if not key.startswith("health/")} for line in lines]
     return [line for line in lines if but != BEST or line["kind"] != "test"]
 
 

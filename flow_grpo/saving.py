@@ -57,7 +57,7 @@ def _explained(run_folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not (isinstance(error, OSError) or folders.is_full(error)):
+        if not (isinstance(error, OSError) or folders.is_full(error) or "(os error" in str(error)):  # of safetensors
             raise
         what = "disk full: " if folders.is_full(error) else ""
         way_out = "free some space; " if what else ""

@@ -222,7 +222,7 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, say
     monkeypatch.setenv("RANK", rank)
     (checkpoints := tmp_path / "checkpoints").joinpath("epoch_000001").mkdir(parents=True)
     folders.lock(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     try:
         with pytest.raises(SystemExit) as ended:
             command_line.run(main, DEFAULT, [])

@@ -132,6 +132,7 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
     reward, *_ = python_of("your_own")
     (tmp_path / "brightness.py").write_text(reward)
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "flow_grpo.rewards.brightness", raising=False)  # of another test
     try:
         score = rewards.load("brightness", torch.device("cpu"), {"gamma": 2.0})
         images = torch.stack([torch.zeros(3, 8, 8), torch.full((3, 8, 8), 0.5)])

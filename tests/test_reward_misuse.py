@@ -103,3 +103,23 @@ def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
     assert rewards.scores_of("writes", score, images, prompts, metadata)["score"].tolist() == [0, 0]
     assert torch.equal(images, IMAGES)
     assert (prompts, metadata) == (["a", "b"], [{"x": [1]}, {}])
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("def load(device:\n", RuntimeError),
+        ("import nowhere_at_all\n", RuntimeError),
+        ("raise SystemExit(3)\n", RuntimeError),
+        ("x = 1\n", ValueError),
+        ("load = 5\n", ValueError),
+        ("def load(device):\n    return None\n", ValueError),
+        ("def load(device):\n    raise KeyError('word')\n", RuntimeError),
+        ("def load(device):\n    raise OSError('no weights')\n", OSError),
+        ("def load():\n    return len\n", RuntimeError),
+    ],
+    ids=["syntax", "import", "exit", "none", "number", "nothing", "error", "file", "arguments"],
+)
+def test_a_file_that_is_no_reward_is_an_error_with_its_name(text, kind, make_pool):
+    with pytest.raises(kind, match="reward 'misused'"):
+        make_pool(text)

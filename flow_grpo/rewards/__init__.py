@@ -16,7 +16,8 @@ import os
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -108,7 +109,8 @@ def check_prompts(names: Iterable[str], prompts: list[str], metadata: list[dict]
     for name in set(names) & set(known()):
         check = getattr(_file(name), "check_prompts", None)
         if check:
-            check(prompts, metadata)
+            with _named(name, "did not check the prompts"):
+                check(prompts, metadata)
 
 
 def is_service(name: str) -> bool:
@@ -117,8 +119,12 @@ def is_service(name: str) -> bool:
 
 
 def load(name: str, device: torch.device, options: Mapping[str, Any] | None = None) -> Callable:
-    """A reward file's scorer."""
-    return _file(name).load(device, **options or {})
+    """A reward file's scorer. Raises ValueError where `load` returns none."""
+    with _named(name, "was not loaded"):
+        score = _file(name).load(device, **options or {})
+    if not callable(score):
+        raise ValueError(f"load() of reward {name!r} returned {quoted(score)} instead of a function")
+    return score
 
 
 def bounds(name: str) -> tuple[float, float]:
@@ -171,4 +177,20 @@ def checked(name: str, values, prompts: list[str]) -> Tensor:
 def _file(name: str) -> ModuleType | SimpleNamespace:
     if name in REGISTERED:
         return REGISTERED[name]
-    return importlib.import_module(f"flow_grpo.rewards.{name}")
+    with _named(name, "was not imported"):
+        module = importlib.import_module(f"flow_grpo.rewards.{name}")
+    if not callable(getattr(module, "load", None)):
+        raise ValueError(f"the file of reward {name!r} has no function load(device, **options)")
+    return module
+
+
+@contextmanager
+def _named(name: str, failed: str) -> Iterator[None]:
+    """An error in a reward's file says whose it is; a ValueError is for the user as it is."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError):
+            raise
+        kind = OSError if isinstance(error, OSError) else RuntimeError
+        raise kind(f"reward {name!r} {failed}: {type(error).__name__}: {error}") from error
