@@ -65,7 +65,14 @@ DEVICES = ("warp:9", "meta", "cuda:7", "cpu:3", "cpu", "", "cuda:-1", "mps", ":"
 WORK = (  # settings whose large values ask for more work than a try has time for
     *("num_epochs", "max_hours", "height", "width", "text_tokens", "sample.num_steps", "eval.num_steps", "lora.rank"),
     *("sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.num_branches", "train.inner_epochs"),
-    *("eval.noises_per_prompt", "eval.height", "eval.width", "eval.noises_per_pair", "train.updates_per_epoch"),
+    *(
+        "compile",
+        "eval.noises_per_prompt",
+        "eval.height",
+        "eval.width",
+        "eval.noises_per_pair",
+        "train.updates_per_epoch",
+    ),
 )
 EXTRA = (  # settings that the table has as one entry
     *(Setting(f"reward_fn.{name}", 1.0, "") for name in ("shapes", "jpeg_compressibility", "clip_model", "nowhere")),

@@ -17,6 +17,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo import configs, folders, settings
+from flow_grpo.quoting import in_one_line
 
 LONGEST = 2000  # characters of a sentence
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
@@ -91,8 +92,7 @@ def _stopped(after_stop: str) -> SystemExit:
 def _say(text: str) -> None:
     rank = os.environ.get("RANK", "0")
     who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
-    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 200]} ... {text[-200:]}"
-    sys.stderr.write(f"{who}: {text}\n")
+    sys.stderr.write(f"{who}: {in_one_line(text, LONGEST)}\n")
 
 
 def _status(error: BaseException) -> int | None:

@@ -36,7 +36,11 @@ def _out_of_time(run: Run) -> bool:
 
 
 def _complete(run: Run) -> None:
-    for notice in publishing.complete(run.folder):
+    try:
+        notices = publishing.complete(run.folder)
+    except OSError as error:  # all that training made is saved by now
+        notices = [f"not everything that others need was added to {run.folder}: {error}"]
+    for notice in notices:
         run.board.say(notice)
 
 

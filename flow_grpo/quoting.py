@@ -22,3 +22,9 @@ class Quotes(reprlib.Repr):
 def quoted(value: object) -> str:
     """repr of a value in one line, without the middle of what is long."""
     return Quotes().repr(value).replace("\n", " ")
+
+
+def in_one_line(text: object, length: int = 1000) -> str:
+    """A text, such as another error's, in one line, without the middle of what is long."""
+    words = " ".join(str(text).split())
+    return words if len(words) <= length else f"{words[: length - length // 10]} ... {words[-(length // 10) :]}"

@@ -13,6 +13,7 @@ import warm
 from small import ENV, ROOT
 
 from flow_grpo import checks, command_line, folders, prompts, shipped, startup
+from flow_grpo.quoting import in_one_line
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 MINE = '''"""My experiments."""
@@ -273,3 +274,9 @@ def test_what_an_installed_package_ships_lies_in_its_assets(tmp_path, monkeypatc
     monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "site-packages" / "flow_grpo")
     monkeypatch.chdir(tmp_path)
     assert shipped.find("dataset/shapes") == str(data)
+
+
+def test_a_long_text_of_many_lines_is_one_line_without_its_middle():
+    assert in_one_line("a\n  b\tc") == "a b c"
+    assert in_one_line("a" * 50 + "\n" + "b" * 50, 20) == "a" * 18 + " ... " + "b" * 2
+    assert len(in_one_line(KeyError("x" * 10**6))) < 1010

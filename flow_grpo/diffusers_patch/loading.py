@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 
 from flow_grpo import shipped
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
-from flow_grpo.quoting import quoted
+from flow_grpo.quoting import in_one_line, quoted
 
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
@@ -23,7 +23,8 @@ def pipeline_name(folder: str) -> str:
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
-        raise ValueError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {error}") from error
+        why = in_one_line(error)
+        raise ValueError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
 
 
 def transformer_folder(folder: str) -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.quoting import quoted
+from flow_grpo.quoting import in_one_line, quoted
 from flow_grpo.scoring import wire
 from flow_grpo.scoring.client import Server
 from flow_grpo.scoring.processes import ServerProcess, start_server
@@ -52,10 +52,11 @@ class Scorer:
         try:
             return future.result()
         except Exception as error:
-            self.last_error = f"{type(error).__name__}: {error}"
+            self.last_error = in_one_line(f"{type(error).__name__}: {error}")
             if self.settings.on_failure == "mask":
                 return {"score": torch.full((len(prompts),), torch.nan)}
-            message = f"reward {self.name!r} ({self.address}): {error}; first prompt: {quoted(prompts[0])}"
+            why = in_one_line(error)
+            message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0])}"
             raise RewardFailed(message) from error
 
 
@@ -148,7 +149,7 @@ class LocalScorer(Scorer):
             except Exception as error:
                 if self.settings.on_failure == "fail" or len(prompts) == 1:
                     raise
-                self.last_error = f"{type(error).__name__}: {error}"
+                self.last_error = in_one_line(f"{type(error).__name__}: {error}")
         rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?
         return {"score": torch.cat([self._masked(images[row], prompts[row], metadata[row], drawn) for row in rows])}
 

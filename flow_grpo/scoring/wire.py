@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.pixels import to_uint8
+from flow_grpo.quoting import in_one_line
 
 LARGEST = torch.finfo(torch.float32).max  # of a score; beyond it a finite number in JSON would become infinite
 TYPES = {"npy": "application/x-npy", "png": "image/png"}
@@ -116,6 +117,7 @@ def read_scores(answer: Any, count: int, bounds: tuple[float, float] = (-math.in
 
 def check_numbers(name: str, values: Any, count: int, bounds: tuple[float, float] | None = None) -> Tensor:
     """A list of `count` finite numbers within `bounds` as a float32 tensor. Raises BadAnswer."""
+    name = in_one_line(name, 80)
     if not isinstance(values, list) or len(values) != count:
         received = f"{len(values)} values" if isinstance(values, list) else str(values)[:80]
         raise BadAnswer(f"{name}: {received} for {count} images")
