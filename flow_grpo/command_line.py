@@ -84,7 +84,7 @@ def _stopped(after_stop: str) -> SystemExit:
     """Says so once for all ranks. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
-        ways_on = [after_stop] if after_stop else map(folders.how_to_go_on, folders.held())
+        ways_on = [after_stop] if after_stop else map(folders.how_to_go_on, folders.held()[-1:])
         _say("; ".join(["stopped by Ctrl-C", *ways_on]))
     return SystemExit(128 + signal.SIGINT)
 

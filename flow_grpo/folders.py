@@ -114,7 +114,7 @@ def _refusal(folder: Path) -> str:
 
 
 def held() -> list[Path]:
-    """The folders that this process keeps others out of."""
+    """The folders that this process keeps others out of, the one that it took last in the end."""
     return list(_held)
 
 
