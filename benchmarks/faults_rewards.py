@@ -134,11 +134,11 @@ def attempt(bench: Bench, kind: str, name: str, how: dict[str, str], folder: Pat
     limit_s = PROCESS_S if how["backend"] == "process" else LIMIT_S
     ended = Command(words, folder, env={"FLOW_GRPO_REWARDS": str(folder / "odd")}).wait(limit_s)
     if ended.status == 0:
-        return others_are_right(bench, folder, must_run=name in FINE)
+        return others_are_right(bench, folder)
     return named(ended, name)
 
 
-def others_are_right(bench: Bench, folder: Path, must_run: bool) -> Verdict:
+def others_are_right(bench: Bench, folder: Path) -> Verdict:
     """The usual reward of the first evaluation, before the odd one has trained anything."""
     key = "eval/jpeg_compressibility"
     (run,) = (folder / "runs").iterdir()
@@ -146,8 +146,8 @@ def others_are_right(bench: Bench, folder: Path, must_run: bool) -> Verdict:
         next(line for line in lines_of(place) if line["kind"] == "eval")
         for place in (run, bench.reference("grpo", num_epochs=2))
     )
-    if first.get(key, first["eval/avg"]) != expected.get(key, expected["eval/avg"]):
-        return Verdict(False, f"another reward has {first.get(key)} instead of {expected.get(key)}")
+    if first[key] != expected[key]:
+        return Verdict(False, f"another reward has {first[key]} instead of {expected[key]}")
     return Verdict(True, "ran to its end")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.prompts import Prompt
+from flow_grpo.quoting import in_one_line
 
 SPLITS = ("train", "validation")
 ARROW = {"float32": pa.float32(), "bfloat16": pa.uint16()}  # parquet has no bfloat16: its bits
@@ -110,7 +111,9 @@ def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str,
     table = pa.table(arrays, schema=wanted)
     rows = max(1, ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
     scratch = path.with_suffix(".tmp")
-    pq.write_table(table, scratch, row_group_size=rows, compression="none", use_dictionary=False)
+    pq.write_table(
+        table, scratch, row_group_size=rows, compression="none", use_dictionary=False, write_page_checksum=True
+    )
     scratch.replace(path)
 
 
@@ -170,14 +173,22 @@ class PairFiles:
 
 def _open(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{path} is no parquet file: {error}") from error
 
 
+def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
+    """Columns of a file, or of one of its row groups. Raises ValueError where its checksums are others."""
+    try:
+        return file.read(columns) if group is None else file.read_row_group(group, columns)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} is damaged: {in_one_line(error)}") from error
+
+
 def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> dict[str, Tensor]:
     """Columns of a row group that are there, each [P, *shape] float32, or bool for the mask; all filled and finite."""
-    table, arrays = file.read_row_group(group, [name for name in columns if name in file.schema_arrow.names]), {}
+    table, arrays = _read(path, file, [name for name in columns if name in file.schema_arrow.names], group), {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
         filled = torch.tensor(column.is_valid().to_pylist())
@@ -201,7 +212,7 @@ def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) 
     if set(stored.names) != named:
         differ = {"missing": named - set(stored.names), "unknown": set(stored.names) - named}
         raise ValueError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
-    table = file.read(["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
+    table = _read(path, file, ["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
     rows = table.to_pylist()
     wanted = schema(shapes, rows[0]["dtype"] if rows[0]["dtype"] in ARROW else "float32")
     for field in wanted:

@@ -157,6 +157,18 @@ def test_folders_that_are_no_pairs(tmp_path):
         open_folder(tmp_path)
 
 
+@pytest.mark.parametrize("column", ["winner_latents", "prompt"])
+def test_a_flipped_bit_is_damage(column, tmp_path):
+    rows = some_rows(9)
+    path = write(tmp_path, rows) / "train_00000.parquet"
+    data, value = bytearray(path.read_bytes()), rows[column][4]
+    place = data.index(value.encode() if column == "prompt" else value.numpy().tobytes()[:16])
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"train_00000.parquet is damaged: .*checksum"):
+        open_folder(tmp_path)
+
+
 def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
     embeds = Condition(torch.arange(8.0).view(8, 1, 1))
