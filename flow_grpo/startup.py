@@ -14,11 +14,11 @@ from flow_grpo import (
     checks,
     compiled,
     distributed,
-    float8,
     folders,
     fsdp_utils,
     policies,
     prompts,
+    quantised,
     resuming,
     rewards,
     trackers,
@@ -84,8 +84,7 @@ def start(
     family = models.model_class(config.model)
     texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
-    if config.sample.merged_precision == "fp8":
-        float8.check_device(ranks.device)
+    quantised.check_device(config, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):
@@ -203,6 +202,7 @@ def _load_learner(
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     if config.fsdp.activation_checkpointing:
         model.transformer.enable_gradient_checkpointing()
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.transformer,
         mesh,

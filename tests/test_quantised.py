@@ -1,0 +1,152 @@
+"""Layers of 8 and 4 bits a weight: what they compute, what trains on them, and who may ask for them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
+from torch import nn
+
+from flow_grpo import policies, quantised, stored_weights
+from flow_grpo.quantised import KINDS, NF4_LEVELS, Float8Linear, NF4Linear, quantise, quantised_layers
+
+FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
+
+
+def layer_of(kind, weight, bias=None):
+    """A layer in the place of nn.Linear of this weight."""
+    linear = nn.Linear(*reversed(weight.shape), bias=bias is not None)
+    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    return kind.of(linear.requires_grad_(False))
+
+
+def reference(x, weight, bias):
+    return x.double() @ weight.double().T + bias.double()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_numbers_that_8_bits_hold_are_multiplied_exactly():
+    stream = torch.Generator().manual_seed(0)
+    x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
+    x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
+    layer = layer_of(Float8Linear, weight, bias)
+    assert torch.equal(layer(x.view(2, 3, 32)).view(6, 48), reference(x, weight, bias).bfloat16().float())
+    assert torch.equal(layer(x), nn.functional.linear(x, weight, bias))  # one vector per image, in full
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
+    """Each factor is off by at most 2^-4 of itself, or for small ones by 2^-10 / 448 of its row's largest."""
+    stream = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (12, 64))
+    x, bias = x * scale, torch.zeros(64)
+    found, exact = layer_of(Float8Linear, weight, bias)(x[None])[0], reference(x, weight, bias)
+    step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
+    bound = step[0] @ weight.abs().double().T + x.abs().double() @ step[1].T + step[0] @ step[1].T
+    assert ((found - exact).abs() <= bound + exact.abs() * 2**-8).all()
+    assert 0.02 < (found - exact).norm() / exact.norm() < 0.05
+
+
+def test_a_row_of_zeros_stays_one():
+    rows, scale = quantise(torch.zeros(1, 16))
+    assert not (rows.float() * scale).any()
+    assert not layer_of(NF4Linear, torch.zeros(2, 64))(torch.ones(1, 64)).any()
+
+
+@pytest.mark.parametrize("width", [64, 96, 160])  # blocks of 64 and of 32
+def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
+    levels = torch.tensor(NF4_LEVELS)
+    weight = levels[torch.randint(16, (8, width), generator=torch.Generator().manual_seed(0))]
+    weight[:, ::32] = 1.0  # each block's largest
+    identity = torch.eye(width)
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, weight)
+    weight[:, 1::2] = draw(8, width // 2).clamp(-1, 1)
+    nearest = levels[(weight[..., None] - levels).abs().argmin(-1)]
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+def test_the_gradient_is_that_of_the_stored_weight(kind, compiled):
+    """Of a layer of 4 bits to rounding; the products of 8 bits round the result's gradient, too."""
+    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, 5, 128, seed=1), draw(2, 5, 64, seed=2)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call(x.requires_grad_()).backward(grad)
+    weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
+    error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
+    assert error < (0.04 if kind is Float8Linear else 1e-6)
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_layers_that_do_not_suit_a_precision_are_named():
+    with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
+        layer_of(Float8Linear, draw(16, 24))
+    with pytest.raises(ValueError, match="a layer of 7 columns has an odd number of 4-bit codes in a row"):
+        layer_of(NF4Linear, draw(16, 7))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", KINDS)
+def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_the_stored_weights(name, precision, tmp_path):
+    """On the meta device first, as a run loads it: the same numbers as quantising what is loaded."""
+    model = loaded(name, tmp_path)
+    folder = tmp_path / "weights"
+    model.transformer.save_pretrained(folder)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    empty = type(model.transformer).from_config(model.transformer.config).to("meta")
+    policies.attach(empty, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    for transformer in (model.transformer, empty):
+        quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
+        inside = [unit for unit in transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
+        plain = {type(m) for unit in inside for n, m in unit.named_modules() if "lora_" not in n} & {nn.Linear}
+        assert inside
+        assert not plain
+    empty.to_empty(device="cpu")
+    stored_weights.read(empty, folder, lambda target, rows: fsdp_copy(target, rows[:]))
+    expected, found = quantised_layers(model.transformer), quantised_layers(empty)
+    assert expected.keys() == found.keys()
+    for layer, other in zip(expected.values(), found.values()):
+        for (key, tensor), (_, filled) in zip(layer.named_buffers(), other.named_buffers()):
+            assert torch.equal(tensor.view(torch.uint8), filled.view(torch.uint8)), key
+
+
+def fsdp_copy(target, rows):
+    (target.store if isinstance(target, quantised.QuantisedLinear) else target.copy_)(rows)
+
+
+@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr,stepwise", "shapes_qwenimage_nft"])
+@pytest.mark.parametrize("precision", KINDS)
+def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_path):
+    """Its first update finds the rollout's log-probs, bit for bit, and its adapter learns."""
+    how = FOR_A_RUN | dict(base_precision=precision, lora__rank=32, sample__merge_adapter=False)
+    folder = train(name, tmp_path, **how)
+    first = lines_of(folder, "update")[0]
+    assert first["grad_norm"] > 0
+    assert first.get("parity/log_prob_abs_diff_max", 0) == 0
+    assert exported(folder).stat().st_size > 0
+
+
+def test_scored_forwards_stay_exact_and_images_change_a_little(tmp_path):
+    def run(precision):
+        how = FOR_A_RUN | dict(sample__merge_adapter=True, sample__merged_precision=precision)
+        return train("shapes_qwenimage_pr", tmp_path / (precision or "plain"), **how)
+
+    fast, plain = run("fp8"), run("")
+    assert lines_of(fast, "update")[0]["parity/log_prob_abs_diff_max"] == 0
+    rewards = [lines_of(folder, "epoch")[0]["reward/avg"] for folder in (fast, plain)]
+    assert rewards[0] != rewards[1]
+    assert rewards[0] == pytest.approx(rewards[1], rel=0.02)
+
+
+@pytest.mark.parametrize("setting", ["base_precision", "sample.merged_precision"])
+def test_a_gpu_without_products_of_8_bits_is_named(setting, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    config = config_of("shapes_qwenimage", **{setting.replace(".", "__"): "fp8"})
+    quantised.check_device(config, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"config.{setting} is 'fp8': NVIDIA A100 has no products of 8-bit floats"):
+        quantised.check_device(config, SimpleNamespace(type="cuda"))
+    quantised.check_device(config_of("shapes_qwenimage"), SimpleNamespace(type="cuda"))
