@@ -16,7 +16,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
     *("model", "dataset", "reward_fn", "height", "width", "text_tokens"),
-    *("precision", "vae_precision", "vae_batch_size"),
+    *("precision", "base_precision", "vae_precision", "vae_batch_size"),
 )
 
 

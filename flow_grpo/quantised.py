@@ -224,6 +224,12 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
                 setattr(parent, name, KINDS[precision].of(child))
 
 
+def precision_of(transformer: nn.Module) -> str:
+    """Of its frozen layers, as in KINDS; "" where none is quantised."""
+    kinds = {type(layer) for layer in quantised_layers(transformer).values()}
+    return next((name for name, kind in KINDS.items() if kind in kinds), "")
+
+
 def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
     """By name."""
     return {name: module for name, module in transformer.named_modules() if isinstance(module, QuantisedLinear)}

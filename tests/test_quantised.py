@@ -1,9 +1,12 @@
 """Layers of 8 and 4 bits a weight: what they compute, what trains on them, and who may ask for them."""
 
+import json
 from types import SimpleNamespace
 
+import evaluate
 import pytest
 import torch
+from safetensors import safe_open
 from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
@@ -127,6 +130,30 @@ def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_p
     assert first["grad_norm"] > 0
     assert first.get("parity/log_prob_abs_diff_max", 0) == 0
     assert exported(folder).stat().st_size > 0
+
+
+def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
+    """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
+    how = dict(FEW, base_precision="4bit", lora__rank=32, train__learning_rate=1e-2, eval__batch_size=4, save_freq=1)
+    how |= dict(eval__rewards=("jpeg_compressibility",))
+    unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
+    train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
+    folder = train("shapes_qwenimage_nft", tmp_path / "broken", **how, resume_from="latest")
+    assert lines_of(folder)[-1] == lines_of(unbroken)[-1]
+    assert exported(folder).read_bytes() == exported(unbroken).read_bytes()
+    with safe_open(exported(folder), framework="pt") as file:
+        assert file.metadata()["base_precision"] == "4bit"
+
+    words = [str(folder), "--weights", "last", "--out"]
+    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "own")]))
+    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "full"), "--set", "base_precision=''"]))
+    own, full = (
+        json.loads((tmp_path / name / "scores.json").read_text())["rows"][0]["all"] for name in ("own", "full")
+    )
+    test = [line for line in lines_of(folder, "test") if "test/avg" in line][-1]
+    assert (
+        own["jpeg_compressibility"]["mean"] == test["test/jpeg_compressibility"] != full["jpeg_compressibility"]["mean"]
+    )
 
 
 def test_scored_forwards_stay_exact_and_images_change_a_little(tmp_path):

@@ -87,7 +87,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "folders": set(),
     "checksums": set(),
     "shards": {"checksums", "distributed", "fsdp_utils"},
-    "exports": {"distributed", "fsdp_utils", "policies", "stored_weights"},
+    "exports": {"distributed", "fsdp_utils", "policies", "quantised", "stored_weights"},
     "checkpoints": {"checksums", "distributed", "fsdp_utils", "ema", "shards"},
     "best": {"checkpoints", "checksums", "distributed"},
     "evaluation": {
