@@ -158,6 +158,11 @@ def _check_speed(config) -> None:
 
 
 def _check_base(config) -> None:
+    if config.weights_cache and not config.base_precision:
+        raise ValueError(
+            f"config.weights_cache is {quoted(config.weights_cache)}, but config.base_precision '' stores no other "
+            "weights than the model's own"
+        )
     if not config.base_precision:
         return
     if not config.lora.rank:

@@ -44,6 +44,8 @@ class QuantisedLinear(nn.Module):
         device: "meta" for a layer that is filled later.
     """
 
+    filled = False  # whether W is there before the model's own weights are read
+
     def __init__(
         self, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
     ):

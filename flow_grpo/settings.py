@@ -85,6 +85,8 @@ SETTINGS = (
             unit="tokens", least=1, most=2048),
     Setting("embeddings_cache", "",
             'folder: prompts are encoded once, and no text encoder stays on the GPU; "" = none', may_differ=True),
+    Setting("weights_cache", "",
+            'folder for the base as base_precision stores it, which later starts read; "" = none', may_differ=True),
     Setting("precision", "fp32", "of the transformer; trained weights are stored in fp32",
             choices=("fp32", "bf16", "fp16")),
     Setting("base_precision", "",

@@ -36,7 +36,8 @@ def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
                     raise ValueError(
                         f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
                     )
-                copy_rows(targets[name], rows)
+                if not getattr(targets[name], "filled", False):
+                    copy_rows(targets[name], rows)
 
 
 def _names(folder: Path) -> dict[str, Path]:

@@ -7,10 +7,11 @@ import evaluate
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
-from flow_grpo import policies, quantised, stored_weights
+from flow_grpo import policies, quantised, quantised_files, stored_weights
 from flow_grpo.quantised import KINDS, NF4_LEVELS, Float8Linear, NF4Linear, quantise, quantised_layers
 
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
@@ -91,33 +92,71 @@ def test_layers_that_do_not_suit_a_precision_are_named():
         layer_of(NF4Linear, draw(16, 7))
 
 
+def on_meta(model, precision):
+    """The transformer with an adapter and quantised layers, without numbers, as a run has it before it loads."""
+    transformer = type(model.transformer).from_config(model.transformer.config).to("meta")
+    policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
+    return transformer
+
+
+def copy_to(target, rows):
+    (target.store if isinstance(target, quantised.QuantisedLinear) else target.copy_)(rows[:])
+
+
+def assert_same_layers(transformer, other):
+    expected, found = quantised_layers(transformer), quantised_layers(other)
+    assert expected.keys() == found.keys() != set()
+    for name, layer in expected.items():
+        for (key, tensor), (_, filled) in zip(layer.named_buffers(), found[name].named_buffers(), strict=True):
+            assert torch.equal(tensor.view(torch.uint8), filled.view(torch.uint8)), (name, key)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", KINDS)
-def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_the_stored_weights(name, precision, tmp_path):
-    """On the meta device first, as a run loads it: the same numbers as quantising what is loaded."""
+def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights_and_from_a_cache(
+    name, precision, tmp_path
+):
+    """The same numbers as quantising what is loaded; with a cache no layer is read that is in it."""
     model = loaded(name, tmp_path)
-    folder = tmp_path / "weights"
+    folder, cache = tmp_path / "weights", tmp_path / "cache" / "this"
     model.transformer.save_pretrained(folder)
+    empty, again = on_meta(model, precision), on_meta(model, precision)
+    quantised.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, precision)
+    units = [unit for unit in model.transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
+    assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
+
+    stored_weights.read(empty.to_empty(device="cpu"), folder, copy_to)
+    expected = {f"{key.replace('.base_layer', '')}": layer for key, layer in quantised_layers(empty).items()}
+    for key, layer in quantised_layers(model.transformer).items():
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(layer.buffers(), expected[key].buffers()))
+
+    assert not quantised_files.fill(again, cache, torch.device("cpu"))
+    quantised_files.keep(empty, cache)
+    quantised_files.keep(empty, cache)  # where another run was faster
+    assert quantised_files.fill(again, cache, torch.device("cpu"))
+    assert_same_layers(empty, again)
+    read = []
+    stored_weights.read(again, folder, lambda target, rows: read.append(target))
+    assert read
+    assert not any(isinstance(target, quantised.QuantisedLinear) for target in read)
+    assert [path.name for path in cache.parent.iterdir()] == ["this"]
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    model = loaded("qwenimage", tmp_path)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    empty = type(model.transformer).from_config(model.transformer.config).to("meta")
-    policies.attach(empty, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    for transformer in (model.transformer, empty):
-        quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
-        inside = [unit for unit in transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
-        plain = {type(m) for unit in inside for n, m in unit.named_modules() if "lora_" not in n} & {nn.Linear}
-        assert inside
-        assert not plain
-    empty.to_empty(device="cpu")
-    stored_weights.read(empty, folder, lambda target, rows: fsdp_copy(target, rows[:]))
-    expected, found = quantised_layers(model.transformer), quantised_layers(empty)
-    assert expected.keys() == found.keys()
-    for layer, other in zip(expected.values(), found.values()):
-        for (key, tensor), (_, filled) in zip(layer.named_buffers(), other.named_buffers()):
-            assert torch.equal(tensor.view(torch.uint8), filled.view(torch.uint8)), key
-
-
-def fsdp_copy(target, rows):
-    (target.store if isinstance(target, quantised.QuantisedLinear) else target.copy_)(rows)
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, "4bit")
+    quantised_files.keep(model.transformer, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(quantised_files.FILES)
+    whole = load_file(file)
+    save_file(dict(list(whole.items())[1:]), file)
+    with pytest.raises(ValueError, match=r"cache lacks weights of this model; delete it"):
+        quantised_files.fill(on_meta(model, "4bit"), tmp_path / "cache", torch.device("cpu"))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"safetensors is damaged .* delete"):
+        quantised_files.fill(on_meta(model, "4bit"), tmp_path / "cache", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr,stepwise", "shapes_qwenimage_nft"])
@@ -134,7 +173,15 @@ def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_p
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
-    how = dict(FEW, base_precision="4bit", lora__rank=32, train__learning_rate=1e-2, eval__batch_size=4, save_freq=1)
+    how = dict(
+        FEW,
+        base_precision="4bit",
+        weights_cache=str(tmp_path / "cache"),
+        lora__rank=32,
+        train__learning_rate=1e-2,
+        eval__batch_size=4,
+        save_freq=1,
+    )
     how |= dict(eval__rewards=("jpeg_compressibility",))
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
     train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
