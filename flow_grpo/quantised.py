@@ -129,7 +129,8 @@ class Float8Product(torch.autograd.Function):
 
 def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, k] times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
-    rows, row_scale = quantise(x)
+    num_rows = len(x)
+    rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS takes multiples of 16 alone
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
@@ -140,7 +141,7 @@ def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> 
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
-    )
+    )[:num_rows]
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
