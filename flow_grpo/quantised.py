@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa; arXiv:2209.05433
 LARGEST = torch.finfo(E4M3).max  # 448
+FEW_ROWS = 128  # below it reading W takes all of a product's time, and cuBLAS refuses some shapes
 SMALLEST_SCALE = 1e-12  # a row or block of zeros stays one
 NF4_BLOCK = 64  # weights of a scale, at most
 NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2305.14314, appendix E
@@ -82,8 +83,7 @@ class Float8Linear(QuantisedLinear):
     """Products of 8-bit rows of x and of W, each with a float32 scale; sums in float32. Both sides are multiples of 16.
 
     The gradient of x is such a product, too: the scales of W are drawn into the rows of the result's gradient. An x of
-    one vector per image (modulation) is multiplied with W in full: reading W takes all the time there, so x keeps its
-    bits for nothing.
+    few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there, and W is unpacked.
     """
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ class Float8Linear(QuantisedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if x.ndim == 2:
-            return F.linear(x.to(self.dtype), (self.rows.float() * self.scale).to(self.dtype), self.bias)
+            return F.linear(x.to(self.dtype), unpacked(self.rows, self.scale, self.dtype), self.bias)
         return Float8Product.apply(x, self.rows, self.scale, self.bias).to(self.dtype)
 
 
@@ -115,12 +115,16 @@ class Float8Product(torch.autograd.Function):
         ctx.save_for_backward(rows, scale)
         ctx.dtype = x.dtype
         bias = None if bias is None else bias.to(torch.bfloat16)
+        if x[..., 0].numel() < FEW_ROWS:
+            return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
         return _product(x.flatten(0, -2), rows.T, scale.T, bias).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """grad: [..., out]."""
         rows, scale = ctx.saved_tensors
+        if grad[..., 0].numel() < FEW_ROWS:
+            return (grad @ unpacked(rows, scale, grad.dtype)).to(ctx.dtype), None, None, None
         ones = torch.ones(1, rows.shape[1], device=grad.device)
         columns = rows.T.contiguous().T  # as the product reads them; a copy of one layer at a time
         out = _product(grad.flatten(0, -2).float() * scale.T, columns, ones, None)
@@ -130,7 +134,7 @@ class Float8Product(torch.autograd.Function):
 def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [n, k] times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
     num_rows = len(x)
-    rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS takes multiples of 16 alone
+    rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS asks for a multiple of 16
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
@@ -142,6 +146,11 @@ def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> 
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )[:num_rows]
+
+
+def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """W [out, in] of e4m3 rows and their scales [out, 1]."""
+    return (rows.float() * scale).to(dtype)
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,9 @@ def test_numbers_that_8_bits_hold_are_multiplied_exactly():
     x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
     x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
     layer = layer_of(Float8Linear, weight, bias)
-    assert torch.equal(layer(x.view(2, 3, 32)).view(6, 48), reference(x, weight, bias).bfloat16().float())
+    for count in (2, 50):  # few rows and many
+        rows = x.repeat(count, 1)
+        assert torch.equal(layer(rows[None])[0], reference(rows, weight, bias).bfloat16().float())
     assert torch.equal(layer(x), nn.functional.linear(x, weight, bias))  # one vector per image, in full
 
 
@@ -45,7 +47,7 @@ def test_numbers_that_8_bits_hold_are_multiplied_exactly():
 def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
     """Each factor is off by at most 2^-4 of itself, or for small ones by 2^-10 / 448 of its row's largest."""
     stream = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (12, 64))
+    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (200, 64))
     x, bias = x * scale, torch.zeros(64)
     found, exact = layer_of(Float8Linear, weight, bias)(x[None])[0], reference(x, weight, bias)
     step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
@@ -72,16 +74,16 @@ def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
     assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize(("kind", "tokens"), [(Float8Linear, 101), (Float8Linear, 5), (NF4Linear, 5)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
-def test_the_gradient_is_that_of_the_stored_weight(kind, compiled):
-    """Of a layer of 4 bits to rounding; the products of 8 bits round the result's gradient, too."""
-    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, 5, 128, seed=1), draw(2, 5, 64, seed=2)
+def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
+    """Of a layer of 4 bits and of few rows to rounding; the products of 8 bits round the result's gradient, too."""
+    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     call(x.requires_grad_()).backward(grad)
     weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
     error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
-    assert error < (0.04 if kind is Float8Linear else 1e-6)
+    assert error < (0.04 if tokens == 101 else 0.003 if kind is Float8Linear else 1e-6)
     assert all(p.grad is None for p in layer.parameters())
 
 
@@ -164,6 +166,7 @@ def test_a_damaged_cache_is_named(tmp_path):
 def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_path):
     """Its first update finds the rollout's log-probs, bit for bit, and its adapter learns."""
     how = FOR_A_RUN | dict(base_precision=precision, lora__rank=32, sample__merge_adapter=False)
+    how |= dict(sample__batch_size=8)  # whose 128 tokens make products of 8 bits
     folder = train(name, tmp_path, **how)
     first = lines_of(folder, "update")[0]
     assert first["grad_norm"] > 0
