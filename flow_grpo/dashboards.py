@@ -5,7 +5,6 @@ tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward
 folder alone. Where no tracker is open, report.html is written at every evaluation.
 """
 
-import errno
 import functools
 import json
 import math
@@ -46,7 +45,7 @@ def on_main(method):
         try:
             return method(self, *args, **kwargs) if self.is_main else None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in folders.FULL:
                 raise
             advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
             full = OSError(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
@@ -243,9 +242,9 @@ class Dashboard:
             return
         try:
             report.write([self.run_dir], self.run_dir / "report.html")
-        except OSError:
-            raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in folders.FULL:
+                raise
             self.say(
                 f"report.html could not be drawn: {error!r}; python -m flow_grpo.report {self.run_dir} tries again"
             )
