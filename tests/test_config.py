@@ -187,6 +187,15 @@ def test_a_run_that_forgets_to_return_its_config_is_named():
         configs.select("mine", (mine,), (), "mine.py")
 
 
+def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from flow_grpo.settings import default_config\n\n\ndef get_config(name):\n    return default_config()\n"
+    )
+    assert configs.load(f"{tmp_path}/mine.py:mine").name == "base"
+    with pytest.raises(ValueError, match=r"mine\.py makes of 'mine,guard' what it makes of 'mine'"):
+        configs.load(f"{tmp_path}/mine.py:mine,guard")
+
+
 def assignments(tree):
     """(name, value) of each `name = value` and of each pair of `a, b = x, y`."""
     for node in ast.walk(tree):
