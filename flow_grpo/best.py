@@ -50,9 +50,14 @@ def find(run_folder: Path) -> Path | None:
 
 
 def read(run_folder: Path) -> Evaluation | None:
-    """What was evaluated; None if there is none."""
-    folder = find(run_folder)
-    return folder and Evaluation(**json.loads((folder / FILE).read_text()))
+    """What was evaluated; None if there is none. Raises ValueError for a file that no run has written."""
+    if (folder := find(run_folder)) is None:
+        return None
+    stored = folders.read_json(folder / FILE)
+    kinds = {"epoch": int, "value": int | float, "figures": dict}
+    if {*stored} != {*Evaluation.__annotations__} or not all(isinstance(stored[name], kinds[name]) for name in kinds):
+        raise ValueError(f"{folder / FILE} is no record of an evaluation")
+    return Evaluation(**stored)
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
@@ -133,12 +138,17 @@ def _restore(run_folder: Path, checkpoint: Path) -> tuple[str, Evaluation | None
     tmp.rmdir()
     of_best = checkpoint.resolve().is_relative_to((run_folder / NAME).resolve())
     source = run_folder / NAME if of_best else stored
-    if os.path.lexists(source) and (damage := checksums.damage(source)):
-        _set_aside(run_folder, aside := run_folder / f"{NAME}_damaged")
-        return f"{source} is damaged: {damage}; {run_folder / NAME} is now {aside}", None
-    if not of_best:
+    damage = checksums.damage(source) if os.path.lexists(source) else ""
+    if not damage and not of_best:
         _replace(run_folder, tmp, stored)
-    return "", read(run_folder)
+    try:
+        best = None if damage else read(run_folder)
+    except ValueError as error:
+        damage = str(error)
+    if not damage:
+        return "", best
+    _set_aside(run_folder, aside := run_folder / f"{NAME}_damaged")
+    return f"{source} is damaged: {damage}; {run_folder / NAME} is now {aside}", None
 
 
 def _replace(run_folder: Path, tmp: Path, stored: Path) -> None:
