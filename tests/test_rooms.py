@@ -76,7 +76,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         "rng",
         *(PATCH + n for n in ("condition", "flow_model", "size")),
     },
-    "embeddings": {PATCH + "condition"},
+    "embeddings": {"folders", PATCH + "condition"},
     "preferences": {"prompts", PATCH + "condition", PATCH + "size"},
     "rollout": {"batching", "losses", "rng"},
     "metrics": set(),
@@ -87,7 +87,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "folders": set(),
     "checksums": set(),
     "shards": {"checksums", "distributed", "fsdp_utils"},
-    "exports": {"distributed", "fsdp_utils", "policies", "stored_weights"},
+    "exports": {"distributed", "folders", "fsdp_utils", "policies", "stored_weights"},
     "checkpoints": {"checksums", "distributed", "folders", "fsdp_utils", "ema", "shards"},
     "best": {"checkpoints", "checksums", "distributed", "folders"},
     "evaluation": {
@@ -139,7 +139,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("scoring.pool", "scoring.settings", "trackers"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
     },
-    "publishing": {"best", "policies", "report", "shipped"},
+    "publishing": {"best", "folders", "policies", "report", "shipped"},
     "loop": {
         *("checkpoints", "distributed", "evaluation", "folders", "fsdp_utils", "measuring", "policies", "publishing"),
         *("run", "saving", "watching"),
