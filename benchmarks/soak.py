@@ -142,8 +142,9 @@ def draw(epochs: list[Epoch]) -> Figure:
     figure, settled = Figure((9, 8), layout="constrained"), epochs[len(epochs) // 10 :]
     for axes, (key, unit) in zip(figure.subplots(3, 2).flat, UNITS.items()):
         slope = slope_of(settled, key)
-        x = np.array([epoch.epoch for epoch in epochs])
-        axes.plot(x, [getattr(epoch, key) for epoch in epochs], color=GREY, linewidth=0.6)
+        after_start = epochs[1:]  # the first one's CPU time is that of the imports
+        x = np.array([epoch.epoch for epoch in after_start])
+        axes.plot(x, [getattr(epoch, key) for epoch in after_start], color=GREY, linewidth=0.6)
         middle = np.mean([epoch.epoch for epoch in settled])
         ends = np.array([settled[0].epoch, settled[-1].epoch])
         axes.plot(ends, slope.mean + (ends - middle) * slope.per_1000 / 1000, color=BLUE)

@@ -181,7 +181,8 @@ def compare_configs(checkpoint: Path, config: dict[str, Any], may_differ: tuple[
     keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in may_differ)]
     if keys:
         changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
-        raise ValueError(f"{checkpoint} comes from another config ({changes}); restore these, or start a new run")
+        advice = "restore these, or start a new run, for example from this run's LoRA by config.lora.path"
+        raise ValueError(f"{checkpoint} comes from another config ({changes}); {advice}")
 
 
 def find(folder: Path | str, which: str = "latest") -> Path | None:

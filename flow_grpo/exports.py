@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flow_grpo import distributed, fsdp_utils, policies, quantised, stored_weights
+from flow_grpo import distributed, folders, fsdp_utils, policies, quantised, stored_weights
 
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
 
@@ -40,6 +40,7 @@ def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[st
     if precision := quantised.precision_of(pipeline.transformer):
         _add_metadata(file, base_precision=precision)
     _sort_header(file)
+    folders.as_any_new_file(file)
 
 
 def _add_metadata(file: Path, base_precision: str) -> None:
@@ -61,6 +62,8 @@ def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, T
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     pattern = stored_weights.WEIGHTS.replace(".", "{suffix}.")
     save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
+    for file in folder.glob("*.safetensors"):
+        folders.as_any_new_file(file)
 
 
 def _sort_header(file: Path) -> None:

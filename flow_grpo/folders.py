@@ -32,6 +32,13 @@ FULL = errno.ENOSPC, errno.EDQUOT
 _held: dict[Path, TextIO] = {}  # the system takes a lock back when its file is closed, at the latest by its end
 
 
+def as_any_new_file(file: Path) -> None:
+    """Give a file the permissions that the user's umask asks for: safetensors lets nobody but its owner read it."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
+
+
 def take(first: Path) -> Path:
     """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
     folder, number = first, 1

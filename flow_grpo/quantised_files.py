@@ -14,7 +14,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from flow_grpo import distributed, quantised
+from flow_grpo import distributed, folders, quantised
 from flow_grpo.quantised import QuantisedLinear
 
 FILES = "*.safetensors"
@@ -76,6 +76,8 @@ def _keep(transformer: nn.Module, folder: Path) -> None:
     try:
         scratch.mkdir(parents=True)
         save_torch_state_dict(tensors, scratch, filename_pattern="weights{suffix}.safetensors", max_shard_size="5GB")
+        for file in scratch.iterdir():
+            folders.as_any_new_file(file)
         scratch.rename(folder)
     except OSError as error:
         if not folder.is_dir():
