@@ -82,8 +82,9 @@ class QuantisedLinear(nn.Module):
 class Float8Linear(QuantisedLinear):
     """Products of 8-bit rows of x and of W, each with a float32 scale; sums in float32. Both sides are multiples of 16.
 
-    The gradient of x is such a product, too: the scales of W are drawn into the rows of the result's gradient. An x of
-    few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there, and W is unpacked.
+    The gradient of x is such a product, too: the rows of the result's gradient are multiplied by the scales of W first.
+    An x of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there, and W is
+    unpacked.
     """
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
