@@ -84,7 +84,7 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
 @pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
 def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_folder, tmp_path):
     how = dict(preferences__path=pairs_folder, lora__rank=rank, train__learning_rate=1e-3 if rank else 1e-4)
-    folder = train(NAME, tmp_path, num_epochs=6, **how)
+    folder = train(NAME, tmp_path, num_epochs=6, eval_freq=3, **how)
     updates, held_out = lines_of(folder, "update"), lines_of(folder, "validation")
     assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert updates[0]["implicit_accuracy"] == updates[0]["winner_error_gap"] == 0
@@ -92,7 +92,7 @@ def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_f
     later = updates[6:]
     assert sum(line["implicit_accuracy"] for line in later) / len(later) > 0.6
     assert held_out[0]["validation/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert [line["epoch"] for line in held_out] == list(range(7))
+    assert [line["epoch"] for line in held_out] == [0, 3, 6]
     assert held_out[-1]["validation/winner_error_gap"] != 0
     assert lines_of(folder, "eval")[-1]["eval/avg"] > 0
     assert (folder / "reward.png").is_file()
