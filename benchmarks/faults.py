@@ -29,6 +29,8 @@ SHARES = {  # kind -> its part of the time; each is a module of this folder, fau
     "prompts": 3,
     "rewards": 2,
     "files": 5,
+    "pairs": 1,
+    "pickles": 3,
     "kills": 8,
     "twice": 2,
     "disks": 2,

@@ -80,11 +80,14 @@ class Command:
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
         if self.status is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # `kill` has reaped it
+                ended, status = self.pid, signal.SIGKILL
             self.status = os.waitstatus_to_exitcode(status) if ended else None
         return self.status
 
-    def wait(self, limit_s: float = 60.0) -> Ended:
+    def wait(self, limit_s: float = 150.0) -> Ended:
         """Until it ends or the time is over; then it is killed, with all below it."""
         end = time.monotonic() + limit_s
         while self.poll() is None and time.monotonic() < end:

@@ -5,16 +5,18 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from functools import partial
 from pathlib import Path
 
 import torch
 from faults_commands import Command, Ended, judge
-from faults_runs import BEST, TRAINED, Bench, differences, only_folder
+from faults_runs import BEST, TRAINED, Bench, differences
 from faults_tries import Dice, Try, Verdict
 
+from flow_grpo import checksums
+
 BEFORE, WHOLE = 2, 3  # epochs of the run that is damaged, and after it has gone on
-LOST = ("gone", "directory", "loop", "of_another")  # a folder of fewer pairs is one, too
 FORGETFUL = ("metrics.jsonl",)  # whose damage may cost what it recorded of earlier epochs
 FLAG = "code_has_run"
 FOREIGN = (None, -3, 10**9, "x", [], {}, 1e308, True, "\ud800")
@@ -31,22 +33,20 @@ class Bomb:
 
 
 def make(bench: Bench, seed: int, number: int) -> Try:
-    """One file, one kind of damage, one algorithm. Every fourth try puts a pickle in the place of a file, of each in
-    turn; every tenth damages pairs."""
+    """One file, one kind of damage, one algorithm."""
     dice = Dice(seed, "files", number)
-    if number % 10 == 9:
-        names = [path.name for path in sorted(bench.reference("prepare").glob("*.parquet"))]
-        file, damage = dice.pick(names), dice.pick(list(DAMAGES))
-        return Try("files", number, f"pairs: {damage} {file}", partial(damage_pairs, bench, file, damage, dice))
     algorithm = TRAINED[number % len(TRAINED)] if dice.share() < 0.5 else "grpo"
-    source, _ = bench.reference(algorithm, num_epochs=BEFORE), bench.reference(algorithm)
-    files = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+    files = files_of(bench, algorithm)
     newest = [file for file in files if f"epoch_{BEFORE:06d}" in file]
     file = dice.pick(newest if dice.share() < 0.5 else files)
     damage = dice.pick(list(DAMAGES))
-    if number % 4 == 0:
-        file, damage = files[number // 4 % len(files)], pickled.__name__
     return Try("files", number, f"{algorithm} {damage} {file}", partial(attempt, bench, algorithm, file, damage, dice))
+
+
+def files_of(bench: Bench, algorithm: str) -> list[str]:
+    """The files of a run folder that is to be damaged, below it."""
+    source, _ = bench.reference(algorithm, num_epochs=BEFORE), bench.reference(algorithm)
+    return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
 
 
 def attempt(bench: Bench, algorithm: str, file: str, damage: str, dice: Dice, folder: Path) -> Verdict:
@@ -71,20 +71,6 @@ def attempt(bench: Bench, algorithm: str, file: str, damage: str, dice: Dice, fo
         differ = differences(run, whole, but=BEST)
         return Verdict(not differ, f"silent: {differ}" if differ else "it said that the best policy is lost")
     return Verdict(False, f"silent: {differ}")
-
-
-def damage_pairs(bench: Bench, file: str, damage: str, dice: Dice, folder: Path) -> Verdict:
-    """Damage a copy of the pairs and train on it; what runs to its end is the run on the pairs as they were."""
-    whole = bench.reference("dpo_offline")
-    shutil.copytree(bench.pairs, folder / "pairs")
-    DAMAGES[damage](folder / "pairs" / file, dice, folder / FLAG)
-    ended = Command(bench.words("dpo_offline", folder / "runs", preferences__path=folder / "pairs"), folder).wait()
-    if (folder / FLAG).exists():
-        return Verdict(False, "code in the file has run")
-    if ended.status != 0:
-        return judge(ended, [file, "preferences.path", "pairs"], early=False)
-    differ = differences(only_folder(folder / "runs"), whole)
-    return Verdict(not differ or damage in LOST, f"silent: {differ}" if differ else "equal")
 
 
 def names_of(file: str) -> list[str]:
@@ -156,6 +142,17 @@ def pickled(path: Path, dice: Dice, flag: Path) -> None:
     replace(path, dice.pick([pickle.dumps(Bomb(flag)), buffer.getvalue()]))
 
 
+def disguised(path: Path, dice: Dice, flag: Path) -> None:
+    """The same where a foreign checkpoint has it: with the checksum that fits."""
+    pickled(path, dice, flag)
+    for folder in path.parents:
+        if (folder / checksums.FILE).is_file() and path.name != checksums.FILE:
+            sums, data = json.loads((folder / checksums.FILE).read_text()), path.read_bytes()
+            sums[str(path.relative_to(folder))] = [len(data), zlib.crc32(data)]
+            return replace(folder / checksums.FILE, json.dumps(sums).encode())
+    return None
+
+
 def of_another(path: Path, dice: Dice, flag: Path) -> None:
     """The same file of the other checkpoint."""
     others = [other for other in path.parents[1].glob(f"*/{path.name}") if other != path and other.is_file()]
@@ -179,5 +176,5 @@ def replace(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-EVERY = (flip, flip, cut, empty, zeros, noise, longer, gone, directory, loop, pickled, of_another, altered)
+EVERY = (flip, flip, cut, empty, zeros, noise, longer, gone, directory, loop, pickled, disguised, of_another, altered)
 DAMAGES = {damage.__name__: damage for damage in EVERY}

@@ -17,7 +17,7 @@ from faults_tries import Dice, Try, Verdict, descendants, end_all, living
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 GONE_S = 15.0  # in which all processes of a killed run are gone
-LIMIT_S, TORCHRUN_S = 90.0, 180.0
+LIMIT_S, TORCHRUN_S = 240.0, 400.0
 TWO_RANKS = ("grpo", "pr", "nft", "dpo")
 SERVED = "jpeg_compressibility"
 

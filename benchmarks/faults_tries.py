@@ -37,7 +37,7 @@ class Try:
     number: int  # with kind and seed it names the try's random numbers
     what: str  # a command or parameters, to do it again by hand
     act: Callable[[Path], Verdict]
-    limit_s: float = 90.0
+    limit_s: float = 300.0  # a busy machine takes several times as long as a free one
 
 
 class Record(NamedTuple):

@@ -22,11 +22,11 @@ def make(bench: Bench, seed: int, number: int) -> Try:
     bench.reference("prepare")
     apart_s = 3 * dice.share() ** 3
     act = partial(case, bench, algorithm, apart_s)
-    return Try("twice", number, f"{case.__name__}, {algorithm}, {apart_s:.2f} s apart", act)
+    return Try("twice", number, f"{case.__name__}, {algorithm}, {apart_s:.2f} s apart", act, limit_s=400.0)
 
 
 def both(first: Command, second: Command) -> tuple[Ended, Ended]:
-    return first.wait(40), second.wait(40)
+    return first.wait(120), second.wait(120)
 
 
 def new_and_new(bench: Bench, algorithm: str, apart_s: float, folder: Path) -> Verdict:
@@ -50,7 +50,7 @@ def new_and_new(bench: Bench, algorithm: str, apart_s: float, folder: Path) -> V
 def latest_and_latest(bench: Bench, algorithm: str, apart_s: float, folder: Path) -> Verdict:
     """Two that would go on with the same run."""
     words = bench.words(algorithm, "runs", seed=SEEDS[0], resume_from="latest")
-    ended = Command([*words, "--config.num_epochs=1"], folder, "before").wait(40)
+    ended = Command([*words, "--config.num_epochs=1"], folder, "before").wait(120)
     if ended.status != 0:
         return Verdict(False, f"the run before ended with {ended.status}: {ended.last[-200:]}")
     return one_of_two(bench, algorithm, [words, words], apart_s, folder)

@@ -5,6 +5,9 @@
 The run is the smallest one of faults_runs.py, as a command of its own, with an evaluation and a checkpoint every 20
 epochs and wandb offline. The record is a table (.md) and a plot (.png). A slope is a least-squares line through the
 epochs after the first tenth; its standard error takes their deviations from the line as independent.
+
+CPU seconds depend on what else the machine does: a busy sibling core makes the same work slower. So this process does
+the same piece of work at every epoch, and the run's CPU seconds are also given in units of that piece's.
 """
 
 import argparse
@@ -28,7 +31,15 @@ from flow_grpo.pictures import BLUE, GREY, STYLE
 TICKS_S = os.sysconf("SC_CLK_TCK")
 EVERY = 20  # epochs between evaluations and between checkpoints
 PAUSE_S = 0.02
-UNITS = {"rss_mib": "MiB", "files": "files", "threads": "threads", "cpu_s": "CPU s per epoch"}
+UNITS = {
+    "rss_mib": "MiB",
+    "files": "files",
+    "threads": "threads",
+    "cpu_s": "CPU s per epoch",
+    "yardstick_s": "CPU s of the yardstick",
+    "relative": "epoch / yardstick",
+}
+YARDSTICK_SIZE = 32  # tokens, channels, and times that the piece of work is repeated
 
 
 class Epoch(NamedTuple):
@@ -40,6 +51,8 @@ class Epoch(NamedTuple):
     threads: int
     cpu_s: float  # since the epoch before
     clock_s: float  # since the start
+    yardstick_s: float  # CPU seconds of the same piece of work, at the end of every epoch
+    relative: float  # cpu_s / yardstick_s
 
 
 class Slope(NamedTuple):
@@ -58,9 +71,21 @@ def measure(pid: int) -> tuple[float, int, int, float]:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, int(fields[17]), cpu_s
 
 
+def yardstick(layer: torch.nn.Module, tokens: torch.Tensor) -> float:
+    """CPU seconds of a piece of work that is always the same and like the run's: many small tensors."""
+    start = time.thread_time()
+    with torch.no_grad():
+        for _ in range(YARDSTICK_SIZE):
+            layer(tokens)
+    return time.thread_time() - start
+
+
 def watch(process: subprocess.Popen, metrics: Path) -> list[Epoch]:
     """Measure the run whenever it has ended an epoch, until it ends. Its file may be read while it is written."""
     epochs, count, before_s, start, text = [], 0, 0.0, time.monotonic(), b""
+    torch.set_num_threads(1)
+    layer = torch.nn.TransformerEncoderLayer(YARDSTICK_SIZE, 4).eval()
+    tokens = torch.zeros(YARDSTICK_SIZE, 1, YARDSTICK_SIZE)
     while process.poll() is None:
         time.sleep(PAUSE_S)
         if not metrics.exists():
@@ -74,8 +99,9 @@ def watch(process: subprocess.Popen, metrics: Path) -> list[Epoch]:
                 rss, files, threads, cpu_s = measure(process.pid)
             except (FileNotFoundError, ProcessLookupError):
                 break
-            clock_s = time.monotonic() - start
-            epochs.append(Epoch(lines, rss, files, threads, (cpu_s - before_s) / (lines - count), clock_s))
+            clock_s, piece_s = time.monotonic() - start, yardstick(layer, tokens)
+            each_s = (cpu_s - before_s) / (lines - count)
+            epochs.append(Epoch(lines, rss, files, threads, each_s, clock_s, piece_s, each_s / piece_s))
             count, before_s = lines, cpu_s
     return epochs
 
@@ -113,11 +139,12 @@ def table(epochs: list[Epoch], command: list[str]) -> str:
 
 def draw(epochs: list[Epoch]) -> Figure:
     """A panel for each figure, with its line."""
-    figure, settled = Figure((9, 6), layout="constrained"), epochs[len(epochs) // 10 :]
-    for axes, (key, unit) in zip(figure.subplots(2, 2).flat, UNITS.items()):
+    figure, settled = Figure((9, 8), layout="constrained"), epochs[len(epochs) // 10 :]
+    for axes, (key, unit) in zip(figure.subplots(3, 2).flat, UNITS.items()):
         slope = slope_of(settled, key)
-        x = np.array([epoch.epoch for epoch in epochs])
-        axes.plot(x, [getattr(epoch, key) for epoch in epochs], color=GREY, linewidth=0.6)
+        after_start = epochs[1:]  # the first one's CPU time is that of the imports
+        x = np.array([epoch.epoch for epoch in after_start])
+        axes.plot(x, [getattr(epoch, key) for epoch in after_start], color=GREY, linewidth=0.6)
         middle = np.mean([epoch.epoch for epoch in settled])
         ends = np.array([settled[0].epoch, settled[-1].epoch])
         axes.plot(ends, slope.mean + (ends - middle) * slope.per_1000 / 1000, color=BLUE)

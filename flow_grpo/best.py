@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flow_grpo import checkpoints, checksums, distributed
+from flow_grpo import checkpoints, checksums, distributed, folders
 
 NAME, FILE = "best", "evaluation.json"
 STATE = "checkpoint"  # folder of the training state, where config.eval.keep_state asks for it
@@ -50,9 +50,14 @@ def find(run_folder: Path) -> Path | None:
 
 
 def read(run_folder: Path) -> Evaluation | None:
-    """What was evaluated; None if there is none."""
-    folder = find(run_folder)
-    return folder and Evaluation(**json.loads((folder / FILE).read_text()))
+    """What was evaluated; None if there is none. Raises ValueError for a file that no run has written."""
+    if (folder := find(run_folder)) is None:
+        return None
+    stored = folders.read_json(folder / FILE)
+    kinds = {"epoch": int, "value": int | float, "figures": dict}
+    if {*stored} != {*Evaluation.__annotations__} or not all(isinstance(stored[name], kinds[name]) for name in kinds):
+        raise ValueError(f"{folder / FILE} is no record of an evaluation")
+    return Evaluation(**stored)
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
@@ -112,11 +117,10 @@ def _copy(source: Path, target: Path) -> None:
 def _start(run_folder: Path, tmp: Path) -> None:
     """Clear what a kill left behind."""
     best, old = run_folder / NAME, run_folder / f".old-{NAME}"
-    if old.exists() and not best.exists():
+    if old.is_dir() and not best.exists():
         old.rename(best)
     for leftover in (tmp, old):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        folders.remove(leftover)
     tmp.mkdir(parents=True)
 
 
@@ -134,12 +138,17 @@ def _restore(run_folder: Path, checkpoint: Path) -> tuple[str, Evaluation | None
     tmp.rmdir()
     of_best = checkpoint.resolve().is_relative_to((run_folder / NAME).resolve())
     source = run_folder / NAME if of_best else stored
-    if source.is_dir() and (damage := checksums.damage(source)):
-        _set_aside(run_folder, aside := run_folder / f"{NAME}_damaged")
-        return f"{source} is damaged: {damage}; {run_folder / NAME} is now {aside}", None
-    if not of_best:
+    damage = checksums.damage(source) if os.path.lexists(source) else ""
+    if not damage and not of_best:
         _replace(run_folder, tmp, stored)
-    return "", read(run_folder)
+    try:
+        best = None if damage else read(run_folder)
+    except ValueError as error:
+        damage = str(error)
+    if not damage:
+        return "", best
+    _set_aside(run_folder, aside := run_folder / f"{NAME}_damaged")
+    return f"{source} is damaged: {damage}; {run_folder / NAME} is now {aside}", None
 
 
 def _replace(run_folder: Path, tmp: Path, stored: Path) -> None:
@@ -149,10 +158,10 @@ def _replace(run_folder: Path, tmp: Path, stored: Path) -> None:
     elif (run_folder / NAME).exists():
         (run_folder / NAME).rename(tmp)  # half removed, it must not look whole
     for leftover in (tmp, run_folder / f".old-{NAME}"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        folders.remove(leftover)
 
 
 def _set_aside(run_folder: Path, aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
+    folders.remove(aside)
     if (run_folder / NAME).exists():
         (run_folder / NAME).rename(aside)

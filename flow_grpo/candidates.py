@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from ml_collections import ConfigDict
 from safetensors import SafetensorError, safe_open
 
-from flow_grpo import best, fsdp_utils, policies, settings, shipped
+from flow_grpo import best, folders, fsdp_utils, policies, settings, shipped
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
@@ -51,7 +51,7 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = settings.default_config(), json.loads((folder / "config.json").read_text())
+    config, stored = settings.default_config(), folders.read_json(folder / "config.json")
     if "resolution" in stored:  # of runs before images had two sides
         stored |= dict.fromkeys(("height", "width"), stored["resolution"])
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flow_grpo import checksums, distributed, fsdp_utils, shards
+from flow_grpo import checksums, distributed, folders, fsdp_utils, shards
 from flow_grpo.ema import Ema
 
 FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose .metadata is a pickle
@@ -126,7 +126,7 @@ def load(
 def read_progress(checkpoint: Path) -> Progress:
     """Raises ValueError for what no run has written."""
     path = checkpoint / "progress.json"
-    stored = read_json(path)
+    stored = folders.read_json(path)
     if stored.get("format") != FORMAT:
         raise ValueError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
     for name, kind in Progress.__annotations__.items():
@@ -134,17 +134,6 @@ def read_progress(checkpoint: Path) -> Progress:
         if type(value) not in (kind, int) or not least <= value <= most:
             raise ValueError(f"{path}: {name!r} is {value!r}, not {KINDS[kind]} from {least} to {most}")
     return Progress(**{name: kind(stored[name]) for name, kind in Progress.__annotations__.items()})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError for a file that does not hold one JSON object."""
-    try:
-        stored = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(stored, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return stored
 
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
@@ -186,13 +175,14 @@ def _problem(checkpoint: Path) -> str:
 
 def compare_configs(checkpoint: Path, config: dict[str, Any], may_differ: tuple[str, ...]) -> None:
     """Raises ValueError with the keys in which a checkpoint's config differs, `may_differ` and all below excepted."""
-    stored, current = read_json(checkpoint / "config.json"), json.loads(json.dumps(config))
+    stored, current = folders.read_json(checkpoint / "config.json"), json.loads(json.dumps(config))
     stored, current = dict(_flatten(stored)), dict(_flatten(current))
     keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
     keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in may_differ)]
     if keys:
         changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
-        raise ValueError(f"{checkpoint} comes from another config ({changes}); restore these, or start a new run")
+        advice = "restore these, or start a new run, for example from this run's LoRA by config.lora.path"
+        raise ValueError(f"{checkpoint} comes from another config ({changes}); {advice}")
 
 
 def find(folder: Path | str, which: str = "latest") -> Path | None:
@@ -220,7 +210,7 @@ def named(checkpoint: Path | None) -> str:
 def _start(folder: Path, tmp: Path) -> None:
     """Clear what a killed save left behind."""
     for leftover in folder.glob(".tmp-*"):
-        shutil.rmtree(leftover)
+        folders.remove(leftover)
     (tmp / STATE).mkdir(parents=True)
 
 
@@ -256,7 +246,7 @@ def publish(tmp: Path) -> None:
         if not path.is_symlink():
             _fsync(path)
     done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
-    if done.exists():
+    if os.path.lexists(done):
         done.rename(done.with_name(f".old-{done.name}"))
     tmp.rename(done)
     _fsync(done.parent)
@@ -268,7 +258,7 @@ def _prune(folder: Path, epoch: int, keep: int) -> None:
     for _, path in checkpoints:
         if path not in newest:
             tmp = path.rename(folder / f".tmp-{path.name}")  # half removed, it must not look complete
-            shutil.rmtree(tmp)
+            folders.remove(tmp)
 
 
 def _is_checkpoint(path: Path) -> bool:

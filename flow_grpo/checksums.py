@@ -32,13 +32,13 @@ def damage(folder: Path) -> str:
         return f"{FILE} is missing"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return f"{FILE} cannot be read"
-    for name, (size, _) in expected.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes, of {size} that were written"
     try:
+        for name, (size, _) in expected.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, of {size} that were written"
         changed = [name for name, crc in zip(expected, _sums_of(folder, [*expected])) if crc != expected[name]]
     except OSError as error:
         return f"{error.filename}: {error.strerror}"

@@ -75,7 +75,7 @@ def load(text: str) -> ConfigDict:
     it can be imported, and config/ as `config`.
 
     Raises:
-        ValueError: no such file, or one without get_config().
+        ValueError: no such file, or one without get_config(), or whose get_config() looks at no variants.
     """
     file, _, name = text.partition(":")
     checkout = Path(sys.argv[0]).resolve().parent.parent
@@ -89,6 +89,9 @@ def load(text: str) -> ConfigDict:
     config = get_config(name) if name else get_config()
     if not isinstance(config, ConfigDict):
         raise ValueError(f"get_config() of {path} returns {config!r} instead of a config")
+    run, *variants = name.split(",")
+    if variants and get_config(run) == config:  # select names a config after its variants
+        raise ValueError(f"get_config() of {path} makes of {name!r} what it makes of {run!r}; docs/own_config.md")
     return config
 
 

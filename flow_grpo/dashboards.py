@@ -5,7 +5,6 @@ tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward
 folder alone. Where no tracker is open, report.html is written at every evaluation.
 """
 
-import errno
 import functools
 import json
 import math
@@ -46,7 +45,7 @@ def on_main(method):
         try:
             return method(self, *args, **kwargs) if self.is_main else None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in folders.FULL:
                 raise
             advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
             full = OSError(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
@@ -128,8 +127,14 @@ class Dashboard:
         self._recall()
 
     @on_main
-    def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
-        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation"."""
+    def log(
+        self, kind: str, values: dict[str, float], *, epoch: int, step: int, seconds_left: float = math.inf
+    ) -> None:
+        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation".
+
+        Args:
+            seconds_left: after which the run ends with its epoch, for an epoch's ETA.
+        """
         assert kind in ("update", "epoch", "eval", "test", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
@@ -143,7 +148,7 @@ class Dashboard:
         self.latest |= record
         self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
         if kind != "update":
-            tqdm.write(self._summary(kind, epoch, values), file=sys.stdout)
+            tqdm.write(self._summary(kind, epoch, values, seconds_left), file=sys.stdout)
             sys.stdout.flush()
 
     @contextmanager
@@ -169,7 +174,7 @@ class Dashboard:
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind, epoch, values):
+    def _summary(self, kind, epoch, values, seconds_left):
         evals = sorted(name for name in self.latest if name.startswith("eval/"))
         held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
         tests = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
@@ -182,8 +187,9 @@ class Dashboard:
         total = self.config.num_epochs
         if self.epochs_s:
             figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
-            left = (total - epoch - 1) * sum(self.epochs_s) / len(self.epochs_s)
-            figures.append(f"ETA {tqdm.format_interval(left)}")
+            mean_s = sum(self.epochs_s) / len(self.epochs_s)
+            epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
+            figures.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
         return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
@@ -236,9 +242,9 @@ class Dashboard:
             return
         try:
             report.write([self.run_dir], self.run_dir / "report.html")
-        except OSError:
-            raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in folders.FULL:
+                raise
             self.say(
                 f"report.html could not be drawn: {error!r}; python -m flow_grpo.report {self.run_dir} tries again"
             )

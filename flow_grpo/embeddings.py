@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from flow_grpo import folders
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 
 
@@ -72,6 +73,7 @@ class Cache:
         path, optional = self._path(text), [part for part in ("mask", "negative") if getattr(row, part) is not None]
         scratch = path.with_suffix(f".{os.getpid()}")
         save_file(tensors, scratch, {"parts": " ".join(optional)})
+        folders.as_any_new_file(scratch)  # several users may share the cache
         scratch.replace(path)
 
     def read(self, text: str | None) -> Condition:

@@ -9,7 +9,7 @@ from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from flow_grpo import distributed, fsdp_utils, policies, stored_weights
+from flow_grpo import distributed, folders, fsdp_utils, policies, stored_weights
 
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
 
@@ -32,6 +32,7 @@ def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[st
         },
     )
     _sort_header(Path(folder, policies.LORA_FILE))
+    folders.as_any_new_file(Path(folder, policies.LORA_FILE))
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
@@ -47,6 +48,8 @@ def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, T
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     pattern = stored_weights.WEIGHTS.replace(".", "{suffix}.")
     save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
+    for file in folder.glob("*.safetensors"):
+        folders.as_any_new_file(file)
 
 
 def _sort_header(file: Path) -> None:

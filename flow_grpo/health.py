@@ -7,8 +7,8 @@ A figure that an algorithm does not log is skipped.
 
 import math
 import statistics
-from collections.abc import Callable
-from itertools import groupby, pairwise
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -157,16 +157,16 @@ def not_finite(epoch: Epoch) -> list[Alarm]:
     ]
 
 
-def _series(epochs: list[Epoch], field: str) -> list[tuple[int, float]]:
-    """(number of the epoch, figure) of every epoch that has a finite one."""
+def _series(epochs: Iterable[Epoch], field: str) -> Iterator[tuple[int, float]]:
+    """(number of the epoch, figure) of every epoch that has a finite one; read no farther than it is asked for."""
     values = ((epoch.number, getattr(epoch, field)) for epoch in epochs)
-    return [(number, value) for number, value in values if value is not None and math.isfinite(value)]
+    return ((number, value) for number, value in values if value is not None and math.isfinite(value))
 
 
-def _smoothed(epochs: list[Epoch], field: str) -> list[float]:
-    """Means over WINDOW epochs of a figure; [] for fewer."""
-    values = [value for _, value in _series(epochs, field)]
-    return [statistics.fmean(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+def _mean_of_first(epochs: Iterable[Epoch], field: str) -> float | None:
+    """Mean of the first WINDOW figures; None for fewer. Of reversed epochs, of the last ones: the sum is exact."""
+    values = [value for _, value in islice(_series(epochs, field), WINDOW)]
+    return statistics.fmean(values) if len(values) == WINDOW else None
 
 
 def reward_drop(epochs: list[Epoch]) -> Sign | None:
@@ -180,9 +180,9 @@ def reward_drop(epochs: list[Epoch]) -> Sign | None:
     rewards = [value for _, value in _series(epochs, "reward")]
     if len(rewards) < 2 * WINDOW:
         return None
-    means = _smoothed(epochs, "reward")
+    means = [math.fsum(rewards[i : i + WINDOW]) / WINDOW for i in range(len(rewards) - WINDOW + 1)]
     steps = [after - before for before, after in pairwise(rewards)]
-    noise = math.sqrt(statistics.fmean([step**2 for step in steps]) / 2)
+    noise = math.sqrt(math.fsum([step**2 for step in steps]) / len(steps) / 2)
     drop = (max(means) - means[-1]) / max(noise * math.sqrt(2 / WINDOW), 1e-30)
     value = max(drop - math.sqrt(math.log(len(rewards) / WINDOW)), 0.0)
     return Sign(
@@ -209,18 +209,18 @@ def eval_drop(epochs: list[Epoch]) -> Sign | None:
 
 def reference_distance(epochs: list[Epoch]) -> Sign | None:
     """Mean distance to the reference over WINDOW epochs, as the algorithm measures it."""
-    if not (means := _smoothed(epochs, "distance")):
+    if (mean := _mean_of_first(reversed(epochs), "distance")) is None:
         return None
-    return Sign(means[-1], f"the policy is {means[-1]:.3g} away from the reference (mean of {WINDOW} epochs)")
+    return Sign(mean, f"the policy is {mean:.3g} away from the reference (mean of {WINDOW} epochs)")
 
 
 def loss_rise(epochs: list[Epoch]) -> Sign | None:
     """Mean loss of WINDOW epochs over the first WINDOW's."""
-    means = _smoothed(epochs, "loss")
-    if not means or means[0] <= 0:
+    first, last = _mean_of_first(epochs, "loss"), _mean_of_first(reversed(epochs), "loss")
+    if first is None or first <= 0:
         return None
-    value = means[-1] / means[0]
-    return Sign(value, f"the loss has risen to {means[-1]:.3g}, {value:.3g} times that of the first {WINDOW} epochs")
+    value = last / first
+    return Sign(value, f"the loss has risen to {last:.3g}, {value:.3g} times that of the first {WINDOW} epochs")
 
 
 def update_size(epochs: list[Epoch]) -> Sign | None:
@@ -228,11 +228,11 @@ def update_size(epochs: list[Epoch]) -> Sign | None:
 
     The first WINDOW epochs do not count: Adam's first steps are larger than those that follow.
     """
-    if not (means := _smoothed(epochs[WINDOW:], "update_size")):
+    if (mean := _mean_of_first(reversed(epochs[WINDOW:]), "update_size")) is None:
         return None
     return Sign(
-        means[-1],
-        f"by an epoch's last update the ratios have spread by {means[-1]:.3g} clip ranges (mean of {WINDOW} epochs): "
+        mean,
+        f"by an epoch's last update the ratios have spread by {mean:.3g} clip ranges (mean of {WINDOW} epochs): "
         "updates are too large or too many",
     )
 
@@ -258,10 +258,10 @@ def latent_change(field: str, factor_of: Callable[[float], float], sentence: str
     """A sign: the factor by which a figure of the latents has changed since the first epoch, or None."""
 
     def sign(epochs: list[Epoch]) -> Sign | None:
-        values = _series(epochs, field)
-        if not values or values[-1][0] != epochs[-1].number:
+        now = next((value for _, value in _series(epochs[-1:], field)), None)
+        if now is None:
             return None
-        (_, first), (_, now) = values[0], values[-1]
+        _, first = next(_series(epochs, field))
         factor = factor_of(max(now, 1e-30) / max(first, 1e-30))
         return Sign(factor, f"{sentence} by a factor {factor:.3g} since the first epoch, to {now:.3g}")
 

@@ -24,15 +24,15 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_figures["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watching.watch(run, epoch)
-    run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step)
+    seconds_left = run.seconds_left
+    run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step, seconds_left=seconds_left)
     run.epoch_figures, run.num_forwards, run.on_policy = {}, 0, True
-    run.stopped = run.stopped or _out_of_time(run)
+    run.stopped = run.stopped or _out_of_time(run, seconds_left)
 
 
-def _out_of_time(run: Run) -> bool:
+def _out_of_time(run: Run, seconds_left: float) -> bool:
     """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
-    limit = run.config.max_hours
-    return bool(limit) and distributed.broadcast_object(run.hours >= limit)
+    return bool(run.config.max_hours) and distributed.broadcast_object(seconds_left <= 0)
 
 
 def _complete(run: Run) -> None:

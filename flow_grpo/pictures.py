@@ -38,7 +38,12 @@ def damaged_lines(run_dir) -> list[int]:
 
 def _lines(run_dir) -> list[bytes]:
     path = Path(run_dir, "metrics.jsonl")
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last one was cut by a kill, or is empty
+    try:
+        return path.read_bytes().split(b"\n")[:-1]  # the last one was cut by a kill, or is empty
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _record(line: bytes) -> dict | None:

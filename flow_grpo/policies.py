@@ -58,7 +58,7 @@ def check_lora(lora) -> None:
         return
     path = Path(lora.path, LORA_FILE)
     if not path.is_file():
-        raise ValueError(f"lora.path: {path} does not exist")
+        raise ValueError(f"lora.path: {path} does not exist; lora.path is the folder that holds {LORA_FILE}")
     try:
         with safe_open(path, framework="pt") as file:
             stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))

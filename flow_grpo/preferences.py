@@ -138,7 +138,10 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size
         raise ValueError(f"{folder} is not complete: scripts/prepare_preferences.py, started again, goes on with it")
     paths = {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
     if not paths["train"]:
-        raise ValueError(f"config.preferences.path {folder!r} holds no train_*.parquet; see prepare_preferences.py")
+        raise ValueError(
+            f"config.preferences.path {folder!r} holds no train_*.parquet: "
+            "python scripts/prepare_preferences.py with the same --config makes them"
+        )
     return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
 
 

@@ -14,7 +14,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flow_grpo import best, policies, report, shipped
+from flow_grpo import best, folders, policies, report, shipped
 
 PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
@@ -63,6 +63,7 @@ def add_peft_files(folder: Path, base: str) -> None:
     weights = load_file(folder / policies.LORA_FILE)
     renamed = {PEFT_PREFIX + name.removeprefix(OUR_PREFIX): weight for name, weight in weights.items()}
     save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    folders.as_any_new_file(folder / "adapter_model.safetensors")
 
 
 def base_folder(model: str) -> Path | None:
@@ -103,12 +104,12 @@ def write_card(run: report.Recorded, folder: Path) -> None:
 def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
     """What the card says, by the names of its template."""
     config, is_hub_id = run.config, not Path(shipped.find(run.config.model)).exists()
-    base = config.model if is_hub_id else Path(config.model).name
+    base = config.model if is_hub_id else _without_the_machine(Path(shipped.find(config.model)).resolve())
     return dict(
         name=run.label,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=base,
-        base_address=f"https://huggingface.co/{base}" if is_hub_id else "#training",
+        base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
         algorithm=ALGORITHMS.get(config.algorithm, config.algorithm),
         split="Test",
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
@@ -121,6 +122,12 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         settings=public_settings(run),
         licence=licence_text(run.config.model, base),
     )
+
+
+def _without_the_machine(model: Path) -> str:
+    """A folder's name; of what is shipped the path in a checkout."""
+    package = shipped.PACKAGE.resolve()
+    return str(model.relative_to(package.parent)) if model.is_relative_to(package) else model.name
 
 
 def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, str]]:

@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 from ml_collections import ConfigDict
 
-from flow_grpo import command_line, health, metrics, pictures, settings
+from flow_grpo import command_line, folders, health, metrics, pictures, settings
 
 SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"
 GROUPS = {  # title -> what the names of its curves look like
@@ -76,7 +76,7 @@ def read(folder: Path, label: str) -> Recorded:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no run's folder: {path} does not exist")
-    stored, config = settings.flat(ConfigDict(json.loads(path.read_text()))), settings.default_config()
+    stored, config = settings.flat(ConfigDict(folders.read_json(path))), settings.default_config()
     with config.unlocked(), config.ignore_type():
         for key in set(stored) & set(settings.BY_KEY):
             section, _, name = key.rpartition(".")

@@ -1,5 +1,6 @@
 """Where a run writes, and what it goes on from."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,17 +30,20 @@ def take_folder(config: ConfigDict) -> Place:
     first, which = Path(config.output_dir, config.run_name or config.name), config.resume_from
     if which in ("", "latest"):
         folder = folders.newest(first) if which else folders.take(first)
-        if folder is None:
-            folders.make(folder := first)
+        if folder is None and not folders.make(folder := first):
+            raise ValueError(f"config.resume_from: {first} is no folder")
         which = which and folder / "checkpoints"
     else:
         folder = _folder_of(_named(first, which))
-    unlocked = folders.lock(folder)
+    notices = [folders.lock(folder), *folders.clear_the_way(folder)]
+    stored = folder / "checkpoints"
+    if os.path.lexists(stored) and not stored.is_dir():
+        raise ValueError(f"{stored} is no folder, so there is nothing to go on from; put the run's checkpoints there")
     checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
     if checkpoint:
         checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
     goes_on = f"goes on from {checkpoint.name}" if checkpoint else "begins"
-    for line in [unlocked, *damaged, f"the run {goes_on} in {folder}"]:
+    for line in [*notices, *damaged, f"the run {goes_on} in {folder}"]:
         dashboards.say(line)
     return Place(folder, checkpoint)
 

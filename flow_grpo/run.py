@@ -1,5 +1,6 @@
 """A run: everything that lives as long as it."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -97,9 +98,9 @@ class Run:
         return self.board.run_dir
 
     @property
-    def hours(self) -> float:
-        """Since weights were loaded."""
-        return (time.monotonic() - self.started_s) / 3600
+    def seconds_left(self) -> float:
+        """Until weights were loaded config.max_hours ago; infinite without that limit."""
+        return (self.config.max_hours or math.inf) * 3600 - (time.monotonic() - self.started_s)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -225,9 +225,12 @@ def claim(config, folder: Path) -> bool:
     if (unfinished.exists() or not begun) and (notice := folders.lock(folder)):
         print(notice)
     if unfinished.exists() or report.exists():
-        before = json.loads((report if report.exists() else unfinished / "settings.json").read_text())["made_by"]
+        source = report if report.exists() else unfinished / "settings.json"
+        before = folders.read_json(source).get("made_by")
+        if not isinstance(before, dict) or not isinstance(before.get("preferences"), dict):
+            raise ValueError(f"{source} does not say with which settings {folder} was begun; choose another folder")
         before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
-        differ = [key for key, value in made_by(config).items() if before[key] != value]
+        differ = [key for key, value in made_by(config).items() if before.get(key) != value]
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         return unfinished.exists()
@@ -237,9 +240,18 @@ def claim(config, folder: Path) -> bool:
     return True
 
 
+def read_part(path: Path) -> dict:
+    """What a part's report says. Raises ValueError for one that is damaged."""
+    report = folders.read_json(path)
+    kinds = {"rows": int, "pairs": dict, "dropped": list}
+    if {name: type(value) for name, value in report.items()} != kinds or {*preferences.SPLITS} - {*report["pairs"]}:
+        raise ValueError(f"{path} is damaged; delete it, and the same command makes its part anew")
+    return report
+
+
 def finish(config, folder: Path) -> None:
     """Write report.json. Raises ValueError, and leaves the folder unfinished, if too much was unusable."""
-    part_reports = [json.loads(path.read_text()) for path in sorted((folder / "unfinished").glob("part_*.json"))]
+    part_reports = [read_part(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = {split: sum(part["pairs"][split] for part in part_reports) for split in preferences.SPLITS}
     dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)

@@ -482,6 +482,8 @@ def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
         loaded = QwenImageTransformer2DModel.from_pretrained(export)
         assert same(dict(loaded.named_parameters()), expected)
         assert json.loads((export / "config.json").read_text())["_class_name"] == "QwenImageTransformer2DModel"
+        modes = {file.stat().st_mode for file in export.iterdir()}
+        assert len(modes) == 1, "whoever may read config.json may read the weights"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from small import ROOT
 
 from config import dpo, grpo, nft
 from flow_grpo import batching, checks, configs, health, policies, rewards, settings
+from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
 from flow_grpo.scoring.settings import RewardSettings, check_rewards
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
@@ -187,6 +188,15 @@ def test_a_run_that_forgets_to_return_its_config_is_named():
         configs.select("mine", (mine,), (), "mine.py")
 
 
+def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from flow_grpo.settings import default_config\n\n\ndef get_config(name):\n    return default_config()\n"
+    )
+    assert configs.load(f"{tmp_path}/mine.py:mine").name == "base"
+    with pytest.raises(ValueError, match=r"mine\.py makes of 'mine,guard' what it makes of 'mine'"):
+        configs.load(f"{tmp_path}/mine.py:mine,guard")
+
+
 def assignments(tree):
     """(name, value) of each `name = value` and of each pair of `a, b = x, y`."""
     for node in ast.walk(tree):
@@ -215,6 +225,11 @@ def test_every_setting_is_read_somewhere():
     known |= {key.replace("settings.", "reward.") for key in known}  # as the pool calls config.reward
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in settings.SETTINGS]
     assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
+
+
+def test_every_type_of_step_can_be_set():
+    choices = {setting.key: setting.choices for setting in settings.SETTINGS}
+    assert choices["sample.sde_type"] == SDE_TYPES
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():

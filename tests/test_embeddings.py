@@ -63,6 +63,14 @@ def test_a_second_run_loads_no_text_encoder_and_logs_the_same(name, tmp_path, mo
     assert parts_loaded[-1]["text_encoder"] is None
 
 
+def test_another_user_may_read_what_the_umask_lets_others_read(tmp_path):
+    model, plain = loaded("qwenimage", tmp_path), tmp_path / "plain"
+    cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
+    cache.fill(TEXTS[:1], lambda text: model.encode([text], width=24, guided=False))
+    plain.touch()
+    assert {file.stat().st_mode for file in cache.folder.glob("*.safetensors")} == {plain.stat().st_mode}
+
+
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):
     other = tmp_path / "model"
     shutil.copytree(TINY, other)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import ROOT, few_prompts, lines_of, train
 
-from flow_grpo import best, estimates, evaluation, prompts, rng
+from flow_grpo import best, checksums, estimates, evaluation, prompts, rng
 
 TINY, LORA_FILE = "flow_grpo/assets/tiny_qwenimage", "pytorch_lora_weights.safetensors"
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
@@ -116,6 +116,33 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     assert best.restore(tmp_path, tmp_path / "best" / "checkpoint" / "epoch_000003", record(8)) == (record(3), "")
     assert best.restore(tmp_path, tmp_path / "checkpoint_without", record(8)) == (None, "")
     assert best.find(tmp_path) is None
+
+
+def put_loop(folder):
+    folder.symlink_to(folder.name)
+
+
+def put_file(folder):
+    folder.write_text("no folder")
+
+
+def put_another_record(folder):
+    folder.mkdir()
+    (folder / "evaluation.json").write_text('{"epoch": 4}')
+    checksums.write(folder, {})
+
+
+@pytest.mark.parametrize("put", [put_loop, put_file, put_another_record])
+def test_a_best_that_is_none_in_the_checkpoint_is_set_aside_with_a_line(put, tmp_path):
+    best.write(tmp_path, record(4), fill_with(4))
+    (tmp_path / "checkpoint").mkdir()
+    put(tmp_path / "checkpoint" / "best")
+    kept, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8))
+    assert kept is None
+    assert f"{tmp_path / 'checkpoint' / 'best'} is damaged: " in notice
+    assert (tmp_path / "best_damaged").is_dir()
+    best.write(tmp_path, record(5), fill_with(5))
+    assert content(tmp_path / "best") == 5
 
 
 @pytest.mark.parametrize("change", [dict(split="test"), dict(num_prompts=9), dict(noises_per_prompt=2)])

@@ -15,6 +15,7 @@ import faults_commands
 import faults_disks
 import faults_files
 import faults_kills
+import faults_pairs
 import faults_prompts
 import faults_rewards
 import faults_server
@@ -97,7 +98,8 @@ def tries_of_every_kind(folder):
         "byte order mark": partial(faults_prompts.attempt, bench, faults_prompts.byte_order_mark, "train", dice),
         "deep": partial(faults_prompts.attempt, bench, faults_prompts.odd_line, "test", dice),
         "exits": partial(faults_rewards.attempt, bench, "act", "exits", {"backend": "thread", "on_failure": "fail"}),
-        "bomb": partial(faults_files.attempt, bench, "grpo", f"{newest}/progress.json", "pickled", dice),
+        "bomb": partial(faults_files.attempt, bench, "grpo", f"{newest}/best/evaluation.json", "disguised", dice),
+        "flipped bit": faults_pairs.make(bench, 1, 6).act,
         "cut": partial(faults_files.attempt, bench, "grpo", f"{newest}/config.json", "cut", dice),
         "kill in a save": partial(faults_kills.kill_run, bench, plan, dice),
         "two preparations": partial(faults_twice.two_preparations, bench, "grpo", 0.1),
@@ -147,7 +149,7 @@ def test_a_try_that_hangs_fails_dies_or_leaves_a_process_is_bad_and_ended(tmp_pa
 def test_tries_of_every_kind_end_well(tmp_path):
     records = executed(tries_of_every_kind, tmp_path)
     assert [record for record in records if record.outcome != "good"] == []
-    assert len(records) == 14
+    assert len(records) == 15
 
 
 def test_the_harness_counts_its_tries_in_a_table_and_makes_one_again_by_name(tmp_path):

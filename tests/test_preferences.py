@@ -4,10 +4,12 @@ import fcntl
 import io
 import json
 import random
+import re
 import shutil
 import time
 
 import numpy as np
+import prepare_preferences
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -157,16 +159,32 @@ def test_folders_that_are_no_pairs(tmp_path):
         open_folder(tmp_path)
 
 
-@pytest.mark.parametrize("column", ["winner_latents", "prompt"])
-def test_a_flipped_bit_is_damage(column, tmp_path):
-    rows = some_rows(9)
-    path = write(tmp_path, rows) / "train_00000.parquet"
-    data, value = bytearray(path.read_bytes()), rows[column][4]
-    place = data.index(value.encode() if column == "prompt" else value.numpy().tobytes()[:16])
-    data[place] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"train_00000.parquet is damaged: .*checksum"):
-        open_folder(tmp_path)
+def test_a_flipped_bit_in_any_column_that_is_read_is_damage(tmp_path):
+    path = write(tmp_path, some_rows(9)) / "train_00000.parquet"
+    whole, group = path.read_bytes(), pq.ParquetFile(path).metadata.row_group(0)
+    noticed = set()
+    for column in map(group.column, range(group.num_columns)):
+        data = bytearray(whole)
+        data[column.data_page_offset + column.total_compressed_size - 1] ^= 1  # past the header of its last page
+        path.write_bytes(data)
+        try:
+            open_folder(tmp_path)["train"].read([4], [0], CPU)
+        except ValueError as error:
+            if re.search("train_00000.parquet is damaged: .*checksum", str(error)):
+                noticed.add(column.path_in_schema.split(".")[0])
+    assert {*pq.read_schema(path).names} - noticed == {"negative_prompt"}  # for who reads the file, not for training
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": 2, "pairs": {}, "dropped": []}', "[" * 10**5])
+def test_a_damaged_report_of_a_part_or_of_the_settings_is_named(content, tmp_path):
+    part = tmp_path / "unfinished" / "part_00000.json"
+    part.parent.mkdir()
+    for path in (part, part.with_name("settings.json")):
+        path.write_text(content)
+    with pytest.raises(ValueError, match=f"^{part} "):
+        prepare_preferences.read_part(part)
+    with pytest.raises(ValueError, match=f"^{part.with_name('settings.json')} "):
+        prepare_preferences.claim(config_of(NAME), tmp_path)
 
 
 def test_best_and_worst_of_each_group():

@@ -55,6 +55,14 @@ def test_diffusers_and_peft_load_the_same_adapter_from_the_last_and_the_best_fol
     assert (velocity(by_peft) - base).abs().max() > 1e-3
 
 
+def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets(run):
+    like = (run / "config.json").stat().st_mode
+    files = [*run.rglob("*.safetensors")]
+    exported = [file for file in files if "state" not in file.parts]
+    assert {file.parent.name for file in exported} >= {run.name, "best"}
+    assert {file.name for file in exported if file.stat().st_mode != like} == set()
+
+
 def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     card = ModelCard.load(run / "README.md")
     assert card.data.library_name == "diffusers"
@@ -69,6 +77,8 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
         "rewards and weights | redness 1.0",
         "| seed | 42 |",
         "as trained: no averaging had begun",
+        f"A LoRA of {TINY}, trained by",
+        f'DiffusionPipeline.from_pretrained("{TINY}")',
         "2505.05470",
     ):
         assert words in card.text

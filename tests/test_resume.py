@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from small import FEW, lines_of, stored, train
+from small import FEW, config_of, lines_of, stored, train
 from two_ranks import launch
 
-from flow_grpo import fsdp_utils
+from flow_grpo import folders, fsdp_utils, report, resuming
 from flow_grpo import run as runs
+from flow_grpo.dashboards import Dashboard
 
 NAME = "shapes_qwenimage_pr"
 NUM_KILLS, NUM_EPOCHS = 5, 8
@@ -150,6 +152,9 @@ def test_damage_is_named_and_costs_an_epoch_at_most(tmp_path, capfd):
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n[1]\n{"kind": "epoch"}\n')
     cut(folder / "images" / "first.npz")
+    put_loop(newest.with_name(".tmp-epoch_000009"))
+    put_file(folder / ".tmp-best")
+    put_loop(folder / ".old-best")
     capfd.readouterr()
     with pytest.raises(ValueError, match=f"{newest} is damaged: state/rank_0000_0000.safetensors: the bytes are not"):
         train(NAME, tmp_path, resume_from=str(newest))
@@ -164,6 +169,76 @@ def test_damage_is_named_and_costs_an_epoch_at_most(tmp_path, capfd):
     assert lines_of(folder, "update") == [line for line in before if line["kind"] == "update"]
     assert (folder / "best").is_dir()
     assert (folder / "samples.png").is_file()
+    left = {path.name: path.is_dir() for path in folder.iterdir() if not path.name.startswith("best_")}
+    assert {name for name, is_dir in left.items() if is_dir} <= {*folders.FOLDERS, "checkpoints"}
+    assert {name for name, is_dir in left.items() if not is_dir} <= {*folders.FILES, folders.LOCK}
+
+
+def put_folder(path):
+    (path / "inside").mkdir(parents=True)
+
+
+def put_file(path):
+    path.write_text("no folder")
+
+
+def put_loop(path):
+    path.symlink_to(path.name)
+
+
+def put_link_to_nowhere(path):
+    path.symlink_to("nowhere")
+
+
+def put_in_place_of_everything(put_file_like, put_folder_like, folder):
+    """Other things under the names of a run's files and folders; of images/ and transformer/, in turn."""
+    names = dict.fromkeys((*folders.FILES, folders.LOCK, "images/first.npz", "transformer/part"), put_file_like)
+    names |= dict.fromkeys(("wandb", "tensorboard", "best"), put_folder_like)
+    names |= {"images/eval_000001.png": put_file_like, "images/eval_000001.json": put_file_like}
+    for name, put in names.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        put(folder / name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("put_file_like", "put_folder_like"),
+    [(put_folder, put_file), (put_loop, put_loop), (put_link_to_nowhere, put_link_to_nowhere)],
+    ids=["another kind", "loops", "links to nowhere"],
+)
+def test_what_a_run_can_go_on_without_is_set_aside_with_a_line(tmp_path, capfd, put_file_like, put_folder_like):
+    folder = tmp_path / f"{NAME}_smoke"
+    names = put_in_place_of_everything(put_file_like, put_folder_like, folder)
+    config = config_of(NAME, tmp_path, resume_from="latest", logger="wandb")
+    assert resuming.take_folder(config) == (folder, None)
+    board = Dashboard(folder, config, "run", is_main=True)
+    board.log("epoch", {"reward/avg": 0.5}, epoch=0, step=1)
+    board.log_images(torch.rand(2, 3, 8, 8), ["a", "b"], [0.0, 1.0], epoch=1, step=1)
+    board.finish()
+    report.write([folder], folder / "report.html")
+    folders.release(folder)
+    said = capfd.readouterr().out
+    for name in names:
+        assert f"{folder / name} cannot be used, and is now {folder / name}.aside-1" in said
+        assert os.path.lexists(folder / f"{name}.aside-1")
+    for name in ("config.json", "metrics.jsonl", "wandb_id", "reward.png", "samples.png", "images/first.npz"):
+        assert (folder / name).is_file()
+    assert len(folders.clear_the_way(folder)) == 0
+
+
+def test_a_folder_or_checkpoints_that_are_none_are_named(tmp_path):
+    config = config_of(NAME, tmp_path, resume_from="latest")
+    folder = tmp_path / f"{NAME}_smoke"
+    for put in (put_file, put_loop, put_link_to_nowhere):
+        put(folder)
+        with pytest.raises(ValueError, match=f"config.resume_from: {folder} is no folder"):
+            resuming.take_folder(config)
+        folder.unlink()
+        folder.mkdir()
+        put(folder / "checkpoints")
+        with pytest.raises(ValueError, match=f"{folder / 'checkpoints'} is no folder"):
+            resuming.take_folder(config)
+        shutil.rmtree(folder)
 
 
 def flip_a_bit(path):

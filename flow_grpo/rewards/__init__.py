@@ -65,7 +65,8 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
         if name not in known() and name not in served:
             near = difflib.get_close_matches(name, known(), cutoff=0)
             key = f"config.{'reward_fn' if name in weights else 'eval.rewards'}"
-            raise ValueError(f"{key}: no reward {quoted(name)} in flow_grpo/rewards; nearest: {', '.join(near)}")
+            folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
+            raise ValueError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
             raise ValueError(
