@@ -1,14 +1,17 @@
 """Cheap completions of branches against exact ones: seconds, and how alike the rewards rank; a JSON line for each.
 
     python benchmarks/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr --config.lora.path=FOLDER
+    python benchmarks/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr,fp8_base
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
 or merged weights (sample.merge_adapter), also of 8 bits (sample.merged_precision), to the image. For comparison, all of
-it in bf16. What training reads from the rewards is their order within a group, the branches of one step:
+it in bf16. On a quantised base nothing is merged, and the way "full base" compares it with the images of the full base
+from the same noise. What training reads from the rewards is their order within a group, the branches of one step:
 `within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in both; `all_images` is
 that of all rewards together.
 """
 
+import copy
 import json
 import sys
 import tempfile
@@ -31,6 +34,7 @@ CHEAP = [MERGED, MERGED | dict(merged_precision="fp8")] + [
     for solver, precision, ratios in (("dpm", "", RATIOS), ("extrapolate", "", RATIOS), ("extrapolate", "fp8", (0.7,)))
     for ratio in ratios
 ]
+QUANTISED = [EXACT | dict(flash_ratio=ratio, flash_solver="extrapolate") for ratio in (0.9, 0.8, 0.7)]
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -56,24 +60,47 @@ def rewards_of(run, precision: str, way: dict) -> tuple[Tensor, float]:
     return torch.cat([batch.scores.result()["avg"] for batch in batches])[order], run.board.seconds["rollout"]
 
 
+def agreement(rewards: Tensor, exact: Tensor) -> dict[str, float]:
+    """Of two ways' rewards of the same branches."""
+    within = spearman(rewards, exact)
+    figures = dict(within_groups=within.nanmean().item(), groups=int(within.isfinite().sum()), images=rewards.numel())
+    figures |= dict(all_images=spearman(rewards.flatten(), exact.flatten()).item())
+    return figures | dict(mean_reward=rewards.mean().item(), exact_mean_reward=exact.mean().item())
+
+
+def of_full_base(config) -> Tensor:
+    """The rewards of exact completions without quantised layers."""
+    config = copy.deepcopy(config)
+    config.base_precision = ""
+    run = startup.start(config, checks.PR)
+    rewards, _ = rewards_of(run, config.precision, EXACT)
+    run.pool.close()
+    run.board.finish()
+    return rewards
+
+
 def main(config) -> None:
     config.eval_freq = config.save_freq = 0
+    ways = [(config.precision, way) for way in (QUANTISED if config.base_precision else CHEAP)]
+    ways += [] if config.base_precision else [("bf16", MERGED)]
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
+        full = of_full_base(config) if config.base_precision else None
         run = startup.start(config, checks.PR)
-        precision_of_run = config.precision
-        rewards_of(run, precision_of_run, EXACT)  # warms up
-        exact, exact_s = rewards_of(run, precision_of_run, EXACT)
-        for precision, way in [("bf16", MERGED), *((precision_of_run, way) for way in CHEAP)]:
+        rewards_of(run, config.precision, EXACT)  # warms up
+        exact, exact_s = rewards_of(run, config.precision, EXACT)
+        if full is not None:
+            write(dict(way="full base", base_precision=config.base_precision) | agreement(full, exact))
+        for precision, way in ways:
             rewards, cheap_s = rewards_of(run, precision, way)
-            within = spearman(rewards, exact)
-            figures = dict(seconds=cheap_s, exact_s=exact_s, images=rewards.numel())
-            figures |= dict(within_groups=within.nanmean().item(), groups=int(within.isfinite().sum()))
-            figures |= dict(all_images=spearman(rewards.flatten(), exact.flatten()).item())
-            figures |= dict(mean_reward=rewards.mean().item(), exact_mean_reward=exact.mean().item())
-            sys.stdout.write(json.dumps(dict(precision=precision) | way | figures) + "\n")
+            figures = dict(seconds=cheap_s, exact_s=exact_s) | agreement(rewards, exact)
+            write(dict(precision=precision, base_precision=config.base_precision) | way | figures)
         run.pool.close()
         run.board.finish()
+
+
+def write(line: dict) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ MODELS = {
 }
 TITLES = {"qwenimage": "Qwen-Image (20.4 B)", "flux": "FLUX.1-dev (11.9 B)", "sd3": "SD3.5-medium (2.2 B)"}
 CHECKPOINTED = 0.70, 0.90  # rates of the update and of an unmerged rollout, of ,large_gpu's: 281/404, 426/474
+BASES = {"": (2.0, 1.0), "fp8": (1.03, 1.24), "4bit": (0.56, 0.89)}  # bytes a parameter, and measured speed
 WORKSPACE_GIB = 2.5  # VAE, latents, embeddings, buffers of the libraries
 
 
@@ -80,9 +81,11 @@ class Row:
 
 ROWS = (
     Row(24, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=16"),
+    Row(24, "train_qwenimage_pr", ",four_bit_base"),
     Row(24, "train_qwenimage_pr", settings=OFFLOAD),
     Row(24, "train_qwenimage_nft", settings=f"{OFFLOAD} sample.batch_size=16"),
     Row(32, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=16"),
+    Row(48, "train_qwenimage", ",fp8_base"),
     Row(48, "train_qwenimage", settings="lora.rank=16 lora.alpha=32 sample.batch_size=2"),
     Row(48, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=32"),
     Row(80, "train_qwenimage"),
@@ -109,7 +112,9 @@ ROWS = (
     Row(141, "train_sd3", ",large_gpu"),
     Row(141, "train_sd3_pr", ",large_gpu"),
 )
-RECORDED = {  # GiB and images/s on an H200, from epoch_h200_20261121.md
+RECORDED = {  # GiB and images/s on an H200, from epoch_h200_20261121.md; of quantised bases quantised_h200_20261122.md
+    ("train_qwenimage", ",fp8_base", ""): (38.6, 1.05),
+    ("train_qwenimage_pr", ",four_bit_base", ""): (23.0, 2.23),
     ("train_qwenimage", ",large_gpu", ""): (109.2, 1.07),
     ("train_qwenimage_pr", ",large_gpu", ""): (110.0, 3.04),
     ("train_qwenimage_nft", ",large_gpu", ""): (77.0, 0.51),
@@ -178,11 +183,12 @@ def graphs(model: str, config: ConfigDict) -> int:
 
 
 def memory_gib(model: str, config: ConfigDict) -> float:
-    """Weights in bf16; a LoRA with its average, gradient and two moments in float32 (and DiffusionNFT's old policy);
-    what a minibatch keeps for its backward. Offloaded weights: three blocks of sixty."""
+    """Weights in bf16 or quantised; a LoRA with its average, gradient and two moments in float32 (DiffusionNFT's old
+    policy, too); what a minibatch keeps for its backward. Offloaded weights: three blocks of sixty; moments: none."""
     size, sample = MODELS[model], config.sample
-    trained = config.lora.rank * size.trained_per_rank * (24 if config.algorithm == settings.NFT else 20) / 2**30
-    weights = 2 * size.parameters / 2**30
+    trained_bytes = (24 if config.algorithm == settings.NFT else 20) - (8 if config.fsdp.offload_optimizer else 0)
+    trained = config.lora.rank * size.trained_per_rank * trained_bytes / 2**30
+    weights = BASES[config.base_precision][0] * size.parameters / 2**30
     kept = size.kept_gib if config.fsdp.activation_checkpointing else size.kept_half_gib
     rows = sample.batch_size * graphs(model, config) * kept
     resident = weights / 20 if config.fsdp.offload_weights else weights + trained
@@ -211,7 +217,7 @@ def image_s(row: Row, config: ConfigDict) -> float:
     rollout, update = forwards(row.model, config)
     slower = CHECKPOINTED if config.fsdp.activation_checkpointing else (1.0, 1.0)
     seconds = size.row_tflop * (rollout / (size.rollout_tflops * slower[1]) + update / (size.update_tflops * slower[0]))
-    seconds *= H200_TFLOPS / tflops
+    seconds *= H200_TFLOPS / tflops / BASES[config.base_precision][1]
     if config.fsdp.offload_weights:
         together = config.sample.completion_batch_size if row.kind == settings.PR else config.sample.batch_size
         passes = rollout / together + 1.5 * update / config.sample.batch_size  # a forward with backward is worth 2

@@ -5,6 +5,8 @@ import re
 import torch
 from torch import nn
 
+from flow_grpo.quantised import QuantisedLinear
+
 STREAMS = (  # what a linear layer is applied to, by its name; the first that matches
     (r"time_text_embed|_mod\.|norm\w*\.linear", "row"),  # the timestep: once per image
     (r"single_transformer_blocks", "both"),
@@ -21,9 +23,10 @@ def row_flops(transformer: nn.Module, image_tokens: int, text_tokens: int) -> in
     for name, module in transformer.named_modules():
         if "lora_" in name:
             continue
-        if isinstance(module, nn.Linear | nn.Conv2d):
+        if isinstance(module, nn.Linear | nn.Conv2d | QuantisedLinear):
             stream = next(stream for pattern, stream in STREAMS if re.search(pattern, name))
-            total += 2 * module.weight.numel() * counts[stream]
+            size = module.shape if isinstance(module, QuantisedLinear) else module.weight.shape
+            total += 2 * size.numel() * counts[stream]
         if hasattr(module, "to_q"):
             tokens = counts["image" if name.endswith("attn2") else "both"]
             total += 4 * tokens**2 * module.to_q.out_features

@@ -11,12 +11,12 @@ from accelerate import init_empty_weights
 from ml_collections import ConfigDict
 from safetensors import SafetensorError, safe_open
 
-from flow_grpo import best, folders, fsdp_utils, policies, settings, shipped
+from flow_grpo import best, folders, fsdp_utils, policies, quantised, settings, shipped
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
     *("model", "dataset", "reward_fn", "height", "width", "text_tokens"),
-    *("precision", "vae_precision", "vae_batch_size"),
+    *("precision", "base_precision", "vae_precision", "vae_batch_size"),
 )
 
 
@@ -175,7 +175,7 @@ def load(
 
 def _base(candidate: Candidate) -> tuple:
     config = candidate.config
-    return config.model, config.precision, config.vae_precision, candidate.transformer
+    return config.model, config.precision, config.base_precision, config.vae_precision, candidate.transformer
 
 
 def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
@@ -187,6 +187,7 @@ def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
         adapter = read_adapter(candidate.lora)
         policies.attach(transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.targets)
         init = policies.stored_adapter(candidate.lora)
+    quantised.quantise_units(transformer, model.SHARD_UNITS, candidate.config.base_precision)
     fsdp_utils.prepare(
         transformer,
         None,

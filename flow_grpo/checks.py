@@ -44,6 +44,7 @@ def check(config: ConfigDict, script: Script) -> None:
     if "train.beta" not in script.ignored:
         _check_reference(config.train)
     _check_speed(config)
+    _check_base(config)
     _check_memory(config)
     script.check(config.sample)
 
@@ -153,6 +154,31 @@ def _check_speed(config) -> None:
         raise ValueError(
             f"config.sample.merge_adapter with config.fsdp.mode {config.fsdp.mode!r}: only replicated weights are "
             "merged"
+        )
+
+
+def _check_base(config) -> None:
+    if config.weights_cache and not config.base_precision:
+        raise ValueError(
+            f"config.weights_cache is {quoted(config.weights_cache)}, but config.base_precision '' stores no other "
+            "weights than the model's own"
+        )
+    if not config.base_precision:
+        return
+    if not config.lora.rank:
+        raise ValueError(
+            f"config.base_precision is {config.base_precision!r}, but with config.lora.rank 0 all weights are trained; "
+            "a quantised base takes an adapter"
+        )
+    if config.fsdp.mode != "replicate":
+        raise ValueError(
+            f"config.base_precision is {config.base_precision!r} with config.fsdp.mode {config.fsdp.mode!r}: quantised "
+            "weights are not sharded; set 'replicate'"
+        )
+    if config.sample.merge_adapter:
+        raise ValueError(
+            f"config.base_precision is {config.base_precision!r}, but config.sample.merge_adapter adds the adapter to "
+            "weights of full precision: it is one or the other"
         )
 
 

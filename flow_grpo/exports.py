@@ -7,15 +7,20 @@ from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flow_grpo import distributed, folders, fsdp_utils, policies, stored_weights
+from flow_grpo import distributed, folders, fsdp_utils, policies, quantised, stored_weights
 
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
 
 
 def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
-    """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads."""
+    """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
+
+    Its header says "base_precision" where the base is quantised.
+    """
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
     distributed.on_main(_save_lora, pipeline, folder, adapter, weights)
 
@@ -31,8 +36,17 @@ def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[st
             key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
         },
     )
-    _sort_header(Path(folder, policies.LORA_FILE))
-    folders.as_any_new_file(Path(folder, policies.LORA_FILE))
+    file = Path(folder, policies.LORA_FILE)
+    if precision := quantised.precision_of(pipeline.transformer):
+        _add_metadata(file, base_precision=precision)
+    _sort_header(file)
+    folders.as_any_new_file(file)
+
+
+def _add_metadata(file: Path, base_precision: str) -> None:
+    with safe_open(file, framework="pt") as stored:
+        metadata = stored.metadata()
+    save_file(load_file(file), file, metadata=metadata | {"base_precision": base_precision})
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:

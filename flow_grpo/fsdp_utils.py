@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flow_grpo import distributed, stored_weights
+from flow_grpo import distributed, quantised, stored_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -111,6 +111,8 @@ def fill(transformer: nn.Module, weights: Path | str | None, init: Callable[[str
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
     for p in transformer.parameters():
         p.data = p.data.to(torch.float32 if p.requires_grad else frozen)
+    for layer in quantised.quantised_layers(transformer).values():
+        layer.dtype = frozen
 
 
 def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:
@@ -179,8 +181,11 @@ def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Ten
             _copy_rows(p.detach(), init(name, p.shape))
 
 
-def _copy_rows(target: Tensor, source: Any) -> None:
+def _copy_rows(target: Tensor | quantised.QuantisedLinear, source: Any) -> None:
     """This rank's rows of `source`, a tensor or a slice of a safetensors file, into `target`."""
+    if isinstance(target, quantised.QuantisedLinear):
+        target.store(source[:])
+        return
     if not isinstance(target, DTensor):
         target.copy_(source[:])
         return

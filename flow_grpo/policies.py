@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flow_grpo import finite, float8, fsdp_utils, offload, rng
+from flow_grpo import finite, fsdp_utils, offload, quantised, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
@@ -144,7 +144,9 @@ def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:
     base = layer.get_base_layer()
     total = torch.add(base.weight, layer.get_delta_weight("default"))
     if precision == "fp8":
-        return float8.Float8Linear(total, base.bias, base.weight.dtype)
+        layer = quantised.Float8Linear(*total.shape, base.bias, base.weight.dtype, total.device)
+        layer.store(total)
+        return layer
     other = copy.copy(base)
     other._parameters = dict(base._parameters, weight=nn.Parameter(total.to(base.weight.dtype), requires_grad=False))
     return other

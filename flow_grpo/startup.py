@@ -14,11 +14,12 @@ from flow_grpo import (
     checks,
     compiled,
     distributed,
-    float8,
     folders,
     fsdp_utils,
     policies,
     prompts,
+    quantised,
+    quantised_files,
     resuming,
     rewards,
     trackers,
@@ -84,8 +85,7 @@ def start(
     family = models.model_class(config.model)
     texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
-    if config.sample.merged_precision == "fp8":
-        float8.check_device(ranks.device)
+    quantised.check_device(config, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):
@@ -164,6 +164,8 @@ def _load_frozen(
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[prompts.Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
     policies.check_lora(config.lora)
+    if config.weights_cache:
+        quantised_files.check_writable(config.weights_cache)
     if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
@@ -203,16 +205,7 @@ def _load_learner(
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     if config.fsdp.activation_checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    fsdp_utils.prepare(
-        model.transformer,
-        mesh,
-        units=model.SHARD_UNITS,
-        device=device,
-        precision=config.precision,
-        weights=model.transformer_folder(config.model),
-        init=policies.adapter_init(config.lora, config.seed),
-        offload=config.fsdp.offload_weights,
-    )
+    _fill(config, model, mesh, device)
     if config.compile:
         compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(model.pipeline)
@@ -224,6 +217,27 @@ def _load_learner(
         reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
         shadows={name: Ema(trained) for name in shadows},
     )
+
+
+def _fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None, device: torch.device) -> None:
+    """Quantised layers from config.weights_cache, where they are in it, and everything else from the model's folder."""
+    transformer, precision = model.transformer, config.base_precision
+    weights = model.transformer_folder(config.model)
+    quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
+    cache = quantised_files.folder_of(config.weights_cache, weights, precision) if config.weights_cache else None
+    cached = cache and quantised_files.fill(transformer, cache, device)
+    fsdp_utils.prepare(
+        transformer,
+        mesh,
+        units=model.SHARD_UNITS,
+        device=device,
+        precision=config.precision,
+        weights=weights,
+        init=policies.adapter_init(config.lora, config.seed),
+        offload=config.fsdp.offload_weights,
+    )
+    if cache and not cached:
+        quantised_files.keep(transformer, cache)
 
 
 def _optimizer(train: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:

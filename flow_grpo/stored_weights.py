@@ -7,6 +7,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import nn
 
+from flow_grpo import quantised
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
 
 
@@ -14,11 +16,13 @@ def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
     """Fill everything but adapters from `folder`. peft calls the adapted layers' own weights base_layer.
 
     Args:
-        copy_rows: (tensor, slice of a file) -> None; fills what this rank has of a tensor.
+        copy_rows: (tensor or quantised layer, slice of a file) -> None; fills what this rank has of it.
     Raises:
         ValueError: names or shapes in `folder` that are not the transformer's, or names that are missing.
     """
-    targets = {n.replace(".base_layer.", "."): t for n, t in transformer.state_dict().items() if "lora_" not in n}
+    tensors = {name: tensor for name, tensor in transformer.state_dict().items() if "lora_" not in name}
+    tensors |= {f"{name}.weight": layer for name, layer in quantised.quantised_layers(transformer).items()}
+    targets = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
     stored = _names(folder)
     wrong = {"missing": targets.keys() - stored.keys(), "unexpected": stored.keys() - targets.keys()}
     if any(wrong.values()):
@@ -32,7 +36,8 @@ def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
                     raise ValueError(
                         f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
                     )
-                copy_rows(targets[name], rows)
+                if not getattr(targets[name], "filled", False):
+                    copy_rows(targets[name], rows)
 
 
 def _names(folder: Path) -> dict[str, Path]:

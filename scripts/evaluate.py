@@ -31,6 +31,7 @@ from flow_grpo import (
     evaluation,
     policies,
     prompts,
+    quantised,
     rewards,
 )
 from flow_grpo.diffusers_patch import models
@@ -243,6 +244,8 @@ def main(args):
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
     folder = new_folder(args.out) if distributed.is_main() else None
+    for candidate in compared:
+        quantised.check_device(candidate.config, ranks.device)
     for candidate, family in zip(compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = candidates.load(candidate, family, ranks.device, before)

@@ -32,6 +32,7 @@ from flow_grpo import (
     policies,
     preferences,
     prompts,
+    quantised,
     rewards,
     rng,
     settings,
@@ -45,7 +46,8 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 
 PREPARES = checks.Script(settings.DPO, checks.check_pairs, ignored=())
-MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "seed", "lora", "sample")
+MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
+MADE_BY += ("lora", "sample")
 
 
 def check(config):
@@ -73,6 +75,7 @@ def load(config, family, device):
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     if config.lora.path:
         policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.transformer,
         None,
@@ -271,6 +274,7 @@ def finish(config, folder: Path) -> None:
 def main(config):
     light, rows = check(config)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
+    quantised.check_device(config, ranks.device)
     if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return

@@ -1,0 +1,247 @@
+"""Frozen linear layers of 8 or 4 bits a weight, through which gradients reach the adapters.
+
+A transformer that has them in rollout and update alike is a policy of its own, whose log-probs agree bit for bit, as
+those of any other precision do.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa; arXiv:2209.05433
+LARGEST = torch.finfo(E4M3).max  # 448
+FEW_ROWS = 128  # below it reading W takes all of a product's time, and cuBLAS refuses some shapes
+SMALLEST_SCALE = 1e-12  # a row or block of zeros stays one
+NF4_BLOCK = 64  # weights of a scale, at most
+NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2305.14314, appendix E
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def check_device(config: ConfigDict, device: torch.device) -> None:
+    """Raises ValueError where config asks for products of 8-bit floats and the GPU has none: they came with compute
+    capability 8.9 (Ada, Hopper)."""
+    asked = {"base_precision": config.base_precision, "sample.merged_precision": config.sample.merged_precision}
+    keys = [key for key, precision in asked.items() if precision == "fp8"]
+    if keys and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"config.{keys[0]} is 'fp8': {name} has no products of 8-bit floats")
+
+
+class QuantisedLinear(nn.Module):
+    """x W^T + b of a stored W that gets no gradient. Its weight has no dtype that an optimizer or autocast would see,
+    and is in no state dict: `store` fills it.
+
+    Args:
+        out_features, in_features: of W.
+        bias: [out] or None.
+        dtype: of the result.
+        device: "meta" for a layer that is filled later.
+    """
+
+    filled = False  # whether W is there before the model's own weights are read
+
+    def __init__(
+        self, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        for name, tensor in self.empty(device).items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "QuantisedLinear":
+        """The layer in this precision, on the same device."""
+        weight = linear.weight
+        layer = cls(*weight.shape, linear.bias, weight.dtype, weight.device)
+        if not weight.is_meta:
+            layer.store(weight.detach())
+        return layer
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of W."""
+        return torch.Size((self.out_features, self.in_features))
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """What W is stored as, by name, without its numbers."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Fill in W [out, in], of any floating dtype and from any device; no more of it than this lies beside it."""
+        raise NotImplementedError
+
+
+class Float8Linear(QuantisedLinear):
+    """Products of 8-bit rows of x and of W, each with a float32 scale; sums in float32. Both sides are multiples of 16.
+
+    The gradient of x is such a product, too: the scales of W are drawn into the rows of the result's gradient. An x of
+    few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there, and W is unpacked.
+    """
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """Rows and scales."""
+        if self.in_features % 16 or self.out_features % 16:
+            raise ValueError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
+        rows = torch.empty(self.shape, dtype=E4M3, device=device)
+        return dict(rows=rows, scale=torch.empty(self.out_features, 1, device=device))
+
+    def store(self, weight: Tensor) -> None:
+        """Each row by its largest."""
+        rows, scale = quantise(weight.to(self.rows.device))
+        self.rows.copy_(rows)
+        self.scale.copy_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        if x.ndim == 2:
+            return F.linear(x.to(self.dtype), unpacked(self.rows, self.scale, self.dtype), self.bias)
+        return Float8Product.apply(x, self.rows, self.scale, self.bias).to(self.dtype)
+
+
+class Float8Product(torch.autograd.Function):
+    """x W^T + b and the gradient of x, of 8-bit rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in]; rows: [out, in]; scale: [out, 1]. Returns [..., out] bf16."""
+        ctx.save_for_backward(rows, scale)
+        ctx.dtype = x.dtype
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        if x[..., 0].numel() < FEW_ROWS:
+            return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
+        return _product(x.flatten(0, -2), rows.T, scale.T, bias).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad: [..., out]."""
+        rows, scale = ctx.saved_tensors
+        if grad[..., 0].numel() < FEW_ROWS:
+            return (grad @ unpacked(rows, scale, grad.dtype)).to(ctx.dtype), None, None, None
+        ones = torch.ones(1, rows.shape[1], device=grad.device)
+        columns = rows.T.contiguous().T  # as the product reads them; a copy of one layer at a time
+        out = _product(grad.flatten(0, -2).float() * scale.T, columns, ones, None)
+        return out.unflatten(0, grad.shape[:-1]).to(ctx.dtype), None, None, None
+
+
+def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [n, k] times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
+    num_rows = len(x)
+    rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS asks for a multiple of 16
+    # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
+    # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
+    return torch._scaled_mm(
+        rows,
+        columns,
+        scale_a=row_scale,
+        scale_b=scale,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )[:num_rows]
+
+
+def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """W [out, in] of e4m3 rows and their scales [out, 1]."""
+    return (rows.float() * scale).to(dtype)
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, k] -> e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits; a row's largest becomes 448."""
+    largest = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST_SCALE)
+    return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
+
+
+class NF4Linear(QuantisedLinear):
+    """Products with W as 4-bit codes make it, in the result's dtype, in forward and backward anew."""
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """Two codes a byte, and a bfloat16 scale for a block of a row."""
+        if self.in_features % 2:
+            raise ValueError(f"a layer of {self.in_features} columns has an odd number of 4-bit codes in a row")
+        num_blocks = self.in_features // math.gcd(self.in_features, NF4_BLOCK)
+        return dict(
+            codes=torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
+            scale=torch.empty(self.out_features, num_blocks, dtype=torch.bfloat16, device=device),
+        )
+
+    def store(self, weight: Tensor) -> None:
+        """Each weight as the nearest level of its block's largest."""
+        blocks = weight.to(self.scale.device).float().unflatten(1, (self.scale.shape[1], -1))
+        self.scale.copy_(blocks.abs().amax(2))
+        shares = blocks / self.scale.float().clamp(min=SMALLEST_SCALE)[..., None]
+        levels = nf4_levels(shares.device)
+        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+        self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return NF4Product.apply(x.to(self.dtype), self.codes, self.scale, self.bias)
+
+
+class NF4Product(torch.autograd.Function):
+    """x W^T + b and the gradient of x. W is not kept between them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in]; codes: [out, in / 2]; scale: [out, blocks of a row]."""
+        ctx.save_for_backward(codes, scale)
+        return F.linear(x, nf4_weight(codes, scale, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad: [..., out]."""
+        codes, scale = ctx.saved_tensors
+        return grad @ nf4_weight(codes, scale, grad.dtype), None, None, None
+
+
+@lru_cache
+def nf4_levels(device: torch.device) -> Tensor:
+    """[16] f32; once per device, since a copy from the host would wait for it."""
+    return torch.tensor(NF4_LEVELS, device=device)
+
+
+def nf4_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """W [out, in] of 4-bit codes, a byte's high one first."""
+    numbers = torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()
+    blocks = nf4_levels(codes.device)[numbers].unflatten(1, (scale.shape[1], -1))
+    return (blocks * scale[..., None].float()).flatten(1).to(dtype)
+
+
+KINDS = {"fp8": Float8Linear, "4bit": NF4Linear}  # by config.base_precision
+
+
+def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: str) -> None:
+    """Put quantised layers in the place of the frozen linear layers inside modules of these classes, one at a time:
+    those that have an adapter, beneath it, and those that have none.
+
+    Args:
+        precision: of KINDS; "" changes nothing.
+    Raises:
+        ValueError: a layer's sides do not suit it.
+    """
+    if not precision:
+        return
+    inside = [unit for unit in transformer.modules() if type(unit).__name__ in units]
+    for parent in [module for unit in inside for module in unit.modules()]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and not child.weight.requires_grad:
+                setattr(parent, name, KINDS[precision].of(child))
+
+
+def precision_of(transformer: nn.Module) -> str:
+    """Of its frozen layers, as in KINDS; "" where none is quantised."""
+    kinds = {type(layer) for layer in quantised_layers(transformer).values()}
+    return next((name for name, kind in KINDS.items() if kind in kinds), "")
+
+
+def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
+    """By name."""
+    return {name: module for name, module in transformer.named_modules() if isinstance(module, QuantisedLinear)}

@@ -1,0 +1,86 @@
+"""Quantised weights on a disk: later starts read them instead of a model's own, of which they are a half or a quarter.
+
+A folder holds a folder for each model and precision. It appears whole or not at all.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from flow_grpo import distributed, folders, quantised
+from flow_grpo.quantised import QuantisedLinear
+
+FILES = "*.safetensors"
+
+
+def folder_of(cache: str, weights: Path, precision: str) -> Path:
+    """Of one model's weights: named by their files' names and sizes, of a hub id by its commit, and the precision."""
+    files = sorted(Path(weights).glob(FILES))
+    key = dict(files=[[file.name, file.stat().st_size, str(file.resolve())] for file in files], precision=precision)
+    return Path(cache, hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest())
+
+
+def check_writable(cache: str) -> None:
+    """Raises ValueError unless config.weights_cache is a folder or can be made one."""
+    try:
+        Path(cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"config.weights_cache: {cache} cannot be written: {error.strerror}") from error
+
+
+@torch.no_grad()
+def fill(transformer: nn.Module, folder: Path, device: torch.device) -> bool:
+    """Fill the quantised layers of a transformer on the meta device from `folder`, and mark them as filled; whether the
+    folder is there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    files = sorted(folder.glob(FILES))
+    layers = quantised.quantised_layers(transformer)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                    _set(layers, name, tensors.get_tensor(name))
+        except (SafetensorError, KeyError, OSError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete {folder}") from error
+    if files and not all(layer.filled for layer in layers.values()):
+        raise ValueError(f"{folder} lacks weights of this model; delete it")
+    return bool(files)
+
+
+def _set(layers: dict[str, QuantisedLinear], name: str, tensor: torch.Tensor) -> None:
+    layer_name, _, buffer = name.rpartition(".")
+    layer = layers[layer_name]
+    layer.register_buffer(buffer, tensor, persistent=False)
+    layer.filled = not any(tensor.is_meta for tensor in layer.buffers())
+
+
+def keep(transformer: nn.Module, folder: Path) -> None:
+    """Write the quantised layers; the main rank does. Where another run was faster, its files stay."""
+    distributed.on_main(_keep, transformer, folder)
+
+
+def _keep(transformer: nn.Module, folder: Path) -> None:
+    scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
+    layers = quantised.quantised_layers(transformer)
+    tensors = {f"{name}.{key}": tensor for name, layer in layers.items() for key, tensor in layer.named_buffers()}
+    try:
+        scratch.mkdir(parents=True)
+        save_torch_state_dict(tensors, scratch, filename_pattern="weights{suffix}.safetensors", max_shard_size="5GB")
+        for file in scratch.iterdir():
+            folders.as_any_new_file(file)
+        scratch.rename(folder)
+    except OSError as error:
+        if not folder.is_dir():
+            raise ValueError(f"config.weights_cache: {folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,229 @@
+"""Layers of 8 and 4 bits a weight: what they compute, what trains on them, and who may ask for them."""
+
+import json
+from types import SimpleNamespace
+
+import evaluate
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
+from torch import nn
+
+from flow_grpo import policies, quantised, quantised_files, stored_weights
+from flow_grpo.quantised import KINDS, NF4_LEVELS, Float8Linear, NF4Linear, quantise, quantised_layers
+
+FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
+
+
+def layer_of(kind, weight, bias=None):
+    """A layer in the place of nn.Linear of this weight."""
+    linear = nn.Linear(*reversed(weight.shape), bias=bias is not None)
+    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    return kind.of(linear.requires_grad_(False))
+
+
+def reference(x, weight, bias):
+    return x.double() @ weight.double().T + bias.double()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_numbers_that_8_bits_hold_are_multiplied_exactly():
+    stream = torch.Generator().manual_seed(0)
+    x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
+    x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
+    layer = layer_of(Float8Linear, weight, bias)
+    for count in (2, 50):  # few rows and many
+        rows = x.repeat(count, 1)
+        assert torch.equal(layer(rows[None])[0], reference(rows, weight, bias).bfloat16().float())
+    assert torch.equal(layer(x), nn.functional.linear(x, weight, bias))  # one vector per image, in full
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
+    """Each factor is off by at most 2^-4 of itself, or for small ones by 2^-10 / 448 of its row's largest."""
+    stream = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (200, 64))
+    x, bias = x * scale, torch.zeros(64)
+    found, exact = layer_of(Float8Linear, weight, bias)(x[None])[0], reference(x, weight, bias)
+    step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
+    bound = step[0] @ weight.abs().double().T + x.abs().double() @ step[1].T + step[0] @ step[1].T
+    assert ((found - exact).abs() <= bound + exact.abs() * 2**-8).all()
+    assert 0.02 < (found - exact).norm() / exact.norm() < 0.05
+
+
+def test_a_row_of_zeros_stays_one():
+    rows, scale = quantise(torch.zeros(1, 16))
+    assert not (rows.float() * scale).any()
+    assert not layer_of(NF4Linear, torch.zeros(2, 64))(torch.ones(1, 64)).any()
+
+
+@pytest.mark.parametrize("width", [64, 96, 160])  # blocks of 64 and of 32
+def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
+    levels = torch.tensor(NF4_LEVELS)
+    weight = levels[torch.randint(16, (8, width), generator=torch.Generator().manual_seed(0))]
+    weight[:, ::32] = 1.0  # each block's largest
+    identity = torch.eye(width)
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, weight)
+    weight[:, 1::2] = draw(8, width // 2).clamp(-1, 1)
+    nearest = levels[(weight[..., None] - levels).abs().argmin(-1)]
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [(Float8Linear, 101), (Float8Linear, 5), (NF4Linear, 5)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
+    """Of a layer of 4 bits and of few rows to rounding; the products of 8 bits round the result's gradient, too."""
+    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call(x.requires_grad_()).backward(grad)
+    weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
+    error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
+    assert error < (0.04 if tokens == 101 else 0.003 if kind is Float8Linear else 1e-6)
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_layers_that_do_not_suit_a_precision_are_named():
+    with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
+        layer_of(Float8Linear, draw(16, 24))
+    with pytest.raises(ValueError, match="a layer of 7 columns has an odd number of 4-bit codes in a row"):
+        layer_of(NF4Linear, draw(16, 7))
+
+
+def on_meta(model, precision):
+    """The transformer with an adapter and quantised layers, without numbers, as a run has it before it loads."""
+    transformer = type(model.transformer).from_config(model.transformer.config).to("meta")
+    policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
+    return transformer
+
+
+def copy_to(target, rows):
+    (target.store if isinstance(target, quantised.QuantisedLinear) else target.copy_)(rows[:])
+
+
+def assert_same_layers(transformer, other):
+    expected, found = quantised_layers(transformer), quantised_layers(other)
+    assert expected.keys() == found.keys() != set()
+    for name, layer in expected.items():
+        for (key, tensor), (_, filled) in zip(layer.named_buffers(), found[name].named_buffers(), strict=True):
+            assert torch.equal(tensor.view(torch.uint8), filled.view(torch.uint8)), (name, key)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", KINDS)
+def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights_and_from_a_cache(
+    name, precision, tmp_path
+):
+    """The same numbers as quantising what is loaded; with a cache no layer is read that is in it."""
+    model = loaded(name, tmp_path)
+    folder, cache = tmp_path / "weights", tmp_path / "cache" / "this"
+    model.transformer.save_pretrained(folder)
+    empty, again = on_meta(model, precision), on_meta(model, precision)
+    quantised.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, precision)
+    units = [unit for unit in model.transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
+    assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
+
+    stored_weights.read(empty.to_empty(device="cpu"), folder, copy_to)
+    expected = {f"{key.replace('.base_layer', '')}": layer for key, layer in quantised_layers(empty).items()}
+    for key, layer in quantised_layers(model.transformer).items():
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(layer.buffers(), expected[key].buffers()))
+
+    assert not quantised_files.fill(again, cache, torch.device("cpu"))
+    quantised_files.keep(empty, cache)
+    quantised_files.keep(empty, cache)  # where another run was faster
+    assert quantised_files.fill(again, cache, torch.device("cpu"))
+    assert_same_layers(empty, again)
+    read = []
+    stored_weights.read(again, folder, lambda target, rows: read.append(target))
+    assert read
+    assert not any(isinstance(target, quantised.QuantisedLinear) for target in read)
+    assert [path.name for path in cache.parent.iterdir()] == ["this"]
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    model = loaded("qwenimage", tmp_path)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, "4bit")
+    quantised_files.keep(model.transformer, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(quantised_files.FILES)
+    whole = load_file(file)
+    save_file(dict(list(whole.items())[1:]), file)
+    with pytest.raises(ValueError, match=r"cache lacks weights of this model; delete it"):
+        quantised_files.fill(on_meta(model, "4bit"), tmp_path / "cache", torch.device("cpu"))
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"safetensors is damaged .* delete"):
+        quantised_files.fill(on_meta(model, "4bit"), tmp_path / "cache", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr,stepwise", "shapes_qwenimage_nft"])
+@pytest.mark.parametrize("precision", KINDS)
+def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_path):
+    """Its first update finds the rollout's log-probs, bit for bit, and its adapter learns."""
+    how = FOR_A_RUN | dict(base_precision=precision, lora__rank=32, sample__merge_adapter=False)
+    how |= dict(sample__batch_size=8)  # whose 128 tokens make products of 8 bits
+    folder = train(name, tmp_path, **how)
+    first = lines_of(folder, "update")[0]
+    assert first["grad_norm"] > 0
+    assert first.get("parity/log_prob_abs_diff_max", 0) == 0
+    assert exported(folder).stat().st_size > 0
+
+
+def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
+    """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
+    how = dict(
+        FEW,
+        base_precision="4bit",
+        weights_cache=str(tmp_path / "cache"),
+        lora__rank=32,
+        train__learning_rate=1e-2,
+        eval__batch_size=4,
+        save_freq=1,
+    )
+    how |= dict(eval__rewards=("jpeg_compressibility",))
+    unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
+    train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
+    folder = train("shapes_qwenimage_nft", tmp_path / "broken", **how, resume_from="latest")
+    assert lines_of(folder)[-1] == lines_of(unbroken)[-1]
+    assert exported(folder).read_bytes() == exported(unbroken).read_bytes()
+    with safe_open(exported(folder), framework="pt") as file:
+        assert file.metadata()["base_precision"] == "4bit"
+
+    words = [str(folder), "--weights", "last", "--out"]
+    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "own")]))
+    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "full"), "--set", "base_precision=''"]))
+    own, full = (
+        json.loads((tmp_path / name / "scores.json").read_text())["rows"][0]["all"] for name in ("own", "full")
+    )
+    test = [line for line in lines_of(folder, "test") if "test/avg" in line][-1]
+    assert (
+        own["jpeg_compressibility"]["mean"] == test["test/jpeg_compressibility"] != full["jpeg_compressibility"]["mean"]
+    )
+
+
+def test_scored_forwards_stay_exact_and_images_change_a_little(tmp_path):
+    def run(precision):
+        how = FOR_A_RUN | dict(sample__merge_adapter=True, sample__merged_precision=precision)
+        return train("shapes_qwenimage_pr", tmp_path / (precision or "plain"), **how)
+
+    fast, plain = run("fp8"), run("")
+    assert lines_of(fast, "update")[0]["parity/log_prob_abs_diff_max"] == 0
+    rewards = [lines_of(folder, "epoch")[0]["reward/avg"] for folder in (fast, plain)]
+    assert rewards[0] != rewards[1]
+    assert rewards[0] == pytest.approx(rewards[1], rel=0.02)
+
+
+@pytest.mark.parametrize("setting", ["base_precision", "sample.merged_precision"])
+def test_a_gpu_without_products_of_8_bits_is_named(setting, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    config = config_of("shapes_qwenimage", **{setting.replace(".", "__"): "fp8"})
+    quantised.check_device(config, torch.device("cpu"))
+    with pytest.raises(ValueError, match=rf"config.{setting} is 'fp8': NVIDIA A100 has no products of 8-bit floats"):
+        quantised.check_device(config, SimpleNamespace(type="cuda"))
+    quantised.check_device(config_of("shapes_qwenimage"), SimpleNamespace(type="cuda"))
