@@ -16,7 +16,7 @@ from flow_grpo.diffusers_patch.size import Size
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
 SIZE = Size(64, 64)
 SLOTS = [1, 3, 8, 64]
-SINGLE = {1: slice(None), 3: slice(0, 40, 3), 8: slice(1, 40, 3), 64: slice(9, 40, 13)}  # walks of 64 copies take long
+SINGLE = {1: slice(None), 3: slice(0, 40, 3), 8: slice(1, 40, 3), 64: slice(9, 40, 26)}  # walks of 64 copies take long
 ROUNDED = 16 * UNIT  # forwards are in float64; what is left is the rounding of velocities of up to 16 to float32
 
 
