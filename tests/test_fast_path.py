@@ -3,7 +3,9 @@ adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
 import json
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import bench_start
 import draw_shapes
@@ -181,7 +183,7 @@ def test_an_epoch_of_two_ranks_is_measured_once():
 
 
 def test_the_second_start_that_is_measured_finds_what_the_first_one_cached(monkeypatch, capfd):
-    """Both end after their first update, and the second writes no embedding."""
+    """Both end after their first update, and the second writes no embedding. A fork stands for each start."""
     plain, starts = bench_start.first_update_s, []
 
     def watched(command, environment, folder):
@@ -190,6 +192,11 @@ def test_the_second_start_that_is_measured_finds_what_the_first_one_cached(monke
         starts.append((before, set(cache.rglob("*.safetensors")), len(lines_of(*folder.iterdir(), "update"))))
         return seconds
 
+    def start(command, env, stdout):
+        assert command[0] == sys.executable
+        return warm.Started(command[1:], env)
+
+    monkeypatch.setattr(bench_start, "subprocess", SimpleNamespace(Popen=start))
     monkeypatch.setattr(bench_start, "first_update_s", watched)
     bench_start.main(["scripts/train_qwenimage.py", "--config=config/grpo.py:shapes_qwenimage,smoke"])
     (nothing, cached, _), (again, still, _) = starts

@@ -58,11 +58,11 @@ def test_clean_pictures_earn_all_and_other_words_little(score, images):
     assert all(v.shape == (20,) and v.dtype == torch.float32 for v in found.values())
     assert found["score"].mean() >= 0.95
     assert found["exact"].mean() >= 0.9
-    others = score(images.roll(7, 0), *of(SAMPLE))
+    others = score(images.roll(7, 0)[::2], *of(SAMPLE[::2]))
     assert others["score"].mean() <= 0.3
     assert others["exact"].sum() == 0
-    assert (torch.stack([found["score"], others["score"]]) >= ocr.RANGE[0]).all()
-    assert (torch.stack([found["score"], others["score"]]) <= ocr.RANGE[1]).all()
+    assert (torch.cat([found["score"], others["score"]]) >= ocr.RANGE[0]).all()
+    assert (torch.cat([found["score"], others["score"]]) <= ocr.RANGE[1]).all()
 
 
 @pytest.mark.parametrize(("side", "ink", "paper"), [(64, "black", "white"), (512, "gold", "navy")])
@@ -86,9 +86,9 @@ def test_nothing_and_noise_earn_nothing(score):
 
 def test_a_dictionary_earns_nothing_for_the_words_that_are_in_it(score):
     words = SCRIPT["NOUNS"].split()[:120]
-    page = picture([" ".join(words[i : i + 8]) for i in range(0, 120, 8)], 768)[None].expand(4, -1, -1, -1)
-    found = scored(score, page, words[3::30])
-    assert found["exact"].mean() >= 0.75, "the page must be legible, or this shows nothing"
+    page = picture([" ".join(words[i : i + 8]) for i in range(0, 120, 8)], 768)[None].expand(2, -1, -1, -1)
+    found = scored(score, page, words[3::60])
+    assert found["exact"].all(), "the page must be legible, or this shows nothing"
     assert found["score"].max() == 0
     assert found["surplus"].min() > 50
 

@@ -159,7 +159,7 @@ GRAPHS = "aot_eager_decomp_partition"  # all that compiling does but the kernels
     ("backend", "guidance", "fast"),
     [
         ("inductor", 1.0, dict(fsdp__activation_checkpointing=True, sample__merge_adapter=False)),
-        (GRAPHS, 2.0, dict(fsdp__activation_memory=0.5, sample__text_multiple=4)),
+        (GRAPHS, 2.0, dict(fsdp__activation_memory=0.5, sample__text_multiple=16)),
     ],
     ids=["checkpointed", "part of activations, short text, merged"],
 )

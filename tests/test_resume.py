@@ -20,7 +20,7 @@ from flow_grpo import run as runs
 from flow_grpo.dashboards import Dashboard
 
 NAME = "shapes_qwenimage_pr"
-NUM_KILLS, NUM_EPOCHS = 5, 8
+NUM_KILLS, NUM_EPOCHS = 4, 7
 
 
 def command(output_dir):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
 from small import ENV, ROOT, config_of, file_of, lines_of, stored, train
@@ -24,14 +25,32 @@ NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
 TINY = "flow_grpo/assets/tiny_qwenimage"
 
 
-def test_the_users_command_leaves_everything_in_the_runs_folder(tmp_path):
+REWARD = '''"""Brightness."""
+
+
+def load(device, gain=1.0):
+    """Nothing to load."""
+    return lambda images, prompts, metadata: gain * images.mean((1, 2, 3))
+'''
+
+
+def test_the_users_command_with_a_reward_of_their_own_leaves_everything_in_the_runs_folder(tmp_path):
     """By torchrun: test_ranks.py."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "brightness.py").write_text(REWARD)
     script = BRANCHES.replace("shapes", "scripts/train") + ".py"
     command = [sys.executable, script, f"--config={file_of(BRANCHES)}:{BRANCHES},smoke"]
+    command += ["--config.reward_fn.brightness=1.0", "--config.reward.args.brightness.gain=0.5"]
     command += [f"--config.output_dir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    env = ENV | {"FLOW_GRPO_REWARDS": str(tmp_path / "mine")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert_complete(tmp_path / f"{BRANCHES}_smoke", [0, 1, 2])
+    line = lines_of(tmp_path / f"{BRANCHES}_smoke", "epoch")[0]
+    assert 0 < line["reward/brightness"] < 0.5
+    assert line["reward/avg"] == pytest.approx(line["reward/brightness"] + line["reward/shapes"])
+    refused = warm.run(command[1:], ENV)
+    assert "brightness" in refused.stderr
 
 
 @pytest.mark.parametrize(
