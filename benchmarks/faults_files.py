@@ -67,7 +67,8 @@ def attempt(bench: Bench, algorithm: str, file: str, damage: str, dice: Dice, fo
     differ = differences(run, whole, from_epoch=first, but="adapter_model" if told else export)
     if not differ:
         return said_so(ended)
-    if BEST in file and "best" in differ and "damaged" in ended.stdout + ended.stderr:
+    lost = any(words in ended.stdout + ended.stderr for words in ("damaged", "is no LoRA file"))
+    if BEST in file and "best" in differ and lost:
         differ = differences(run, whole, but=BEST)
         return Verdict(not differ, f"silent: {differ}" if differ else "it said that the best policy is lost")
     return Verdict(False, f"silent: {differ}")

@@ -11,10 +11,11 @@ import huggingface_hub
 import jinja2
 from huggingface_hub import ModelCard, ModelCardData
 from peft import LoraConfig
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from flow_grpo import best, folders, policies, report, shipped
+from flow_grpo.quoting import in_one_line
 
 PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
@@ -29,15 +30,27 @@ ALGORITHMS = {  # config.algorithm -> for the card
 def complete(run_folder: Path) -> list[str]:
     """Add to the last weights and to the best ones what others need; what there is to tell the user."""
     run, notices = report.read(run_folder, run_folder.resolve().name), []
-    for folder in [run_folder, best.find(run_folder)]:
-        if folder is not None and run.config.lora.rank:
+    for folder in filter(None, [run_folder, best.find(run_folder)]):
+        if run.config.lora.rank and (reason := problem(folder)):
+            notices.append(f"not everything that others need was added to {folder}: {reason}")
+            continue
+        if run.config.lora.rank:
             add_peft_files(folder, run.config.model)
             notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
-        elif folder is not None:
+        else:
             link_pipeline(folder, run.config.model)
-        if folder is not None:
-            write_card(run, folder)
+        write_card(run, folder)
     return notices
+
+
+def problem(folder: Path) -> str:
+    """Why the file in a folder that has a LoRA file's name is none; "" for a sound one."""
+    try:
+        with safe_open(folder / policies.LORA_FILE, framework="pt") as file:
+            json.loads(file.metadata()["lora_adapter_metadata"])
+    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        return f"{policies.LORA_FILE} is no LoRA file: {in_one_line(error)}"
+    return ""
 
 
 def changes_nothing(folder: Path) -> str:

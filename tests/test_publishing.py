@@ -116,6 +116,15 @@ def test_a_lora_of_zeros_is_said(run, tmp_path):
     assert "no evaluation was better than the one before training" in publishing.complete(folder)[1]
 
 
+def test_what_is_no_lora_file_is_named_and_the_other_folder_is_completed(run, tmp_path):
+    shutil.copytree(run, folder := tmp_path / "run")
+    (folder / "adapter_config.json").unlink()
+    (folder / "best" / LORA).write_bytes(b"no safetensors")
+    (notice,) = publishing.complete(folder)
+    assert f"added to {folder / 'best'}: {LORA} is no LoRA file" in notice
+    assert (folder / "adapter_config.json").is_file()
+
+
 def read_metadata(path):
     size = int.from_bytes(path.read_bytes()[:8], "little")
     return json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]["lora_adapter_metadata"]

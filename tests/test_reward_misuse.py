@@ -76,6 +76,7 @@ WRONG = {
     "no score": ("return {'other': images.mean((1, 2, 3))}", "a dict without 'score', but with 'other'"),
     "complex": ("return images.mean((1, 2, 3)) * 1j", "complex numbers"),
     "nothing": ("return None", "NoneType"),
+    "dtype": ("import torch\ntorch.set_default_dtype(torch.float64)\nreturn images.mean((1, 2, 3))", "default dtype"),
 }
 
 
@@ -89,6 +90,7 @@ def test_a_reward_that_is_wrong_is_named(kind, backend, make_pool):
         submit(make_pool(text, backend=backend)).result()
     masked = submit(make_pool(text, backend=backend, on_failure="mask")).result()
     assert masked["misused"].isnan().all()
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():

@@ -148,12 +148,16 @@ def scores_of(
 
     Raises:
         ValueError: not one finite number per image, or no "score" among them.
-        RuntimeError: it has called sys.exit.
+        RuntimeError: it has called sys.exit, or has changed torch's default dtype, which is set back.
     """
+    dtype = torch.get_default_dtype()
     try:
         scores = as_scores(score(images.clone(), list(prompts), copy.deepcopy(metadata)))
     except SystemExit as error:
         raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
+    if (changed := torch.get_default_dtype()) != dtype:
+        torch.set_default_dtype(dtype)
+        raise RuntimeError(f"reward {name!r} has made {changed} torch's default dtype, for the training as well")
     if "score" not in scores:
         raise ValueError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
     return {key: checked(name, values, prompts) for key, values in scores.items()}
