@@ -21,9 +21,10 @@ FILES = "*.safetensors"
 
 
 def folder_of(cache: str, weights: Path, precision: str) -> Path:
-    """Of one model's weights: named by their files' names and sizes, of a hub id by its commit, and the precision."""
-    files = sorted(Path(weights).glob(FILES))
-    key = dict(files=[[file.name, file.stat().st_size, str(file.resolve())] for file in files], precision=precision)
+    """Of one model's weights: named by the precision and what tells their files from others, also from those that take
+    their place: size, time of the last change, and path, which of a hub's files holds their digest."""
+    files = [path.resolve() for path in sorted(Path(weights).glob(FILES))]
+    key = dict(files=[[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files], precision=precision)
     return Path(cache, hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest())
 
 

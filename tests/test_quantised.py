@@ -1,6 +1,7 @@
 """Layers of 8 and 4 bits a weight: what they compute, what trains on them, and who may ask for them."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import evaluate
@@ -144,6 +145,17 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
     assert read
     assert not any(isinstance(target, quantised.QuantisedLinear) for target in read)
     assert [path.name for path in cache.parent.iterdir()] == ["this"]
+
+
+def test_weights_that_take_the_place_of_others_are_not_read_from_their_cache(tmp_path):
+    """Though they are as large, and named alike."""
+    file = tmp_path / "model.safetensors"
+    folders = set()
+    for time, precision in ((1, "fp8"), (1, "4bit"), (2, "fp8")):
+        save_file({"weight": torch.ones(4)}, file)
+        os.utime(file, (time, time))
+        folders.add(quantised_files.folder_of("cache", tmp_path, precision))
+    assert len(folders) == 3
 
 
 def test_a_damaged_cache_is_named(tmp_path):
