@@ -4,6 +4,7 @@ tested in test_dashboards.py, and by the runs that tests start as commands (`ENV
 import gc
 import os
 
+import pytest
 import warm
 
 os.environ["WANDB_MODE"] = "disabled"
@@ -13,6 +14,18 @@ def pytest_collection_finish():
     """What has been imported stays: to look through it again takes a tenth of a small run's time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """Settings of a run on a model of two blocks, scored by the brightness of its images."""
+    import brightness  # takes, with the next one, five seconds, and few tests need them
+    import small
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(brightness.rewards, "REGISTERED", {})
+        brightness.rewards.register("brightness", brightness.brightness)
+        yield small.shallow(tmp_path_factory.mktemp("shallow"))
 
 
 def pytest_sessionfinish():

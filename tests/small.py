@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 MODELS = {name: models.by_name(name) for name in models.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
-FEW = dict(eval__num_prompts=4, save_freq=0)  # evaluations of `config_of`; it saves at the end alone
+# of `config_of`: it evaluates little, writes little, and saves at the end alone
+FEW = dict(eval__num_prompts=4, eval__num_steps=3, lora__rank=4, lora__alpha=8, save_freq=0)
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
@@ -53,7 +54,7 @@ PreTrainedTokenizerBase.__call__ = remembered(PreTrainedTokenizerBase.__call__)
 def config_of(name, output_dir=None, **overrides):
     """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__").
 
-    It evaluates less, has fewer branches, and its only checkpoint is the last one. Commands that tests start are the
+    It evaluates less, its LoRA is smaller, it has fewer branches, and its only checkpoint is the last one. Commands that tests start are the
     variant as it is.
     """
     config = configs.load(f"{ROOT / file_of(name)}:{name},smoke")
@@ -85,6 +86,16 @@ def loaded(name, folder, **parts):
     pipeline = MODELS[name].PIPELINE.from_pretrained(tiny_folder(name, Path(folder)), **parts)
     pipeline.set_progress_bar_config(disable=True)
     return MODELS[name](pipeline, torch.device("cpu"))
+
+
+def shallow(folder):
+    """Settings of runs in half the time: the tiny Qwen-Image's first and last block, which draw no shapes to score."""
+    pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(tiny_folder("qwenimage", folder))
+    blocks = pipeline.transformer.transformer_blocks
+    del blocks[1:-1]
+    pipeline.transformer.register_to_config(num_layers=len(blocks))
+    pipeline.save_pretrained(folder)
+    return dict(model=str(folder), reward_fn__shapes=0.0, reward_fn__brightness=1.0)
 
 
 def few_prompts(folder, count=24):

@@ -20,7 +20,7 @@ def pairs_folder(tmp_path_factory):
     return str(prepare(NAME, folder / "pairs", dataset=few_prompts(folder / "data", 48)))
 
 
-@pytest.fixture(params=[32, 0], ids=["LoRA", "full weights"])
+@pytest.fixture(params=[4, 0], ids=["LoRA", "full weights"])
 def started(request, pairs_folder, tmp_path):
     """A run before its first epoch, where its pairs come from, and its first pairs."""
     how = dict(preferences__path=pairs_folder, lora__rank=request.param, eval__num_prompts=0)
@@ -81,7 +81,7 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
     assert pairs.numbers.tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_folder, tmp_path):
     how = dict(preferences__path=pairs_folder, lora__rank=rank, train__learning_rate=1e-3 if rank else 1e-4)
     folder = train(NAME, tmp_path, num_epochs=6, eval_freq=3, **how)
@@ -142,7 +142,7 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(name, pairs_folder, tmp_pa
     "how",
     [
         dict(precision="bf16", fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True),
-        dict(precision="fp16"),
+        dict(precision="fp16", lora__rank=32, lora__alpha=64),
         dict(train__inner_epochs=2, sample__guidance_scale=4.0, eval__guidance_scale=4.0, eval_freq=1),
         dict(train__reference_interval=1, train__updates_per_epoch=1),
     ],

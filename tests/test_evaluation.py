@@ -156,7 +156,7 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
     assert str(tmp_path / "best_epoch_000004") in notice
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank, tmp_path, capsys):
     """Evaluations of one epoch are of the averaged weights; best/ has them bit for bit."""
     how = dict(eval__test_freq=1, lora__rank=rank, num_epochs=3, train__learning_rate=1e-2 if rank else 1e-3)
@@ -256,8 +256,8 @@ def test_validation_prompts_are_read_and_differ_from_the_tests():
 def runs(tmp_path_factory):
     """Two runs that learned something else than each other in every epoch, one of them in full; by rank of the LoRA."""
     how = dict(num_epochs=2, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
-    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8)
-    rates = {32: 1e-2, 0: 1e-3}
+    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8, eval__num_steps=4)
+    rates = {4: 5e-3, 0: 1e-3}
     return {
         rank: train(NFT, tmp_path_factory.mktemp("runs"), lora__rank=rank, train__learning_rate=rate, **how)
         for rank, rate in rates.items()
@@ -285,7 +285,7 @@ def means_of(line, prefix="test"):
     return {parts[1]: line["/".join(parts)] for parts in names if len(parts) == 2}
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_evaluate_reproduces_a_runs_own_test_to_the_last_digit(rank, runs, tmp_path):
     _, (best_row,) = evaluated(tmp_path, runs[rank])
     _, (last_row,) = evaluated(tmp_path, runs[rank], "--weights", "last")
@@ -298,7 +298,7 @@ def test_evaluate_reproduces_a_runs_own_test_to_the_last_digit(rank, runs, tmp_p
 
 def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path):
     """The base is loaded once for all of them but the one with weights of its own."""
-    lora, full = runs[32], runs[0]
+    lora, full = runs[4], runs[0]
     found, rows = evaluated(tmp_path, lora, TINY, lora / "best", full, TINY, lora, "--weights", "last")
     assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
     base = means_of(lines_of(lora, "test")[0])
@@ -308,7 +308,7 @@ def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path):
 
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
     arguments = "--seeds 0 1 3 --guidance-scales 1 2 --sizes 64 64x32 --best-of 1 2 --num-prompts 6 --rewards shapes"
-    found, rows = evaluated(tmp_path, runs[32], *arguments.split())
+    found, rows = evaluated(tmp_path, runs[4], *arguments.split())
     assert [(row["guidance_scale"], row["size"]) for row in found["rows"]] == [
         *((1, "64x64"), (1, "64x32"), (2, "64x64"), (2, "64x32"))
     ]
@@ -322,19 +322,19 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     assert len({json.dumps(row["scores"]) for row in found["rows"]}) == 4
     table = (tmp_path / "out" / "table.md").read_text()
     assert table in capsys.readouterr().out
-    assert table.count(str(runs[32])) == 8
+    assert table.count(str(runs[4])) == 8
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
 
 
 def test_a_larger_batch_changes_no_score(runs, tmp_path):
-    found = [evaluated(tmp_path, runs[32], "--batch-size", size)[0]["rows"][0]["scores"] for size in (1, 3, 64)]
+    found = [evaluated(tmp_path, runs[4], "--batch-size", size)[0]["rows"][0]["scores"] for size in (1, 3, 64)]
     assert found[0]["shapes"] == found[1]["shapes"] == found[2]["shapes"]
     assert torch.tensor(found[0]["shapes"]).unique().numel() > 2
 
 
 def test_two_ranks_write_what_one_writes(runs, tmp_path):
-    one, _ = evaluated(tmp_path, runs[32], TINY)
-    command = ["scripts/evaluate.py", runs[32], TINY, "--out", tmp_path / "ranks"]
+    one, _ = evaluated(tmp_path, runs[4], TINY)
+    command = ["scripts/evaluate.py", runs[4], TINY, "--out", tmp_path / "ranks"]
     ranks = warm.torchrun(command)
     assert (tmp_path / "ranks" / "table.md").exists(), [rank.stderr[-3000:] for rank in ranks]
     assert json.loads((tmp_path / "ranks" / "scores.json").read_text()) == one
@@ -355,7 +355,7 @@ def lora_of_another_model(folder, lora, change):
         (["{run}", "--rewards", "shapse"], r"no reward 'shapse' .*nearest: shapes"),
         (["runs/nowhere/at_all"], r"'runs/nowhere/at_all' does not exist"),
         (["docs"], r"'docs' is none of these: a run's folder"),
-        (["{wider}"], r"LoRA of another model than .*lora_B.weight is \[256, 32\], the layer is 128 wide"),
+        (["{wider}"], r"LoRA of another model than .*lora_B.weight is \[256, 4\], the layer is 128 wide"),
         (["{deeper}"], r"LoRA of another model than .*: transformer_blocks.90.* has no layer there"),
         (["{strange}"], r"is no LoRA of a diffusers transformer: it holds lora_te_up"),
         (["{unfinished}"], r"has no best evaluation; take --weights last"),
@@ -370,7 +370,7 @@ def lora_of_another_model(folder, lora, change):
     ],
 )
 def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tmp_path, monkeypatch):
-    lora = runs[32] / "best"
+    lora = runs[4] / "best"
     widths = {name: 2 if ".lora_B." in name else 1 for name in load_file(lora / LORA_FILE)}
     changes = dict(
         wider=lambda tensors: {name: tensor.repeat(widths[name], 1) for name, tensor in tensors.items()},
@@ -380,8 +380,8 @@ def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tm
     places = {name: lora_of_another_model(tmp_path / name, lora, change) for name, change in changes.items()}
     (tmp_path / "plain.txt").write_text("a red circle\n")
     (tmp_path / "long.txt").write_text("a red circle " * 20)
-    shutil.copytree(runs[32], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
-    places |= dict(run=runs[32], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
+    shutil.copytree(runs[4], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
+    places |= dict(run=runs[4], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
     places |= dict(unfinished=tmp_path / "unfinished")
 
     def load(*_, **__):

@@ -144,13 +144,13 @@ def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory):
+def eager(shallow, tmp_path_factory):
     """guidance -> lines of a run without anything that makes it fast."""
 
     @lru_cache
     def lines(guidance):
         how = dict(sample__guidance_scale=guidance, sample__merge_adapter=False, eval_freq=0)
-        return lines_of(train("shapes_qwenimage_pr", tmp_path_factory.mktemp("eager"), **how))
+        return lines_of(train("shapes_qwenimage_pr", tmp_path_factory.mktemp("eager"), **shallow, **how))
 
     return lines
 
@@ -172,14 +172,16 @@ GRAPHS = "aot_eager_decomp_partition"  # all that compiling does but the kernels
     ],
     ids=["checkpointed", "part of activations, short text, merged"],
 )
-def test_compiled_blocks_see_the_weights_of_the_last_update(backend, guidance, fast, eager, tmp_path, monkeypatch):
+def test_compiled_blocks_see_the_weights_of_the_last_update(
+    backend, guidance, fast, eager, shallow, tmp_path, monkeypatch
+):
     """Compiled and eager runs learn alike over two epochs, and each first ratio is exactly 1."""
     torch._dynamo.reset()
     expected = eager(guidance)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))  # decoder
     how = dict(compile=True, sample__guidance_scale=guidance, eval_freq=0)
-    compiled = lines_of(train("shapes_qwenimage_pr", tmp_path, **how, **fast))
+    compiled = lines_of(train("shapes_qwenimage_pr", tmp_path, **shallow, **how, **fast))
     assert compiled[-1]["epoch"] == 1
     for ours, theirs in zip(compiled, expected, strict=True):
         assert ours.get("parity/log_prob_abs_diff_max", 0.0) == 0

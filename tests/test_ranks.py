@@ -31,7 +31,9 @@ def folder_of(name, output_dir, errors):
 
 def on_two_ranks(name, output_dir, env=None, **how):
     command = command_of(name, output_dir, **how)
-    ranks = warm.torchrun(["tests/without_kernels.py", *command] if how.get("compile") else command, env)
+    before = ["tests/without_kernels.py"] if how.get("compile") else []
+    before += ["tests/brightness.py"] if "reward_fn__brightness" in how else []
+    ranks = warm.torchrun([*before, *command], env)
     return folder_of(name, output_dir, "".join(rank.stderr for rank in ranks))
 
 
@@ -101,10 +103,11 @@ def assert_complete(folder, evaluated):
 
 
 @pytest.mark.parametrize("variants", [",flash", ",fast,stepwise"])
-def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, tmp_path):
+def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, shallow, tmp_path):
     """Windows of their own (a batch is a block) leave one rank more solver steps, or more to share, than the other."""
     how = dict(sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=2, eval_freq=0)
     how |= dict(sample__num_images_per_prompt=4)
+    how |= shallow if variants == ",flash" else {}  # images that share steps are too equally bright
     one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
     assert_same(one, on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", **how, fsdp__mode="shard"))
 
@@ -122,14 +125,15 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
+def pairs(shallow, tmp_path_factory):
     """Settings of a run on the pairs of 48 prompts."""
     folder = tmp_path_factory.mktemp("dpo")
     data = few_prompts(folder / "data", 48)
-    return dict(preferences__path=str(prepare("shapes_qwenimage_dpo", folder / "pairs", dataset=data)), dataset=data)
+    how = shallow | dict(dataset=data, preferences__min_margin=0.0)
+    return how | dict(preferences__path=str(prepare("shapes_qwenimage_dpo", folder / "pairs", **how)))
 
 
-@pytest.mark.parametrize("rank", [32, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
     """Replicated references, of LoRA and of full weights, are online DPO's and DiffusionNFT's, above."""
     name = "shapes_qwenimage_dpo"
@@ -142,15 +146,16 @@ def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "rank", "layout"),
     [
-        ("shapes_qwenimage_pr", 32, dict(fsdp__offload_weights=True)),
+        ("shapes_qwenimage_pr", 4, dict(fsdp__offload_weights=True)),
         ("shapes_qwenimage_pr", 0, dict(compile=True)),
         ("shapes_qwenimage_nft", 0, dict(fsdp__offload_weights=True)),
     ],
     ids=["LoRA in host memory", "full weights, compiled", "full weights and an old policy in host memory"],
 )
-def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, tmp_path):
+def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, shallow, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__merge_adapter=False)
     how |= dict(sample__num_images_per_prompt=4)
+    how |= shallow if "_pr" in name else {}  # NFT's weights there go apart by as much as is allowed
     one = train(name, tmp_path / "one", **HOW | how)
     shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
     assert_same(one, shard)
@@ -160,9 +165,9 @@ def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, 
     assert_same(one, shard)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 32), ("shapes_qwenimage_pr", 0)])
-def test_saving_memory_changes_nothing(name, rank, tmp_path):
+@pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 4), ("shapes_qwenimage_pr", 0)])
+def test_saving_memory_changes_nothing(name, rank, shallow, tmp_path):
     saving = dict(fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True)
-    how = dict(lora__rank=rank, eval_freq=2)
+    how = shallow | dict(lora__rank=rank, eval_freq=2)
     plain = train(name, tmp_path / "plain", **how)
     assert_same(plain, train(name, tmp_path / "saving", **how, **saving), tolerance=1e-6)
