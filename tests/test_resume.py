@@ -21,12 +21,15 @@ from flow_grpo.dashboards import Dashboard
 
 NAME = "shapes_qwenimage_pr"
 NUM_KILLS, NUM_EPOCHS = 4, 7
+LARGE = dict(lora__rank=32, lora__alpha=64)  # so that a kill meets the writing of its checkpoints
 
 
 def command(output_dir):
     script = "scripts/train_qwenimage_pr.py"
     how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
-    how = FEW | how | dict(save_freq=1, sample__num_branches=3)  # but for the checkpoints, as in this process's runs
+    how = (
+        FEW | LARGE | how | dict(save_freq=1, sample__num_branches=3)
+    )  # but for the checkpoints, as in this process's runs
     flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
 
@@ -61,7 +64,7 @@ def stops_in_save(process, folder, since):
 
 def test_kills_change_nothing(tmp_path):
     """Every second one while a checkpoint is being written, the others at random moments."""
-    unbroken = train(NAME, tmp_path / "unbroken", num_epochs=NUM_EPOCHS, eval_freq=4)
+    unbroken = train(NAME, tmp_path / "unbroken", num_epochs=NUM_EPOCHS, eval_freq=4, **LARGE)
     delays = torch.rand(NUM_KILLS, generator=torch.Generator().manual_seed(0))
     folder, kills, kills_in_save = tmp_path / "broken" / f"{NAME}_smoke", 0, 0
     for number, delay in enumerate(delays.tolist()):
