@@ -23,7 +23,7 @@ SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qw
 MODELS = {name: models.by_name(name) for name in models.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 # of `config_of`: it evaluates little, writes little, and saves at the end alone
-FEW = dict(eval__num_prompts=4, eval__num_steps=3, lora__rank=4, lora__alpha=8, save_freq=0)
+FEW = dict(eval__num_prompts=4, lora__rank=4, lora__alpha=8, save_freq=0)
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
@@ -95,7 +95,7 @@ def shallow(folder):
     del blocks[1:-1]
     pipeline.transformer.register_to_config(num_layers=len(blocks))
     pipeline.save_pretrained(folder)
-    return dict(model=str(folder), reward_fn__shapes=0.0, reward_fn__brightness=1.0)
+    return dict(model=str(folder), reward_fn__shapes=0.0, reward_fn__brightness=1.0, eval__num_steps=3)
 
 
 def few_prompts(folder, count=24):

@@ -256,7 +256,7 @@ def test_validation_prompts_are_read_and_differ_from_the_tests():
 def runs(tmp_path_factory):
     """Two runs that learned something else than each other in every epoch, one of them in full; by rank of the LoRA."""
     how = dict(num_epochs=2, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
-    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8, eval__num_steps=4)
+    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8)
     rates = {4: 5e-3, 0: 1e-3}
     return {
         rank: train(NFT, tmp_path_factory.mktemp("runs"), lora__rank=rank, train__learning_rate=rate, **how)
