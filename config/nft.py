@@ -68,7 +68,8 @@ def long(config):
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, grpo.fp8_base, grpo.four_bit_base, grpo.smoke)
+BASES = grpo.fp8_base, grpo.eight_bit_base, grpo.four_bit_base
+VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, *BASES, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):
