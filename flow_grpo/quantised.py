@@ -27,8 +27,8 @@ NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2
 
 
 def check_device(config: ConfigDict, device: torch.device) -> None:
-    """Raises ValueError where config asks for 8-bit floats and the GPU cannot: their products, and the compiler's use of
-    them, came with compute capability 8.9 (Ada, Hopper)."""
+    """Raises ValueError where config asks for 8-bit floats and the GPU cannot: their products, and the compiler's use
+    of them, came with compute capability 8.9 (Ada, Hopper)."""
     asked = {"base_precision": config.base_precision, "sample.fast_precision": config.sample.fast_precision}
     keys = [key for key, precision in asked.items() if precision == "fp8" or (precision == "8bit" and config.compile)]
     if keys and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
