@@ -86,6 +86,7 @@ ROWS = (
     Row(24, "train_qwenimage_nft", settings=f"{OFFLOAD} sample.batch_size=16"),
     Row(32, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=16"),
     Row(48, "train_qwenimage", ",eight_bit_base"),
+    Row(48, "train_qwenimage_pr", ",eight_bit_base"),
     Row(48, "train_qwenimage", settings="lora.rank=16 lora.alpha=32 sample.batch_size=2"),
     Row(48, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=32"),
     Row(80, "train_qwenimage"),
@@ -114,6 +115,7 @@ ROWS = (
 )
 RECORDED = {  # GiB and images/s on an H200, from epoch_h200_20261121.md; of quantised bases quantised_h200_20261122.md
     ("train_qwenimage", ",eight_bit_base", ""): (39.0, 0.91),
+    ("train_qwenimage_pr", ",eight_bit_base", ""): (38.2, 2.97),
     ("train_qwenimage_pr", ",four_bit_base", ""): (23.0, 2.23),
     ("train_qwenimage", ",large_gpu", ""): (109.2, 1.07),
     ("train_qwenimage_pr", ",large_gpu", ""): (110.0, 3.04),
