@@ -249,6 +249,7 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad:
                 setattr(parent, name, KINDS[precision].of(child))
+    assert quantised_layers(transformer), f"no linear layer of {units} is frozen"
 
 
 def precision_of(transformer: nn.Module) -> str:

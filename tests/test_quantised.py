@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import evaluate
+import prepare_preferences
 import pytest
 import torch
 from safetensors import safe_open
@@ -215,6 +216,15 @@ def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_p
     assert first["grad_norm"] > 0
     assert first.get("parity/log_prob_abs_diff_max", 0) == 0
     assert exported(folder).stat().st_size > 0
+
+
+def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
+    """Frozen, in the run's precision, and kept in its cache."""
+    config = config_of("shapes_qwenimage_dpo", base_precision="4bit", precision="bf16", weights_cache=str(tmp_path))
+    transformer = prepare_preferences.load(config, MODELS["qwenimage"], torch.device("cpu")).transformer
+    assert quantised.precision_of(transformer) == "4bit"
+    assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
+    assert list(tmp_path.glob("*/*.safetensors"))
 
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
