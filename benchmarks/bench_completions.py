@@ -4,7 +4,7 @@
     python benchmarks/bench_completions.py --config config/grpo.py:shapes_qwenimage_pr,fp8_base
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
-or merged weights (sample.merge_adapter), also of 8 bits (sample.merged_precision), to the image. For comparison, all of
+or merged weights (sample.merge_adapter), also of 8 bits (sample.fast_precision), to the image. For comparison, all of
 it in bf16. On a quantised base nothing is merged, and the way "full base" compares it with the images of the full base
 from the same noise. What training reads from the rewards is their order within a group, the branches of one step:
 `within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in both; `all_images` is
@@ -26,11 +26,11 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import train_qwenimage_pr
 
-EXACT = dict(flash_ratio=0.0, merge_adapter=False, merged_precision="")
+EXACT = dict(flash_ratio=0.0, merge_adapter=False, fast_precision="")
 MERGED = EXACT | dict(merge_adapter=True)
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
-CHEAP = [MERGED, MERGED | dict(merged_precision="fp8")] + [
-    MERGED | dict(flash_ratio=ratio, flash_solver=solver, merged_precision=precision)
+CHEAP = [MERGED, MERGED | dict(fast_precision="fp8")] + [
+    MERGED | dict(flash_ratio=ratio, flash_solver=solver, fast_precision=precision)
     for solver, precision, ratios in (("dpm", "", RATIOS), ("extrapolate", "", RATIOS), ("extrapolate", "fp8", (0.7,)))
     for ratio in ratios
 ]

@@ -1,9 +1,9 @@
-"""Is an adapter that was trained on 8 or 4 bits as good? Algorithms on the tiny model, on three bases, three seeds.
+"""Is an adapter that was trained on 8 or 4 bits as good? Algorithms on the tiny model, on several bases, three seeds.
 
     python benchmarks/learn_quantised.py --out runs/quantised --parallel 2
     python benchmarks/learn_quantised.py --out runs/quantised --parallel 36        several GPUs share the runs
 
-All runs of an algorithm have the same epochs and settings but for base_precision. Afterwards each is evaluated on the
+All runs of an algorithm have the same epochs and settings but for the base. Afterwards each is evaluated on the
 base that it was trained on and on the full one: strict accuracy on the test prompts, of the last averaged weights. OUT
 gets lines.jsonl and table.md; what is finished is not run again.
 """
@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from learn import DPO, GRPO, NFT, PR, SEEDS, execute
 
-BASES = ("", "fp8", "4bit")
+BASES = {  # by the name of a run
+    "full": {},
+    "8bit": {"base_precision": "8bit"},
+    "8bit_fast": {"base_precision": "8bit", "sample.fast_precision": "fp8"},
+    "fp8": {"base_precision": "fp8"},
+    "4bit": {"base_precision": "4bit"},
+}
 FIGURE = "shapes_accuracy"
 SHARED = {"lora.rank": 32, "lora.alpha": 64, "sample.merge_adapter": False, "save_freq": 0, "eval_freq": 0}
 
@@ -46,14 +52,14 @@ RUNS = {
 
 def settings_of(run: Trained, name: str, base: str, seed: int, args) -> dict[str, float | int | bool | str]:
     """Every setting of one run."""
-    own = {"num_epochs": args.epochs or run.epochs, "base_precision": base, "seed": seed}
+    own = BASES[base] | {"num_epochs": args.epochs or run.epochs, "seed": seed}
     place = {"output_dir": str(args.out), "run_name": name, "eval.noises_per_prompt": args.noises}
     return SHARED | run.settings | own | place
 
 
 def job(number: int, algorithm: str, base: str, seed: int, args) -> dict | None:
     """Train and evaluate; a line of the record, or None where a command failed."""
-    run, name = RUNS[algorithm], f"{algorithm}_{base or 'full'}_seed{seed}"
+    run, name = RUNS[algorithm], f"{algorithm}_{base}_seed{seed}"
     folder, log = args.out / name, args.out / f"{name}.log"
     flags = [f"--config.{key}={value}" for key, value in settings_of(run, name, base, seed, args).items()]
     train = [sys.executable, run.script, f"--config={run.config}", *flags, *(f"--config.{text}" for text in args.set)]
@@ -61,10 +67,10 @@ def job(number: int, algorithm: str, base: str, seed: int, args) -> dict | None:
         print(f"{name}: training failed, see {log}", flush=True)
         return None
     line = dict(algorithm=algorithm, base=base, seed=seed)
-    for on in dict.fromkeys((base, "")):
-        scores = args.out / f"{name}_on_{on or 'full'}" / "scores.json"
+    for on in dict.fromkeys((base, "full")):
+        scores = args.out / f"{name}_on_{on}" / "scores.json"
         words = ["scripts/evaluate.py", folder, "--weights", "last", "--out", scores.parent]
-        evaluate = [sys.executable, *map(str, words), "--set", f"base_precision='{on}'"]
+        evaluate = [sys.executable, *map(str, words), *([] if on == base else ["--set", "base_precision=''"])]
         if not scores.exists() and execute(evaluate, log, args.threads, number):
             print(f"{name}: evaluation failed, see {log}", flush=True)
             return None
@@ -85,14 +91,14 @@ def table(lines: list[dict]) -> str:
             if chosen:
                 own, full = (statistics.fmean(line[on] for line in chosen) for on in ("own", "full"))
                 seeds = ", ".join(f"{line['own']:.3f}" for line in chosen)
-                rows.append(f"| {run.title} | {base or 'full'} | {own:.3f} | {full:.3f} | {seeds} |")
+                rows.append(f"| {run.title} | {base} | {own:.3f} | {full:.3f} | {seeds} |")
     return "\n".join(rows) + "\n"
 
 
 def main(args) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    jobs = [(algorithm, base, seed) for seed in args.seeds for algorithm in args.only for base in BASES]
+    jobs = [(algorithm, base, seed) for seed in args.seeds for algorithm in args.only for base in args.bases]
     with ThreadPoolExecutor(args.parallel) as pool:
         lines = list(pool.map(lambda number: job(number, *jobs[number], args), range(len(jobs))))
     finished = [line for line in lines if line]
@@ -108,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/quantised"), help="folder of the study")
     add("--only", nargs="+", choices=RUNS, default=list(RUNS), help="algorithms")
+    add("--bases", nargs="+", choices=BASES, default=list(BASES), help="what is trained on")
     add("--seeds", type=int, nargs="+", default=SEEDS)
     add("--epochs", type=int, default=0, help="of every run; 0 = the algorithm's own")
     add("--noises", type=int, default=4, help="images of each test prompt")

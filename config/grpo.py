@@ -185,7 +185,14 @@ def large_gpu(config):
 def fp8_base(config):
     """The frozen weights in 8 bits, in rollout and update alike: half their memory, other images. No merged copy."""
     config.base_precision = "fp8"
-    config.sample.merge_adapter, config.sample.merged_precision = False, ""
+    config.sample.merge_adapter, config.sample.fast_precision = False, ""
+    return config
+
+
+def eight_bit_base(config):
+    """The frozen weights in 8 bits: half their memory. Their products are of 8 bits where no log-prob is computed."""
+    config = fp8_base(config)
+    config.base_precision, config.sample.fast_precision = "8bit", "fp8"
     return config
 
 
@@ -238,7 +245,7 @@ RUNS = (
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
 # in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, stepwise, guard, large_gpu, fp8_base, four_bit_base, smoke)
+VARIANTS = (long, mixgrpo, flash, fast, stepwise, guard, large_gpu, fp8_base, eight_bit_base, four_bit_base, smoke)
 
 
 def get_config(name="shapes_qwenimage"):

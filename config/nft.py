@@ -67,8 +67,16 @@ def long(config):
     return config
 
 
+def eight_bit_base(config):
+    """The frozen weights in 8 bits. All products are exact: what a rollout draws is what the loss learns from."""
+    config = grpo.eight_bit_base(config)
+    config.sample.fast_precision = ""
+    return config
+
+
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, grpo.fp8_base, grpo.four_bit_base, grpo.smoke)
+BASES = grpo.fp8_base, eight_bit_base, grpo.four_bit_base
+VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, *BASES, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

@@ -134,10 +134,11 @@ def _check_speed(config) -> None:
             f"config.sample.flash_solver is {config.sample.flash_solver!r}, but config.sample.flash_ratio 0 leaves no "
             "forward out"
         )
-    if config.sample.merged_precision and not (config.sample.merge_adapter and config.lora.rank):
+    merged = config.sample.merge_adapter and config.lora.rank
+    if config.sample.fast_precision and not merged and config.base_precision != "8bit":
         raise ValueError(
-            f"config.sample.merged_precision is {config.sample.merged_precision!r}, but no adapter is merged: set "
-            "config.sample.merge_adapter, with config.lora.rank above 0"
+            f"config.sample.fast_precision is {config.sample.fast_precision!r}, but no layer has other products: set "
+            "config.sample.merge_adapter, with config.lora.rank above 0, or config.base_precision '8bit'"
         )
     if config.sample.text_multiple and config.sample.engine != "stepwise":
         raise ValueError(

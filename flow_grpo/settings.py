@@ -91,7 +91,7 @@ SETTINGS = (
             choices=("fp32", "bf16", "fp16")),
     Setting("base_precision", "",
             'of the frozen layers beneath an adapter, in rollout and update alike; "" = as precision',
-            choices=("", "fp8", "4bit")),
+            choices=("", "fp8", "8bit", "4bit")),
     Setting("vae_precision", "fp32", "of VAE decodes: bf16 is faster; pixels differ by less than 0.3 of 255 on average",
             choices=("fp32", "bf16"), may_differ=True),
     Setting("compile", False, "transformer blocks and the decoder: slow to start the first time", may_differ=True),
@@ -172,8 +172,8 @@ SETTINGS = (
             unit="tokens", least=0, most=2048, may_differ=True),
     Setting("sample.merge_adapter", False,
             "faster forwards where no log-prob is computed, for a copy of the adapted weights"),
-    Setting("sample.merged_precision", "",
-            'of that copy and its products: "" = as the weights\' own, fp8 = faster, other images',
+    Setting("sample.fast_precision", "",
+            'of the products where no log-prob is computed: "" = as the others\', fp8 = faster, other images',
             choices=("", "fp8")),
 
     Setting("train.learning_rate", 3e-4, "the highest of the run", least=0, most=1000),
@@ -302,6 +302,7 @@ TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the
 RENAMED = {  # key of older configs -> what became of it
     "trouble": "is now config.health",
     "resolution": "is now config.height and config.width",
+    "sample.merged_precision": "is now config.sample.fast_precision",
     "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 

@@ -14,12 +14,12 @@ from flow_grpo import (
     checks,
     compiled,
     distributed,
+    filling,
     folders,
     fsdp_utils,
     policies,
     prompts,
     quantised,
-    quantised_files,
     resuming,
     rewards,
     trackers,
@@ -132,7 +132,7 @@ def _load(
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
         pool=pool,
-        **_load_learner(config, model, mesh, ranks.device, shadows, reference)._asdict(),
+        **_load_learner(config, model, mesh, shadows, reference)._asdict(),
         board=Dashboard(folder, config, folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
@@ -163,9 +163,7 @@ def _load_frozen(
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[prompts.Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
-    policies.check_lora(config.lora)
-    if config.weights_cache:
-        quantised_files.check_writable(config.weights_cache)
+    filling.check(config)
     if config.sample.text_multiple and not family.MASKED_TEXT:
         raise ValueError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
@@ -197,7 +195,6 @@ def _load_learner(
     config: ConfigDict,
     model: FlowModel,
     mesh: fsdp_utils.DeviceMesh | None,
-    device: torch.device,
     shadows: tuple[str, ...],
     reference: bool,
 ) -> Learner:
@@ -205,7 +202,7 @@ def _load_learner(
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     if config.fsdp.activation_checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    _fill(config, model, mesh, device)
+    filling.fill(config, model, mesh)
     if config.compile:
         compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(model.pipeline)
@@ -217,27 +214,6 @@ def _load_learner(
         reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
         shadows={name: Ema(trained) for name in shadows},
     )
-
-
-def _fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None, device: torch.device) -> None:
-    """Quantised layers from config.weights_cache, where they are in it, and everything else from the model's folder."""
-    transformer, precision = model.transformer, config.base_precision
-    weights = model.transformer_folder(config.model)
-    quantised.quantise_units(transformer, model.SHARD_UNITS, precision)
-    cache = quantised_files.folder_of(config.weights_cache, weights, precision) if config.weights_cache else None
-    cached = cache and quantised_files.fill(transformer, cache, device)
-    fsdp_utils.prepare(
-        transformer,
-        mesh,
-        units=model.SHARD_UNITS,
-        device=device,
-        precision=config.precision,
-        weights=weights,
-        init=policies.adapter_init(config.lora, config.seed),
-        offload=config.fsdp.offload_weights,
-    )
-    if cache and not cached:
-        quantised_files.keep(transformer, cache)
 
 
 def _optimizer(train: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:

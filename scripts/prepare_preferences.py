@@ -26,6 +26,7 @@ from flow_grpo import (
     checks,
     command_line,
     distributed,
+    filling,
     folders,
     fsdp_utils,
     image_pairs,
@@ -54,7 +55,7 @@ def check(config):
     """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
     checks.drop_unused_rewards(config)
     checks.check(config, PREPARES)
-    policies.check_lora(config.lora)
+    filling.check(config)
     if not config.preferences.path:
         raise ValueError("config.preferences.path is empty: it names the folder to write")
     light = models.model_class(config.model).without_weights(config.model)
@@ -73,18 +74,10 @@ def check(config):
 def load(config, family, device):
     """The model with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+    model.transformer.requires_grad_(False)
     if config.lora.path:
         policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
-    quantised.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
-    fsdp_utils.prepare(
-        model.transformer,
-        None,
-        units=model.SHARD_UNITS,
-        weights=model.transformer_folder(config.model),
-        init=policies.adapter_init(config.lora, config.seed),
-        device=device,
-        precision=config.precision,
-    )
+    filling.fill(config, model)
     return model
 
 

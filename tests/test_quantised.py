@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import evaluate
+import prepare_preferences
 import pytest
 import torch
 from safetensors import safe_open
@@ -13,7 +14,7 @@ from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
 from flow_grpo import policies, quantised, quantised_files, stored_weights
-from flow_grpo.quantised import KINDS, NF4_LEVELS, Float8Linear, NF4Linear, quantise, quantised_layers
+from flow_grpo.quantised import KINDS, NF4_LEVELS, EightBitLinear, Float8Linear, NF4Linear, quantise, quantised_layers
 
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
@@ -75,10 +76,12 @@ def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
     assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [(Float8Linear, 101), (Float8Linear, 5), (NF4Linear, 5)])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [(Float8Linear, 101), (Float8Linear, 5), (EightBitLinear, 101), (NF4Linear, 5)]
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
 def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
-    """Of a layer of 4 bits and of few rows to rounding; the products of 8 bits round the result's gradient, too."""
+    """To rounding where W is unpacked; products of 8 bits round the result's gradient, and of few rows are bfloat16."""
     layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     call(x.requires_grad_()).backward(grad)
@@ -86,6 +89,27 @@ def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
     error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
     assert error < (0.04 if tokens == 101 else 0.003 if kind is Float8Linear else 1e-6)
     assert all(p.grad is None for p in layer.parameters())
+
+
+def test_layers_of_8_bits_round_x_in_the_context_alone():
+    weight, x = draw(64, 128), draw(1, 200, 128, seed=1)
+    stored, rounding = (nn.ModuleList([layer_of(kind, weight)]) for kind in (EightBitLinear, Float8Linear))
+    before = stored[0](x)
+    with quantised.products_of_8_bits(stored), quantised.products_of_8_bits(rounding):
+        assert torch.equal(stored[0](x), rounding[0](x))
+    assert torch.equal(stored[0](x), before)
+    assert (rounding[0](x) - before).norm() > 0.01 * before.norm()
+
+
+def test_a_small_step_of_x_moves_the_result_by_itself_unless_x_is_rounded():
+    """Why ratios of two near policies are noisier on "fp8": numbers jump to the next level, or stay."""
+    weight, x, step = draw(64, 128), draw(1, 2000, 128, seed=1), 1e-3 * draw(1, 2000, 128, seed=2)
+    errors = {}
+    for kind in (EightBitLinear, Float8Linear):
+        layer = layer_of(kind, weight)
+        expected = step @ layer(torch.eye(128))  # one vector per image: in full
+        errors[kind] = ((layer(x + step) - layer(x) - expected).norm() / expected.norm()).item()
+    assert errors[EightBitLinear] < 1e-2 < 1 < errors[Float8Linear]
 
 
 def test_layers_that_do_not_suit_a_precision_are_named():
@@ -178,6 +202,7 @@ def test_a_damaged_cache_is_named(tmp_path):
     [
         ("shapes_qwenimage", "fp8"),
         ("shapes_qwenimage_pr", "4bit"),
+        ("shapes_qwenimage_pr", "8bit"),
         ("shapes_qwenimage_nft", "fp8"),
         ("shapes_qwenimage_dpo,online", "4bit"),
     ],
@@ -191,6 +216,15 @@ def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_p
     assert first["grad_norm"] > 0
     assert first.get("parity/log_prob_abs_diff_max", 0) == 0
     assert exported(folder).stat().st_size > 0
+
+
+def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
+    """Frozen, in the run's precision, and kept in its cache."""
+    config = config_of("shapes_qwenimage_dpo", base_precision="4bit", precision="bf16", weights_cache=str(tmp_path))
+    transformer = prepare_preferences.load(config, MODELS["qwenimage"], torch.device("cpu")).transformer
+    assert quantised.precision_of(transformer) == "4bit"
+    assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
+    assert list(tmp_path.glob("*/*.safetensors"))
 
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
@@ -217,9 +251,11 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path
     )
 
 
-def test_scored_forwards_stay_exact_and_images_change_a_little(tmp_path):
+@pytest.mark.parametrize(("base", "merged"), [("", True), ("8bit", False)], ids=["merged", "stored"])
+def test_scored_forwards_stay_exact_and_images_change_a_little(base, merged, tmp_path):
     def run(precision):
-        how = FOR_A_RUN | dict(sample__merge_adapter=True, sample__merged_precision=precision)
+        how = FOR_A_RUN | dict(base_precision=base, lora__rank=32, sample__batch_size=8)
+        how |= dict(sample__merge_adapter=merged, sample__fast_precision=precision)
         return train("shapes_qwenimage_pr", tmp_path / (precision or "plain"), **how)
 
     fast, plain = run("fp8"), run("")
@@ -229,12 +265,22 @@ def test_scored_forwards_stay_exact_and_images_change_a_little(tmp_path):
     assert rewards[0] == pytest.approx(rewards[1], rel=0.02)
 
 
-@pytest.mark.parametrize("setting", ["base_precision", "sample.merged_precision"])
-def test_a_gpu_without_products_of_8_bits_is_named(setting, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(base_precision="fp8"), "base_precision is 'fp8': NVIDIA A100 has no products of 8-bit floats"),
+        (dict(sample__fast_precision="fp8"), "fast_precision is 'fp8': NVIDIA A100 has no products of 8-bit floats"),
+        (
+            dict(base_precision="8bit", compile=True),
+            r"'8bit': NVIDIA A100 compiles no layers \(config.compile\) of 8-bit",
+        ),
+    ],
+)
+def test_a_gpu_without_products_of_8_bits_is_named(settings, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    config = config_of("shapes_qwenimage", **{setting.replace(".", "__"): "fp8"})
+    config = config_of("shapes_qwenimage", **settings)
     quantised.check_device(config, torch.device("cpu"))
-    with pytest.raises(ValueError, match=rf"config.{setting} is 'fp8': NVIDIA A100 has no products of 8-bit floats"):
+    with pytest.raises(ValueError, match=message):
         quantised.check_device(config, SimpleNamespace(type="cuda"))
-    quantised.check_device(config_of("shapes_qwenimage"), SimpleNamespace(type="cuda"))
+    quantised.check_device(config_of("shapes_qwenimage", base_precision="8bit"), SimpleNamespace(type="cuda"))

@@ -132,7 +132,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         "rollout",
     },
     "sampling": {
-        *("advantages", "distributed", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout", "scoring.pool"),
+        *("advantages", "distributed", "fsdp_utils", "health", "policies", "prompts", "quantised", "rng", "rollout"),
+        "scoring.pool",
         *(PATCH + name for name in ("condition", "denoise_with_logprob", "sample_with_logprob")),
     },
     "run": {
@@ -143,9 +144,10 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "resuming": {
         *("best", "checkpoints", "dashboards", "evaluation", "folders", "saving", "settings", "watching"),
     },
+    "filling": {"fsdp_utils", "policies", "quantised", "quantised_files", PATCH + "flow_model"},
     "startup": {
         *("batching", "checks", "compiled", "dashboards", "distributed", "ema", "embeddings", "evaluation"),
-        *("folders", "fsdp_utils", "metrics", "parity", "policies", "prompts", "quantised", "quantised_files"),
+        *("filling", "folders", "fsdp_utils", "metrics", "parity", "policies", "prompts", "quantised"),
         *("resuming", "rewards", "run"),
         *("scoring.pool", "scoring.settings", "trackers"),
         *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
