@@ -176,8 +176,8 @@ def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(w
     progress = {"format": checkpoints.FORMAT, **checkpoints.Progress(1, 2)._asdict()}
     (checkpoint / "progress.json").write_text(json.dumps(progress))
     checksums.write(checkpoint, {})
-    with pytest.raises(ValueError, match=r"another config \(lora\.rank: 32 -> 4, train\.beta: 0\.0 -> 0\.5\)"):
-        train(WINDOW, tmp_path, model=weightless, resume_from="latest", train__beta=0.5, lora__rank=4)
+    with pytest.raises(ValueError, match=r"another config \(lora\.rank: 4 -> 8, train\.beta: 0\.0 -> 0\.5\)"):
+        train(WINDOW, tmp_path, model=weightless, resume_from="latest", train__beta=0.5, lora__rank=8)
 
 
 def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path, monkeypatch):
