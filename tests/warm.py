@@ -5,6 +5,7 @@ by python and by torchrun, are in test_scripts.py and test_ranks.py.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -135,6 +136,7 @@ def fork(command, env, files, cwd):
     os.environ.clear()
     os.environ.update(env)
     sys.argv = command
+    faulthandler.enable()  # a crash in a library says where
     os._exit(exit_status(command[0]))  # without the parent's own clean-up, which would remove what it imported
 
 
