@@ -83,13 +83,13 @@ def random_model(name: str) -> type[FlowModel]:
 @contextlib.contextmanager
 def registered(family: type[FlowModel], pipeline_name: str):
     """Inside, `family` is the model of pipelines of this name."""
-    before = models.MODELS.get(pipeline_name)
+    before = dict(models.MODELS)
     models.MODELS[pipeline_name] = family
     try:
         yield
     finally:
-        models.MODELS.pop(pipeline_name)
-        models.MODELS |= {pipeline_name: before} if before else {}
+        models.MODELS.clear()  # in the order in which messages list them
+        models.MODELS |= before
 
 
 def random_folder(folder: Path) -> str:
