@@ -129,7 +129,13 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def check(candidate: Candidate, family: type[FlowModel]) -> None:
-    """Raises ValueError unless its LoRA file adapts layers of its base model, or its weights are there. Loads none."""
+    """Raises ValueError unless its LoRA file adapts layers of its base model, or for trained weights that a base is to
+    be quantised of. Loads none."""
+    precision = candidate.config.base_precision
+    if precision and candidate.transformer:
+        raise ValueError(
+            f"config.base_precision is {precision!r}, but {candidate.name!r} trained all weights: it has no frozen base"
+        )
     if candidate.lora is None:
         return
     adapter = read_adapter(candidate.lora)

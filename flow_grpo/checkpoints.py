@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,21 +103,15 @@ def save(
     return folder / f"epoch_{progress.epoch:06d}"
 
 
-def load(
-    checkpoint: Path | str, state: dict[str, Tensor], *, config: dict[str, Any] | None, may_differ: Iterable[str] = ()
-) -> Progress:
+def load(checkpoint: Path | str, state: dict[str, Tensor]) -> Progress:
     """Fill `state` from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
 
     Args:
         state: from `training_state`.
-        config: what the checkpoint's is compared with; None = the run's own, no comparison.
-        may_differ: dotted config keys that may have changed since; "eval" stands for all below it.
     Raises:
-        ValueError: the checkpoint's config differs, or it holds other tensors than `state`.
+        ValueError: the checkpoint holds other tensors than `state`.
     """
     checkpoint = Path(checkpoint)
-    if config is not None:
-        compare_configs(checkpoint, config, tuple(may_differ))
     progress = read_progress(checkpoint)
     shards.read(state, checkpoint / STATE)
     return progress
@@ -171,18 +165,6 @@ def _problem(checkpoint: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def compare_configs(checkpoint: Path, config: dict[str, Any], may_differ: tuple[str, ...]) -> None:
-    """Raises ValueError with the keys in which a checkpoint's config differs, `may_differ` and all below excepted."""
-    stored, current = folders.read_json(checkpoint / "config.json"), json.loads(json.dumps(config))
-    stored, current = dict(_flatten(stored)), dict(_flatten(current))
-    keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
-    keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in may_differ)]
-    if keys:
-        changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
-        advice = "restore these, or start a new run, for example from this run's LoRA by config.lora.path"
-        raise ValueError(f"{checkpoint} comes from another config ({changes}); {advice}")
 
 
 def find(folder: Path | str, which: str = "latest") -> Path | None:
@@ -281,12 +263,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _flatten(config: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """{"train": {"beta": 0}} -> ("train.beta", 0)."""
-    for key, value in config.items():
-        if isinstance(value, dict):  # an empty one is as good as none
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

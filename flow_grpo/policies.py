@@ -3,10 +3,12 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from ml_collections import ConfigDict
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
@@ -138,6 +140,16 @@ def merged(transformer: nn.Module, precision: str = "") -> Callable:
             _set_base_layers(layers, base_layers)
 
     return use_merged
+
+
+def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
+    """() -> context of the forwards whose velocity enters no log-prob, with the present weights: as
+    sample.merge_adapter and sample.fast_precision say."""
+    if config.sample.merge_adapter:
+        return merged(transformer, config.sample.fast_precision)
+    if config.sample.fast_precision:
+        return partial(quantised.products_of_8_bits, transformer)
+    return nullcontext
 
 
 def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:

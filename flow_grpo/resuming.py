@@ -1,5 +1,6 @@
 """Where a run writes, and what it goes on from."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,11 +42,24 @@ def take_folder(config: ConfigDict) -> Place:
         raise ValueError(f"{stored} is no folder, so there is nothing to go on from; put the run's checkpoints there")
     checkpoint, damaged = checkpoints.choose(which) if which and Path(which).is_dir() else (None, [])
     if checkpoint:
-        checkpoints.compare_configs(checkpoint, config.to_dict(), settings.may_differ())
+        compare_configs(checkpoint, config)
     goes_on = f"goes on from {checkpoint.name}" if checkpoint else "begins"
     for line in [*notices, *damaged, f"the run {goes_on} in {folder}"]:
         dashboards.say(line)
     return Place(folder, checkpoint)
+
+
+def compare_configs(checkpoint: Path, config: ConfigDict) -> None:
+    """Raises ValueError with the keys in which a checkpoint's config differs, of those that must not. Settings that are
+    younger than the checkpoint had their defaults."""
+    stored = settings.flat(ConfigDict(settings.with_defaults(folders.read_json(checkpoint / "config.json"))))
+    current = settings.flat(ConfigDict(json.loads(json.dumps(config.to_dict()))))
+    keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
+    keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in settings.may_differ())]
+    if keys:
+        changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
+        advice = "restore these, or start a new run, for example from this run's LoRA by config.lora.path"
+        raise ValueError(f"{checkpoint} comes from another config ({changes}); {advice}")
 
 
 def _named(first: Path, which: str) -> Path:
@@ -64,8 +78,7 @@ def _folder_of(checkpoint: Path) -> Path:
 
 def resume(run: "Run", checkpoint: Path) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    config, may_differ = run.config.to_dict(), settings.may_differ()
-    progress = checkpoints.load(checkpoint, state(run), config=config, may_differ=may_differ)
+    progress = checkpoints.load(checkpoint, state(run))
     run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
     run.learning_rate_factor, run.learning_rate_ceiling = progress.learning_rate_factor, progress.learning_rate_ceiling
     run.num_roll_backs = progress.num_roll_backs

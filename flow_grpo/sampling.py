@@ -3,14 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import distributed, fsdp_utils, health, policies, prompts, quantised, rng
+from flow_grpo import distributed, fsdp_utils, health, policies, prompts, rng
 from flow_grpo.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, Velocity, walk
@@ -100,12 +100,7 @@ def _together(run: "Run") -> tuple[Callable, Callable]:
 
 def _modes(run: "Run") -> tuple[Callable, Callable]:
     """() -> context of the forwards whose velocity enters a log-prob, and of the others."""
-    config, transformer = run.config, run.model.transformer
-    if config.base_precision == "8bit" and config.sample.fast_precision == "fp8":
-        return run.exact, partial(quantised.products_of_8_bits, transformer)
-    if not config.sample.merge_adapter or not config.lora.rank:
-        return run.exact, nullcontext
-    return run.exact, policies.merged(transformer, config.sample.fast_precision)
+    return run.exact, policies.fast_forwards(run.config, run.model.transformer)
 
 
 def _start(run: "Run", epoch: int, batch: prompts.Batch) -> Start:

@@ -134,7 +134,7 @@ def load_best_state(run: "Run") -> None:
     """Go back to the training state of the best evaluation, bit for bit, but for the number of epochs and updates."""
     offload.reload_optimizer_state(run.optimizer)
     folder, _ = distributed.on_main(checkpoints.choose, best.find(run.folder) / best.STATE)
-    checkpoints.load(folder, state(run), config=None)
+    checkpoints.load(folder, state(run))
 
 
 def _fill_best(run: "Run", epoch: int, folder: Path) -> None:

@@ -6,6 +6,7 @@ table follow the default config, what a value may be, what a script refuses beca
 run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs/settings.md` writes.
 """
 
+import copy
 import json
 import sys
 from collections.abc import Mapping
@@ -318,6 +319,16 @@ def default_config() -> ConfigDict:
         target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
     config.lock().custom.unlock()
     return config
+
+
+def with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
+    """A config as a JSON file holds it, in which settings that are younger than the file have their defaults."""
+    whole = copy.deepcopy(stored)
+    for setting in SETTINGS:
+        section, _, key = setting.key.rpartition(".")
+        target = whole.setdefault(section, {}) if section else whole
+        target.setdefault(key, json.loads(json.dumps(setting.default)))
+    return whole
 
 
 def value_of(config: ConfigDict, key: str) -> Any:

@@ -98,6 +98,7 @@ def from_rollouts(config, family, device) -> Callable:
     pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
 
     policy = partial(policies.predict, model, config.precision)
+    fast = policies.fast_forwards(config, model.transformer)
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]
@@ -105,7 +106,7 @@ def from_rollouts(config, family, device) -> Callable:
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
         embeds = model.encode(texts, width=config.text_tokens, guided=params.guidance_scale > 1)
         start = Start(model, embeds, noise, params, training_size(config))
-        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size)
+        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
         scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
         margin = config.preferences.min_margin
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)

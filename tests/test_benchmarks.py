@@ -126,14 +126,19 @@ def test_the_models_of_the_fit_table_are_as_large_as_the_published_ones():
         assert per_rank == pytest.approx(size.trained_per_rank, rel=1e-3)
 
 
+IN_USE = {  # GiB, where the allocator kept freed memory, too, which its limit left it: quantised_h200_20261122.md
+    ("train_qwenimage_pr", ",eight_bit_base", ""): 31.7,
+}
+
+
 def test_what_is_computed_for_the_fit_table_is_near_what_was_measured():
     rows = {row.key: row for row in fit_table.ROWS if row.key in fit_table.RECORDED}
     assert len(rows) == len(fit_table.RECORDED) == 13
     for key, row in rows.items():
         gib, images_per_s = fit_table.RECORDED[key]
         config, large = fit_table.config_for(row), replace(row, card=141)
-        rel = 0.3 if "offload" in row.settings else 0.12 if "_base" in row.variants else 0.07  # whose limit left room
-        assert fit_table.memory_gib(row.model, config) == pytest.approx(gib, rel=rel)
+        rel, used = 0.3 if "offload" in row.settings else 0.07, IN_USE.get(key, gib)
+        assert used * (1 - rel) < fit_table.memory_gib(row.model, config) < gib * (1 + rel)
         slack = 2.2 if key[0] == "train_sd3_pr" else 1.2  # its rollout's rate is 383 TFLOP/s, the window's 168
         assert images_per_s / slack < 1 / fit_table.image_s(large, config) < images_per_s * slack, key
 

@@ -20,7 +20,8 @@ import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, checksums, distributed, exports, fsdp_utils, offload, shards
+from flow_grpo import checkpoints, checksums, distributed, exports, fsdp_utils, offload, resuming, shards
+from flow_grpo.settings import default_config
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -36,8 +37,8 @@ def save(folder, run, epoch, *, step=None, config=CONFIG, **how):
     return checkpoints.save(folder, checkpoints.training_state(*run), progress, config=config, **how)
 
 
-def resume(checkpoint, run, config=CONFIG, **how):
-    return checkpoints.load(checkpoint, checkpoints.training_state(*run), config=config, **how)
+def resume(checkpoint, run):
+    return checkpoints.load(checkpoint, checkpoints.training_state(*run))
 
 
 def whole(run):
@@ -144,7 +145,7 @@ def saves_until(folder, first, last):
 
 def check_newest(folder, completed):
     state = {"a": torch.zeros(40_000, dtype=torch.int64), "b": torch.tensor(0)}
-    step = checkpoints.load(checkpoints.find(folder), state, config=CONFIG).step
+    step = checkpoints.load(checkpoints.find(folder), state).step
     (folder / "found").write_text(str(step))
     assert step >= completed
     assert bool((state["a"] == step).all())
@@ -266,16 +267,18 @@ def test_saving_before_the_first_step_changes_nothing(folder, tmp_path):
     assert same(whole(saved), whole(unsaved))
 
 
-def test_another_config_is_refused_by_its_differing_keys(folder, tmp_path):
-    checkpoint = save(tmp_path, start(folder / "base"), 1)
-    other = CONFIG | {"num_epochs": 9, "train": {"learning_rate": 2e-3, "beta": 0.0}, "eval": {"every": 1}}
-    with pytest.raises(ValueError, match=r"num_epochs: 3 -> 9, train\.learning_rate: 0.001 -> 0.002") as error:
-        resume(checkpoint, start(folder / "base"), other)
-    assert "beta" not in str(error.value)
-    assert "window" not in str(error.value), "a tuple is JSON's list"
-    resume(checkpoint, start(folder / "base"), other, may_differ=["num_epochs", "train", "eval.every"])
-    with pytest.raises(ValueError, match="num_epochs"):
-        resume(checkpoint, start(folder / "base"), other, may_differ=["train", "eval", "num"])
+def test_another_config_is_refused_by_its_differing_keys(tmp_path):
+    """Not by those that may differ, nor by those that are younger than the checkpoint and have their defaults."""
+    stored = default_config().to_dict()
+    del stored["health"], stored["sample"]["fast_precision"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config = default_config()
+    config.num_epochs, config.eval.num_steps, config.fsdp.mode = 999, 3, "shard"
+    resuming.compare_configs(tmp_path, config)
+    config.train.beta, config.sample.fast_precision = 0.5, "fp8"
+    says = r"another config \(sample\.fast_precision:  -> fp8, train\.beta: 0\.0 -> 0\.5\)"
+    with pytest.raises(ValueError, match=says):
+        resuming.compare_configs(tmp_path, config)
 
 
 def test_another_model_is_refused_by_its_differing_tensors(folder, tmp_path):
@@ -284,9 +287,9 @@ def test_another_model_is_refused_by_its_differing_tensors(folder, tmp_path):
     state = checkpoints.training_state(*run)
     name = next(iter(state))
     with pytest.raises(ValueError, match=rf"1 tensors differ: {name} .* -> \(7,\)"):
-        checkpoints.load(checkpoint, state | {name: torch.zeros(7)}, config=CONFIG)
+        checkpoints.load(checkpoint, state | {name: torch.zeros(7)})
     with pytest.raises(ValueError, match="1 tensors differ: more absent -> "):
-        checkpoints.load(checkpoint, state | {"more": torch.zeros(7)}, config=CONFIG)
+        checkpoints.load(checkpoint, state | {"more": torch.zeros(7)})
 
 
 def test_offloaded_moments_cannot_be_saved_by_mistake(ranks):
@@ -344,7 +347,7 @@ def test_no_pickle_in_a_checkpoint_is_read(tmp_path):
     for name in (".metadata", "state/.metadata", "state/__0_0.distcp"):
         (checkpoint / name).write_bytes(pickle.dumps(Program(tmp_path / "ran")))
     assert checkpoints.choose(checkpoint) == (checkpoint, [])
-    checkpoints.load(checkpoint, {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, config=CONFIG)
+    checkpoints.load(checkpoint, {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()})
     (checkpoint / "checksums.json").unlink()
     for path in (checkpoint, tmp_path):
         with pytest.raises(ValueError, match=f"{checkpoint} was written by an earlier version of flow_grpo"):
@@ -380,11 +383,11 @@ def test_a_state_of_many_files_is_the_same(tmp_path, monkeypatch):
     checkpoint = small(tmp_path, 1)
     assert len(list((checkpoint / "state").iterdir())) == 2
     read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    checkpoints.load(checkpoint, read, config=CONFIG)
+    checkpoints.load(checkpoint, read)
     assert same(read, TENSORS)
     next((checkpoint / "state").iterdir()).unlink()
     with pytest.raises(ValueError, match=r"does not fit this run: \d tensors differ: . "):
-        checkpoints.load(checkpoint, read, config=CONFIG)
+        checkpoints.load(checkpoint, read)
 
 
 def names(folder):

@@ -361,6 +361,7 @@ def lora_of_another_model(folder, lora, change):
         (["{unfinished}"], r"has no best evaluation; take --weights last"),
         (["{run}", "--prompts", "{plain}"], r"metadata of prompt 'a red circle': `include` is missing"),
         (["{run}", "--prompts", "{plain}/nowhere"], r"nowhere' needs test_metadata.jsonl or test.txt"),
+        (["{full}", "--set", "base_precision='8bit'"], r"base_precision is '8bit', but '.*' trained all weights"),
         (["{run}", "--best-of", "3"], r"--best-of \[3\]: of 2 seeds at most 2"),
         (["{run}", "--seeds", "1", "1"], r"--seeds names a value twice"),
         (
@@ -382,7 +383,7 @@ def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tm
     (tmp_path / "long.txt").write_text("a red circle " * 20)
     shutil.copytree(runs[4], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
     places |= dict(run=runs[4], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
-    places |= dict(unfinished=tmp_path / "unfinished")
+    places |= dict(full=runs[0], unfinished=tmp_path / "unfinished")
 
     def load(*_, **__):
         raise AssertionError("weights were loaded")

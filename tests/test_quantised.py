@@ -14,8 +14,10 @@ from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
 from flow_grpo import policies, quantised, quantised_files, stored_weights
+from flow_grpo.prompts import load_prompts
 from flow_grpo.quantised import KINDS, NF4_LEVELS, EightBitLinear, Float8Linear, NF4Linear, quantise, quantised_layers
 
+PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
 
@@ -225,6 +227,16 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     assert quantised.precision_of(transformer) == "4bit"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
     assert list(tmp_path.glob("*/*.safetensors"))
+
+
+def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
+    def latents(precision):
+        how = dict(base_precision="8bit", lora__path="", sample__fast_precision=precision, sample__batch_size=8)
+        config = config_of("shapes_qwenimage_dpo", **how, sample__num_images_per_prompt=8, reward_fn=PLAIN)
+        make = prepare_preferences.from_rollouts(config, MODELS["qwenimage"], torch.device("cpu"))
+        return make(load_prompts(config.dataset, "train")[:1], 0)[0]["winner_latents"]
+
+    assert 0 < (latents("fp8") - latents("")).abs().mean() < 0.1
 
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):

@@ -80,9 +80,8 @@ def offline_wandb(name, output_dir, **how):
 def test_two_ranks_equal_one_and_leave_everything(name, start, how, tmp_path):
     """One of the scripts is started as users start it: that takes 20 s more."""
     one, two = train(name, tmp_path / "one", **HOW | how), start(name, tmp_path / "two", **how)
-    assert_same(
-        one, two, tolerance=1e-4 if "dpo" in name else 1e-5
-    )  # the gradients of a pair's two images all but cancel
+    # the gradients of a pair's two images all but cancel
+    assert_same(one, two, tolerance=1e-4 if "dpo" in name else 1e-5)
     forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
     assert forwards[0] == forwards[1] > [0, 0]
     assert_complete(two, [0, 2])

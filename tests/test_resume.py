@@ -27,9 +27,8 @@ LARGE = dict(lora__rank=32, lora__alpha=64)  # so that a kill meets the writing 
 def command(output_dir):
     script = "scripts/train_qwenimage_pr.py"
     how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=4)
-    how = (
-        FEW | LARGE | how | dict(save_freq=1, sample__num_branches=3)
-    )  # but for the checkpoints, as in this process's runs
+    # but for the checkpoints, as in this process's runs
+    how = FEW | LARGE | how | dict(save_freq=1, sample__num_branches=3)
     flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
 

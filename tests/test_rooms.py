@@ -132,7 +132,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         "rollout",
     },
     "sampling": {
-        *("advantages", "distributed", "fsdp_utils", "health", "policies", "prompts", "quantised", "rng", "rollout"),
+        *("advantages", "distributed", "fsdp_utils", "health", "policies", "prompts", "rng", "rollout"),
         "scoring.pool",
         *(PATCH + name for name in ("condition", "denoise_with_logprob", "sample_with_logprob")),
     },
