@@ -15,7 +15,7 @@ FLOATS := $(QUICK) embeddings fast_path fsdp_utils local_rewards models parity p
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
 
-.PHONY: demo test quick test-isa check learn bench faults
+.PHONY: demo test quick test-isa test-kernels check learn bench faults
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -30,6 +30,10 @@ quick: .venv/ready  ## closed forms, golden numbers, plans, settings, imports: n
 
 test-isa: .venv/ready  ## the tests that compare floats, under every instruction set that the libraries can be held to
 	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS:%=tests/test_%.py) $(ARGS) || exit 1; done
+
+test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any machine; fetches Triton, 1 GB
+	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton
+	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff check .

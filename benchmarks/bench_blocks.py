@@ -160,7 +160,9 @@ def load(blocks: int, sizes: dict, device) -> QwenImage:
         precision="bf16",
     )
     others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
-    return QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
+    model = QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
+    model.fuse()
+    return model
 
 
 def measure(tiny: bool):

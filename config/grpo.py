@@ -190,9 +190,11 @@ def fp8_base(config):
 
 
 def eight_bit_base(config):
-    """The frozen weights in 8 bits: half their memory. Their products are of 8 bits where no log-prob is computed."""
+    """The frozen weights in 8 bits: half their memory. Their products are of 8 bits where no log-prob is computed; with
+    large_gpu those of a merged copy."""
+    merged = config.sample.merge_adapter
     config = fp8_base(config)
-    config.base_precision, config.sample.fast_precision = "8bit", "fp8"
+    config.base_precision, config.sample.fast_precision, config.sample.merge_adapter = "8bit", "fp8", merged
     return config
 
 

@@ -176,10 +176,11 @@ def _check_base(config) -> None:
             f"config.base_precision is {config.base_precision!r} with config.fsdp.mode {config.fsdp.mode!r}: quantised "
             "weights are not sharded; set 'replicate'"
         )
-    if config.sample.merge_adapter:
+    if config.sample.merge_adapter and (config.base_precision == "4bit" or config.sample.fast_precision != "fp8"):
         raise ValueError(
-            f"config.base_precision is {config.base_precision!r}, but config.sample.merge_adapter adds the adapter to "
-            "weights of full precision: it is one or the other"
+            f"config.base_precision is {config.base_precision!r} with config.sample.merge_adapter and "
+            f"sample.fast_precision {config.sample.fast_precision!r}: the copy of a base of 8 bits has 8 bits, too; "
+            "set 'fp8', or merge_adapter to False"
         )
 
 

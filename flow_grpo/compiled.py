@@ -21,6 +21,7 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     functorch.activation_memory_budget = activation_memory
+    functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
     _simplify(modules)
     for module in modules:

@@ -154,13 +154,14 @@ def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
 
 def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:
     base = layer.get_base_layer()
-    total = torch.add(base.weight, layer.get_delta_weight("default"))
+    weight = quantised.weight_of(base)
+    total = torch.add(weight, layer.get_delta_weight("default"))
     if precision == "fp8":
-        layer = quantised.Float8Linear(*total.shape, base.bias, base.weight.dtype, total.device)
+        layer = quantised.Float8Linear(*total.shape, base.bias, weight.dtype, total.device)
         layer.store(total)
         return layer
     other = copy.copy(base)
-    other._parameters = dict(base._parameters, weight=nn.Parameter(total.to(base.weight.dtype), requires_grad=False))
+    other._parameters = dict(base._parameters, weight=nn.Parameter(total.to(weight.dtype), requires_grad=False))
     return other
 
 

@@ -252,6 +252,11 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
     assert quantised_layers(transformer), f"no linear layer of {units} is frozen"
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """W of a linear layer or of one of 8 bits, in the dtype of its results."""
+    return unpacked(layer.rows, layer.scale, layer.dtype) if isinstance(layer, EightBitLinear) else layer.weight
+
+
 def precision_of(transformer: nn.Module) -> str:
     """Of its frozen layers, as in KINDS; "" where none is quantised."""
     kinds = {type(layer) for layer in quantised_layers(transformer).values()}

@@ -204,6 +204,7 @@ def _load_learner(
         model.transformer.enable_gradient_checkpointing()
     filling.fill(config, model, mesh)
     if config.compile:
+        model.fuse()
         compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(model.pipeline)
     trained = fsdp_utils.trainable_parameters(model.transformer)

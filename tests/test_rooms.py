@@ -158,6 +158,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("run", "saving", "watching"),
     },
     "diffusers_patch": set(),
+    PATCH + "joint_kernels": set(),
+    PATCH + "joint_attention": {PATCH + "joint_kernels"},
     PATCH + "sde_with_logprob": set(),
     PATCH + "single_frame_vae": set(),
     PATCH + "size": set(),
@@ -181,12 +183,14 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         for model in ("qwenimage", "sd3", "flux")
     },
 }
+ROOMS[PATCH + "qwenimage_pipeline_with_logprob"].add(PATCH + "joint_attention")
 ANYWHERE = "diffusers_patch", "quoting"  # any room may import them: a name alone, and how messages quote values
 OUTSIDE = {  # packages that live in one room
     "wandb": {"trackers"},
     "torch.utils.tensorboard": {"trackers"},
     "torch.distributed": {"distributed", "fsdp_utils"},
     "matplotlib": {"pictures"},
+    "triton": {PATCH + "joint_kernels"},
     "httpx": {"scoring.client", "scoring.settings"},
     "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
     "uvicorn": {"scoring.listening"},

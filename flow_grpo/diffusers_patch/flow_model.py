@@ -123,6 +123,10 @@ class FlowModel(ABC):
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000 sigma): the policy itself."""
 
+    def fuse(self) -> None:  # noqa: B027 (most models have nothing to do)
+        """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do. It
+        computes the same but for rounding. None here."""
+
     @abstractmethod
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation."""

@@ -4,12 +4,15 @@ such a pipeline can call: `pipeline_with_logprob` and `pipeline_with_logprob_per
 
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from torch import Tensor
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.joint_attention import norm_rotate_join
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
 from flow_grpo.diffusers_patch.size import Size
 
@@ -91,6 +94,11 @@ class QwenImage(FlowModel):
             return positive
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
+    def fuse(self) -> None:
+        """Attention whose queries and keys take a kernel each; on a GPU."""
+        if self.device.type == "cuda":
+            join_attention(self.transformer)
+
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, N, C] -> [B, c, h, w]."""
         pipeline = self.pipeline
@@ -113,3 +121,55 @@ def normalisation(vae) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
     values = vae.config.latents_mean, vae.config.latents_std
     return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
+
+
+class JointAttention(QwenDoubleStreamAttnProcessor2_0):
+    """A processor of diffusers' Attention, in the place of the one it is derived from."""
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Image tokens [B, N, C], text tokens [B, T, C], a mask [B, T] of the text or None, and the angles of both."""
+        image, text, (image_angles, text_angles) = hidden_states, encoder_hidden_states, image_rotary_emb
+        heads = lambda x: x.unflatten(-1, (attn.heads, -1))  # noqa: E731
+        joined = [
+            norm_rotate_join(
+                heads(of_text(text)),
+                heads(of_image(image)),
+                text_norm.weight,
+                image_norm.weight,
+                text_angles,
+                image_angles,
+                image_norm.eps,
+            )
+            for of_text, of_image, text_norm, image_norm in (
+                (attn.add_q_proj, attn.to_q, attn.norm_added_q, attn.norm_q),
+                (attn.add_k_proj, attn.to_k, attn.norm_added_k, attn.norm_k),
+            )
+        ]
+        values = torch.cat([heads(attn.add_v_proj(text)), heads(attn.to_v(image))], 1)
+        mask = encoder_hidden_states_mask
+        mask = None if mask is None else F.pad(mask, (0, image.shape[1]), value=True)[:, None, None]
+        out = dispatch_attention_fn(*joined, values, attn_mask=mask, backend=self._attention_backend)
+        text_out, image_out = out.flatten(2).to(values.dtype).split([text.shape[1], image.shape[1]], 1)
+        for layer in attn.to_out:
+            image_out = layer(image_out)
+        return image_out, attn.to_add_out(text_out)
+
+
+def join_attention(transformer: QwenImageTransformer2DModel) -> None:
+    """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
+    of 2, as the kernel has it."""
+    for block in transformer.transformer_blocks:
+        attn = block.attn
+        norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
+        suit = all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms)
+        if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
+            backend, attn.processor = attn.processor._attention_backend, JointAttention()
+            attn.processor._attention_backend = backend

@@ -1,0 +1,122 @@
+"""Queries and keys of one kernel: the numbers and gradients of diffusers' own attention, in eager and compiled blocks.
+
+The kernels themselves need Triton, which a torch for CPUs lacks: `make test-kernels` runs them in its interpreter.
+"""
+
+import copy
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    apply_rotary_emb_qwen,
+)
+
+from flow_grpo.diffusers_patch.joint_attention import norm_rotate_join
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import JointAttention, join_attention
+
+ROWS, TEXT, IMAGE, HEADS, WIDTH, EPS = 2, 5, 12, 3, 16, 1e-6
+
+
+def drawn(dtype=torch.float32, device="cpu"):
+    """Arguments of the op: tokens, weights, angles."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = [torch.randn(ROWS, length, HEADS, WIDTH, generator=draw) for length in (TEXT, IMAGE)]
+    weights = [torch.rand(WIDTH, generator=draw) + 0.5 for _ in range(2)]
+    turns = [torch.rand(length, WIDTH // 2, generator=draw) * 7 for length in (TEXT, IMAGE)]
+    angles = [torch.polar(torch.ones_like(turn), turn) for turn in turns]
+    return [x.to(device, dtype) for x in tokens + weights] + [angle.to(device) for angle in angles]
+
+
+def expected(text, image, text_weight, image_weight, text_angles, image_angles):
+    """What diffusers computes, in float64."""
+    parts = []
+    for x, weight, angles in ((text, text_weight, text_angles), (image, image_weight, image_angles)):
+        x = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        parts.append(torch.view_as_real(pairs * angles.to(torch.complex128)[:, None]).flatten(3))
+    return torch.cat(parts, 1)
+
+
+def gradients(function, arguments, of_result):
+    tokens = [x.clone().requires_grad_() for x in arguments[:2]]
+    out = function(*tokens, *arguments[2:])
+    (out * of_result).sum().backward()
+    return out.detach(), *(x.grad for x in tokens)
+
+
+def test_the_expected_numbers_are_those_of_diffusers():
+    text, image, text_weight, image_weight, text_angles, image_angles = drawn()
+    scaled = torch.nn.functional.rms_norm(text, (WIDTH,), text_weight, EPS)
+    theirs = apply_rotary_emb_qwen(scaled, text_angles, use_real=False)
+    ours = expected(text, image, text_weight, image_weight, text_angles, image_angles)[:, :TEXT]
+    torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_values_and_gradients_are_the_expected_ones():
+    arguments = drawn()
+    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
+    ours = gradients(lambda *inputs: norm_rotate_join(*inputs, EPS), arguments, of_result)
+    exact = gradients(expected, arguments, of_result.double())
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(norm_rotate_join, (*arguments, EPS))
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    torch.manual_seed(0)
+    size = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
+    return QwenImageTransformer2DModel(num_layers=2, in_channels=16, out_channels=4, **size).requires_grad_(False)
+
+
+def velocity(transformer, masked):
+    """And the gradient of the image tokens."""
+    draw = torch.Generator().manual_seed(2)
+    x, text = torch.randn(2, 16, 16, generator=draw), torch.randn(2, 5, 32, generator=draw)
+    mask = torch.arange(5) < torch.tensor([[3], [5]]) if masked else None
+    x.requires_grad_()
+    how = dict(timestep=torch.tensor([0.3, 0.7]), img_shapes=[[(1, 4, 4)]] * 2, encoder_hidden_states_mask=mask)
+    out = transformer(hidden_states=x, encoder_hidden_states=text, return_dict=False, **how)[0]
+    out.square().sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_transformer_computes_the_same_with_it(transformer, masked):
+    theirs, ours = transformer, copy.deepcopy(transformer)
+    join_attention(ours)
+    assert [type(block.attn.processor) for block in ours.transformer_blocks] == [JointAttention] * 2
+    for one, other in zip(velocity(ours, masked), velocity(theirs, masked), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_norms_that_are_trained_or_of_another_width_keep_the_attention_of_diffusers(transformer):
+    trained, odd = copy.deepcopy(transformer), copy.deepcopy(transformer)
+    trained.transformer_blocks[0].attn.norm_k.weight.requires_grad_()
+    odd.transformer_blocks[0].attn.norm_k.weight = torch.nn.Parameter(torch.ones(24), requires_grad=False)
+    for changed in (trained, odd):
+        join_attention(changed)
+        kinds = [type(block.attn.processor) for block in changed.transformer_blocks]
+        assert kinds == [QwenDoubleStreamAttnProcessor2_0, JointAttention]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_agree(dtype):
+    """To a rounding of the result; each row by itself."""
+    pytest.importorskip("triton", reason="a torch for CPUs has no Triton: make test-kernels")
+    from flow_grpo.diffusers_patch import joint_kernels
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    text, image, *others = arguments = drawn(dtype, device)
+    weights, angles = others[:2], others[2:]
+    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1)).to(image)
+    joint = joint_kernels.join((text, image), weights, angles, EPS)
+    grads = joint_kernels.split_gradient(of_result, (text, image), weights, angles, EPS)
+    exact = gradients(expected, [x.double() for x in arguments[:4]] + angles, of_result.double())
+    rounding = 2 * torch.finfo(dtype).eps
+    for one, other in zip((joint, *grads), exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=rounding, atol=rounding)
+    alone = joint_kernels.join((text[1:], image[1:]), weights, angles, EPS)
+    assert torch.equal(alone, joint[1:])
