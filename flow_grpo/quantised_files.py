@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from flow_grpo import distributed, folders, quantised
+from flow_grpo import distributed, folders, quantised, stored_weights
 from flow_grpo.quantised import QuantisedLinear
 
 FILES = "*.safetensors"
@@ -44,25 +45,29 @@ def fill(transformer: nn.Module, folder: Path, device: torch.device) -> bool:
     Raises:
         ValueError: it is damaged.
     """
-    files = sorted(folder.glob(FILES))
-    layers = quantised.quantised_layers(transformer)
-    for file in files:
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    _set(layers, name, tensors.get_tensor(name))
-        except (SafetensorError, KeyError, OSError) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete {folder}") from error
-    if files and not all(layer.filled for layer in layers.values()):
+    files, layers = list(folder.glob(FILES)), quantised.quantised_layers(transformer)
+    if not files:
+        return False
+    stored_weights.each_file(partial(_read_file, layers, device), files)
+    for layer in layers.values():
+        layer.filled = not any(tensor.is_meta for tensor in layer.buffers())
+    if not all(layer.filled for layer in layers.values()):
         raise ValueError(f"{folder} lacks weights of this model; delete it")
-    return bool(files)
+    return True
+
+
+def _read_file(layers: dict[str, QuantisedLinear], device: torch.device, file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt", device=str(device)) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                _set(layers, name, tensors.get_tensor(name))
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete {file.parent}") from error
 
 
 def _set(layers: dict[str, QuantisedLinear], name: str, tensor: torch.Tensor) -> None:
     layer_name, _, buffer = name.rpartition(".")
-    layer = layers[layer_name]
-    layer.register_buffer(buffer, tensor, persistent=False)
-    layer.filled = not any(tensor.is_meta for tensor in layer.buffers())
+    layers[layer_name].register_buffer(buffer, tensor, persistent=False)
 
 
 def keep(transformer: nn.Module, folder: Path) -> None:

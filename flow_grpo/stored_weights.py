@@ -1,15 +1,19 @@
 """A transformer's weights in a folder of diffusers' safetensors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from flow_grpo import quantised
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
+READERS = 4  # threads; a layer in full precision is in memory for each
 
 
 def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
@@ -28,16 +32,24 @@ def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
     if any(wrong.values()):
         problems = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names)
         raise ValueError(f"{folder} does not hold this {type(transformer).__name__}: {problems}")
-    for file in sorted(set(stored.values())):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                rows = tensors.get_slice(name)
-                if rows.get_shape() != list(targets[name].shape):
-                    raise ValueError(
-                        f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model"
-                    )
-                if not getattr(targets[name], "filled", False):
-                    copy_rows(targets[name], rows)
+    each_file(partial(_read_file, targets, copy_rows), set(stored.values()))
+
+
+def each_file(read_file: Callable[[Path], None], files: Iterable[Path]) -> None:
+    """Call `read_file` with each, some at a time: one thread copies less than disk and bus can give."""
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(read_file, sorted(files)))
+
+
+@torch.no_grad()
+def _read_file(targets: dict[str, Tensor | quantised.QuantisedLinear], copy_rows: Callable, file: Path) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+            rows = tensors.get_slice(name)
+            if rows.get_shape() != list(targets[name].shape):
+                raise ValueError(f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model")
+            if not getattr(targets[name], "filled", False):
+                copy_rows(targets[name], rows)
 
 
 def _names(folder: Path) -> dict[str, Path]:

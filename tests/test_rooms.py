@@ -24,7 +24,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "shapes": set(),
     "pictures": set(),
     "quantised": set(),
-    "quantised_files": {"distributed", "folders", "quantised"},
+    "quantised_files": {"distributed", "folders", "quantised", "stored_weights"},
     "stored_weights": {"quantised"},
     "compiled": set(),
     "distributed": set(),
