@@ -221,7 +221,7 @@ def image_s(row: Row, config: ConfigDict) -> float:
     seconds = size.row_tflop * (rollout / (size.rollout_tflops * slower[1]) + update / (size.update_tflops * slower[0]))
     seconds *= H200_TFLOPS / tflops / BASES[config.base_precision][1]
     if config.fsdp.offload_weights:
-        together = config.sample.completion_batch_size if row.kind == settings.PR else config.sample.batch_size
+        together = config.sample.completion_batch_size or config.sample.batch_size
         passes = rollout / together + 1.5 * update / config.sample.batch_size  # a forward with backward is worth 2
         seconds += passes * 2e-9 * size.parameters / bus
     return seconds

@@ -20,7 +20,7 @@ def shapes_qwenimage_pr():
     config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
     config.sample.noise_level, config.sample.num_branches = 1.0, 6
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
-    config.sample.batch_size = 36
+    config.sample.batch_size, config.sample.completion_batch_size = 36, 128
     config.sample.flash_ratio, config.sample.merge_adapter = 0.4, True
     config.sample.engine = "stepwise"
     config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 12

@@ -145,6 +145,11 @@ def _check_speed(config) -> None:
             f"config.sample.text_multiple is {config.sample.text_multiple}: a batch's rows walk with one width of "
             "text; config.sample.engine 'stepwise' gives each its own"
         )
+    if config.sample.completion_batch_size and config.sample.engine != "stepwise" and config.sample.num_branches == 1:
+        raise ValueError(
+            f"config.sample.completion_batch_size is {config.sample.completion_batch_size}: a batch's rows walk "
+            "together; set config.sample.engine 'stepwise'"
+        )
     widths = -(-config.text_tokens // config.sample.text_multiple) if config.sample.text_multiple else 1
     if config.compile and widths > MAX_WIDTHS:
         raise ValueError(

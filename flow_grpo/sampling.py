@@ -115,7 +115,7 @@ def _in_batches(
     exact, fast = _modes(run)
     for batch in batches(run, epoch):
         drawn = walk_of(batch)
-        branching = Branching(drawn.num_branches, run.config.sample.completion_batch_size)
+        branching = Branching(drawn.num_branches, _free_rows(run.config.sample))
         images = sample(
             _start(run, epoch, batch),
             noisy=drawn.noisy,
@@ -164,8 +164,11 @@ def _requests(
 
 def slots_of(sample: ConfigDict) -> Slots | None:
     """As many for log-probs as the update's forwards have rows; None where a batch's rows walk together."""
-    free = sample.completion_batch_size if sample.num_branches > 1 else sample.batch_size
-    return Slots(sample.batch_size, free) if sample.engine == "stepwise" else None
+    return Slots(sample.batch_size, _free_rows(sample)) if sample.engine == "stepwise" else None
+
+
+def _free_rows(sample: ConfigDict) -> int:
+    return sample.completion_batch_size or sample.batch_size
 
 
 def windowed(run: "Run", batch: prompts.Batch, epoch: int, window: range) -> Walk:

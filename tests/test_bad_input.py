@@ -84,7 +84,7 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
             dict(sample__sde_window_size=1),
             r"sample.sde_window_size is set to 1, but this script would ignore",
         ),
-        (WINDOW, dict(sample__completion_batch_size=7), r"completion_batch_size is set to 7, .* ignore"),
+        (WINDOW, dict(sample__completion_batch_size=7), r"completion_batch_size is 7: .* 'stepwise'"),
         (WINDOW, dict(sample__sde_type="sda"), r"sample.sde_type is 'sda'; it may be 'sde', 'dance', 'cps'"),
         (WINDOW, dict(train__step_weight="sqrt2"), r"train.step_weight is 'sqrt2'"),
         (WINDOW, dict(sample__noise_level=0.0), r"noise_level is 0"),

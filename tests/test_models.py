@@ -198,7 +198,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 
 def test_a_setting_of_the_other_script_is_refused(tmp_path):
-    assert "sample.completion_batch_size" in settings.ignored_by(settings.GRPO)
+    assert "sample.sde_window_schedule" in settings.ignored_by(settings.PR)
     for key, value in dict(sde_window_schedule="decay", same_latent=True).items():
         with pytest.raises(ValueError, match=rf"sample.{key} is set to {value!r}, but this script would ignore it"):
             train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})

@@ -224,6 +224,19 @@ def test_branches_fill_their_slots_and_take_as_few_forwards_as_these_allow(tmp_p
     assert lines_of(folder, "epoch")[0]["slot_use"] > 0.9
 
 
+def test_a_windows_other_steps_have_more_rows_to_a_forward(tmp_path, monkeypatch):
+    """16 images of 4 steps, of which 1 and 2 are noisy; all log-probs are the update's."""
+    seen, plain = [], sampling.walk
+    monkeypatch.setattr(sampling, "walk", lambda *how: seen.append(how[2]) or plain(*how))
+    how = dict(sample__num_prompts_per_epoch=4, sample__sde_window_range=(1, 3), sample__engine="stepwise")
+    for rows in (0, 8):
+        folder = train(
+            "shapes_qwenimage", tmp_path / str(rows), **how, num_epochs=1, sample__completion_batch_size=rows
+        )
+        assert lines_of(folder, "update")[0]["parity/log_prob_abs_diff_max"] == 0
+    assert [slots.num_forwards for slots in seen] == [4 * 4, 2 * 4 + 2 * 2]
+
+
 def test_an_epochs_images_cannot_be_drawn_with_two_policies(tmp_path, monkeypatch):
     """Whoever updates while requests are in flight is told so, before a row of the older weights is used."""
     plain = sampling.remember
