@@ -27,7 +27,8 @@ def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
     """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
     transformer.requires_grad_(lora.rank == 0)
     if lora.rank:
-        transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
+        with next(transformer.parameters()).device:  # on the meta device peft's own first weights cost no time
+            transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
 
 
 def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
