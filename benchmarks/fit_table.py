@@ -51,7 +51,11 @@ MODELS = {
 }
 TITLES = {"qwenimage": "Qwen-Image (20.4 B)", "flux": "FLUX.1-dev (11.9 B)", "sd3": "SD3.5-medium (2.2 B)"}
 CHECKPOINTED = 0.70, 0.90  # rates of the update and of an unmerged rollout, of ,large_gpu's: 281/404, 426/474
-BASES = {"": (2.0, 1.0), "8bit": (1.03, 1.07), "4bit": (0.56, 0.89)}  # bytes a parameter, speed
+BASES = {  # bytes a parameter, speed of products, seconds to unpack all weights on an H200
+    "": (2.0, 1.0, 0.0),
+    "8bit": (1.03, 1.07, 0.0),
+    "4bit": (0.56, 1.0, 0.07),
+}
 WORKSPACE_GIB = 2.5  # VAE, latents, embeddings, buffers of the libraries
 
 
@@ -81,6 +85,7 @@ class Row:
 
 ROWS = (
     Row(24, "train_qwenimage", settings=f"{OFFLOAD} sample.batch_size=16"),
+    Row(24, "train_qwenimage", ",four_bit_base"),
     Row(24, "train_qwenimage_pr", ",four_bit_base"),
     Row(24, "train_qwenimage_pr", settings=OFFLOAD),
     Row(24, "train_qwenimage_nft", settings=f"{OFFLOAD} sample.batch_size=16"),
@@ -116,6 +121,7 @@ ROWS = (
 RECORDED = {  # GiB and images/s on an H200, from epoch_h200_20261121.md; of quantised bases quantised_h200_20261122.md
     ("train_qwenimage", ",eight_bit_base", ""): (39.0, 0.91),
     ("train_qwenimage_pr", ",eight_bit_base", ""): (38.2, 2.97),
+    ("train_qwenimage", ",four_bit_base", ""): (23.0, 0.55),
     ("train_qwenimage_pr", ",four_bit_base", ""): (23.0, 2.23),
     ("train_qwenimage", ",large_gpu", ""): (109.2, 1.07),
     ("train_qwenimage_pr", ",large_gpu", ""): (110.0, 3.04),
@@ -219,12 +225,11 @@ def image_s(row: Row, config: ConfigDict) -> float:
     rollout, update = forwards(row.model, config)
     slower = CHECKPOINTED if config.fsdp.activation_checkpointing else (1.0, 1.0)
     seconds = size.row_tflop * (rollout / (size.rollout_tflops * slower[1]) + update / (size.update_tflops * slower[0]))
-    seconds *= H200_TFLOPS / tflops / BASES[config.base_precision][1]
-    if config.fsdp.offload_weights:
-        together = config.sample.completion_batch_size or config.sample.batch_size
-        passes = rollout / together + 1.5 * update / config.sample.batch_size  # a forward with backward is worth 2
-        seconds += passes * 2e-9 * size.parameters / bus
-    return seconds
+    _, speed, unpack_s = BASES[config.base_precision]
+    together = config.sample.completion_batch_size or config.sample.batch_size
+    passes = rollout / together + 1.5 * update / config.sample.batch_size  # a forward with backward is worth 2
+    bus_s = 2e-9 * size.parameters / bus if config.fsdp.offload_weights else 0.0
+    return (seconds / speed + passes * unpack_s) * H200_TFLOPS / tflops + passes * bus_s
 
 
 def images_per_epoch(config: ConfigDict) -> int:
