@@ -68,11 +68,11 @@ def _join(
     token, joint_place = place % tokens, place // tokens * joint_tokens + first + place % tokens
     column = tl.arange(0, WIDTH)
     inside = tl.arange(0, PADDED)[:, None] * WIDTH + column[None, :]
-    there = inside < HEADS * WIDTH
-    values = tl.load(x + place * HEADS * WIDTH + inside, there, 0.0).to(tl.float32)
+    valid = inside < HEADS * WIDTH
+    values = tl.load(x + place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
     normed = values * _scale(values, eps, WIDTH) * tl.load(weight + column).to(tl.float32)[None, :]
     turned = _turned(normed, angles + token * WIDTH, 1.0, PADDED, WIDTH)
-    tl.store(joint + joint_place * HEADS * WIDTH + inside, turned.to(joint.dtype.element_ty), there)
+    tl.store(joint + joint_place * HEADS * WIDTH + inside, turned.to(joint.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -94,15 +94,15 @@ def _split_gradient(
     token, joint_place = place % tokens, place // tokens * joint_tokens + first + place % tokens
     column = tl.arange(0, WIDTH)
     inside = tl.arange(0, PADDED)[:, None] * WIDTH + column[None, :]
-    there = inside < HEADS * WIDTH
-    turned = tl.load(grad + joint_place * HEADS * WIDTH + inside, there, 0.0).to(tl.float32)
+    valid = inside < HEADS * WIDTH
+    turned = tl.load(grad + joint_place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
     of_weighted = _turned(turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
     of_normed = of_weighted * tl.load(weight + column).to(tl.float32)[None, :]
-    values = tl.load(x + place * HEADS * WIDTH + inside, there, 0.0).to(tl.float32)
+    values = tl.load(x + place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
     scale = _scale(values, eps, WIDTH)
     normed = values * scale
     of_x = scale * (of_normed - normed * (tl.sum(of_normed * normed, 1) / WIDTH)[:, None])
-    tl.store(out + place * HEADS * WIDTH + inside, of_x.to(out.dtype.element_ty), there)
+    tl.store(out + place * HEADS * WIDTH + inside, of_x.to(out.dtype.element_ty), valid)
 
 
 @triton.jit
