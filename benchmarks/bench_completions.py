@@ -5,10 +5,10 @@
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
 or merged weights (sample.merge_adapter), also of 8 bits (sample.fast_precision), to the image. For comparison, all of
-it in bf16. On a quantised base nothing is merged, and the way "full base" compares it with the images of the full base
-from the same noise. What training reads from the rewards is their order within a group, the branches of one step:
-`within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in both; `all_images` is
-that of all rewards together.
+it in bf16. On a quantised base nothing is merged (one of 8 bits takes 8-bit products as well), and the way "full base"
+compares it with the images of the full base from the same noise. What training reads from the rewards is their order
+within a group, the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose
+rewards differ in both; `all_images` is that of all rewards together.
 """
 
 import copy
@@ -35,6 +35,7 @@ CHEAP = [MERGED, MERGED | dict(fast_precision="fp8")] + [
     for ratio in ratios
 ]
 QUANTISED = [EXACT | dict(flash_ratio=ratio, flash_solver="extrapolate") for ratio in (0.9, 0.8, 0.7)]
+WAYS = {"": CHEAP, "8bit": QUANTISED + [way | dict(fast_precision="fp8") for way in (EXACT, *QUANTISED)]}
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def of_full_base(config) -> Tensor:
 
 def main(config) -> None:
     config.eval_freq = config.save_freq = 0
-    ways = [(config.precision, way) for way in (QUANTISED if config.base_precision else CHEAP)]
+    ways = [(config.precision, way) for way in WAYS.get(config.base_precision, QUANTISED)]
     ways += [] if config.base_precision else [("bf16", MERGED)]
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
