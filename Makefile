@@ -32,7 +32,7 @@ test-isa: .venv/ready  ## the tests that compare floats, under every instruction
 	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS:%=tests/test_%.py) $(ARGS) || exit 1; done
 
 test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any machine; fetches Triton, 1 GB
-	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton
+	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton==3.9.0
 	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
 
 check: .venv/ready

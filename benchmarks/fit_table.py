@@ -219,8 +219,9 @@ def forwards(model: str, config: ConfigDict) -> tuple[float, float]:
 
 
 def image_s(row: Row, config: ConfigDict) -> float:
-    """Seconds of an image on the row's card: its arithmetic at the rates that the H200 reached, in proportion to the
-    cards' peaks; offloaded weights also pass over the bus, once a forward and three times a forward with backward."""
+    """Seconds of an image on the row's card: its arithmetic, and the unpacking of 4 bits, at the rates that the H200
+    reached, in proportion to the cards' peaks; offloaded weights also pass over the bus, once a forward and three times
+    a forward with backward."""
     size, (_, tflops, bus) = MODELS[row.model], CARDS[row.card]
     rollout, update = forwards(row.model, config)
     slower = CHECKPOINTED if config.fsdp.activation_checkpointing else (1.0, 1.0)

@@ -190,8 +190,8 @@ def fp8_base(config):
 
 
 def eight_bit_base(config):
-    """The frozen weights in 8 bits: half their memory. Their products are of 8 bits where no log-prob is computed; with
-    large_gpu those of a merged copy."""
+    """The frozen weights in 8 bits: half their memory. Their products are of 8 bits where no log-prob is computed, and
+    of a merged copy where the run merges."""
     merged = config.sample.merge_adapter
     config = fp8_base(config)
     config.base_precision, config.sample.fast_precision, config.sample.merge_adapter = "8bit", "fp8", merged

@@ -69,8 +69,8 @@ def long(config):
 
 def eight_bit_base(config):
     """The frozen weights in 8 bits. All products are exact: what a rollout draws is what the loss learns from."""
-    config = grpo.eight_bit_base(config)
-    config.sample.fast_precision = ""
+    config = grpo.fp8_base(config)
+    config.base_precision = "8bit"
     return config
 
 

@@ -51,14 +51,12 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = settings.default_config(), folders.read_json(folder / "config.json")
-    if "resolution" in stored:  # of runs before images had two sides
-        stored |= dict.fromkeys(("height", "width"), stored["resolution"])
+    config, stored = settings.default_config(), settings.with_defaults(folders.read_json(folder / "config.json"))
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():
-            target, source = (config[section], stored.get(section, {})) if section else (config, stored)
-            for key in set(keys) & set(source):
+            target, source = (config[section], stored[section]) if section else (config, stored)
+            for key in keys:
                 target[key] = ConfigDict(source[key]) if isinstance(source[key], dict) else source[key]
     return config
 
@@ -129,8 +127,8 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def check(candidate: Candidate, family: type[FlowModel]) -> None:
-    """Raises ValueError unless its LoRA file adapts layers of its base model, or for trained weights that a base is to
-    be quantised of. Loads none."""
+    """Raises ValueError where its LoRA file does not fit its base model, or where a quantised base is asked for and all
+    weights were trained. Loads none."""
     precision = candidate.config.base_precision
     if precision and candidate.transformer:
         raise ValueError(
@@ -169,7 +167,8 @@ def load(
         before: the last candidate and its model, of which a base that did not change is used again.
     """
     config, weights = candidate.config, candidate.transformer
-    if before and _base(before[0]) == _base(candidate) and weights is None:
+    quantised_base = bool(config.base_precision)  # whose layers take no second adapter
+    if before and _base(before[0]) == _base(candidate) and weights is None and not quantised_base:
         model = before[1]
         model.transformer.unload_lora()
     else:

@@ -181,7 +181,12 @@ def _check_base(config) -> None:
             f"config.base_precision is {config.base_precision!r} with config.fsdp.mode {config.fsdp.mode!r}: quantised "
             "weights are not sharded; set 'replicate'"
         )
-    if config.sample.merge_adapter and (config.base_precision == "4bit" or config.sample.fast_precision != "fp8"):
+    if config.sample.merge_adapter and config.base_precision == "4bit":
+        raise ValueError(
+            "config.base_precision is '4bit' with config.sample.merge_adapter: a base of 4 bits has no merged copy; "
+            "set config.sample.merge_adapter to False"
+        )
+    if config.sample.merge_adapter and config.sample.fast_precision != "fp8":
         raise ValueError(
             f"config.base_precision is {config.base_precision!r} with config.sample.merge_adapter and "
             f"sample.fast_precision {config.sample.fast_precision!r}: the copy of a base of 8 bits has 8 bits, too; "

@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -146,11 +145,16 @@ def merged(transformer: nn.Module, precision: str = "") -> Callable:
 def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
     """() -> context of the forwards whose velocity enters no log-prob, with the present weights: as
     sample.merge_adapter and sample.fast_precision say."""
-    if config.sample.merge_adapter:
-        return merged(transformer, config.sample.fast_precision)
-    if config.sample.fast_precision:
-        return partial(quantised.products_of_8_bits, transformer)
-    return nullcontext
+    sample = config.sample
+    use_merged = merged(transformer, sample.fast_precision) if sample.merge_adapter else nullcontext
+    rounds_x = sample.fast_precision and config.base_precision == "8bit"
+
+    @contextmanager
+    def fast() -> Iterator[None]:
+        with use_merged(), quantised.products_of_8_bits(transformer) if rounds_x else nullcontext():
+            yield
+
+    return fast
 
 
 def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:

@@ -49,10 +49,10 @@ def fill(transformer: nn.Module, folder: Path, device: torch.device) -> bool:
     if not files:
         return False
     stored_weights.each_file(partial(_read_file, layers, device), files)
-    for layer in layers.values():
-        layer.filled = not any(tensor.is_meta for tensor in layer.buffers())
-    if not all(layer.filled for layer in layers.values()):
+    if any(tensor.is_meta for layer in layers.values() for tensor in layer.buffers()):
         raise ValueError(f"{folder} lacks weights of this model; delete it")
+    for layer in layers.values():
+        layer.filled = True
     return True
 
 

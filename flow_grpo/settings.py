@@ -6,7 +6,6 @@ table follow the default config, what a value may be, what a script refuses beca
 run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs/settings.md` writes.
 """
 
-import copy
 import json
 import sys
 from collections.abc import Mapping
@@ -160,8 +159,8 @@ SETTINGS = (
     Setting("sample.num_branches", 1, "noisy branches per step of a trunk, at least 2; 1 in the other scripts", least=1,
             scripts=ONLINE, most=4096),
     Setting("sample.completion_batch_size", 0,
-            "per forward and GPU where no log-prob is computed, of branches or stepwise; 0 = sample.batch_size",
-            unit="rows", least=0, most=4096, may_differ=True),
+            "of a forward without a log-prob: branches', with engine stepwise all such; 0 = sample.batch_size",
+            unit="rows", least=0, most=4096, scripts=ONLINE, may_differ=True),
     Setting("sample.flash_ratio", 0.0, "above 0: after the noise, only this share of the forwards that are left",
             least=0, most=1),
     Setting("sample.flash_solver", "dpm",
@@ -308,6 +307,11 @@ RENAMED = {  # key of older configs -> what became of it
     "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 
+MOVED = {
+    "sample.merged_precision": ("sample.fast_precision",),
+    "resolution": ("height", "width"),
+}  # values that hold on
+
 
 def default_config() -> ConfigDict:
     """Every setting's default; a name that is not in the table is an error."""
@@ -323,13 +327,19 @@ def default_config() -> ConfigDict:
 
 
 def with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config as a JSON file holds it, in which settings that are younger than the file have their defaults."""
-    whole = copy.deepcopy(stored)
-    for setting in SETTINGS:
-        section, _, key = setting.key.rpartition(".")
-        target = whole.setdefault(section, {}) if section else whole
-        target.setdefault(key, json.loads(json.dumps(setting.default)))
-    return whole
+    """Fill up a config as a JSON file holds it, in place: settings that are younger than the file have their defaults,
+    or the values that they had by another name."""
+    values = {setting.key: setting.default for setting in SETTINGS}
+    for old, new in MOVED.items():
+        section, _, key = old.rpartition(".")
+        source = stored.get(section, {}) if section else stored
+        if key in source:
+            values |= dict.fromkeys(new, source.pop(key))
+    for setting_key, value in values.items():
+        section, _, key = setting_key.rpartition(".")
+        target = stored.setdefault(section, {}) if section else stored
+        target.setdefault(key, json.loads(json.dumps(value)))
+    return stored
 
 
 def value_of(config: ConfigDict, key: str) -> Any:

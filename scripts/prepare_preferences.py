@@ -64,6 +64,11 @@ def check(config):
         return light, image_pairs.open_rows(config.preferences.source)
     if config.sample.batch_size % config.sample.num_images_per_prompt:
         raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
+    if config.sample.fast_precision and not config.lora.path and config.base_precision != "8bit":
+        raise ValueError(
+            f"config.sample.fast_precision is {config.sample.fast_precision!r}, but without config.lora.path there is "
+            "no adapter whose merged copy could have such products"
+        )
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
     rewards.check_prompts(config.reward_fn, [row.text for row in rows], [row.metadata for row in rows])
@@ -203,9 +208,17 @@ def is_held_out(config, prompt: str) -> bool:
 
 def made_by(config) -> dict:
     """The settings that the files depend on, as JSON has them."""
-    settings = config.to_dict()
-    settings["preferences"].pop("max_dropped_share")
-    return json.loads(json.dumps({key: settings[key] for key in (*MADE_BY, "preferences")}))
+    return decisive(json.loads(json.dumps(config.to_dict())))
+
+
+def decisive(stored: dict) -> dict:
+    """Those of a config's, with defaults of settings that are younger."""
+    whole = settings.with_defaults(stored)
+    chosen = {key: whole[key] for key in (*MADE_BY, "preferences")}
+    for setting in (*settings.may_differ(), "preferences.max_dropped_share"):
+        section, _, key = setting.rpartition(".")
+        chosen.get(section, {}).pop(key, None)
+    return chosen
 
 
 def claim(config, folder: Path) -> bool:
@@ -226,8 +239,8 @@ def claim(config, folder: Path) -> bool:
         before = folders.read_json(source).get("made_by")
         if not isinstance(before, dict) or not isinstance(before.get("preferences"), dict):
             raise ValueError(f"{source} does not say with which settings {folder} was begun; choose another folder")
-        before["preferences"] = dict(max_rows=0) | before["preferences"]  # which older folders do not name
-        differ = [key for key, value in made_by(config).items() if before.get(key) != value]
+        before = decisive(before)
+        differ = [key for key, value in made_by(config).items() if before[key] != value]
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         return unfinished.exists()

@@ -268,9 +268,13 @@ def test_saving_before_the_first_step_changes_nothing(folder, tmp_path):
 
 
 def test_another_config_is_refused_by_its_differing_keys(tmp_path):
-    """Not by those that may differ, nor by those that are younger than the checkpoint and have their defaults."""
+    """Not by those that may differ, nor by those that are younger than the checkpoint and have their defaults, nor by a
+    new name."""
     stored = default_config().to_dict()
-    del stored["health"], stored["sample"]["fast_precision"]
+    del stored["health"], stored["train"]["reward_aggregation"]
+    stored["sample"]["merged_precision"] = stored["sample"].pop("fast_precision")
+    stored["resolution"] = stored.pop("height")
+    del stored["width"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
     config = default_config()
     config.num_epochs, config.eval.num_steps, config.fsdp.mode = 999, 3, "shard"

@@ -69,10 +69,20 @@ def runs_of(file):
     return [run.__name__ for run in FILES[file].RUNS]
 
 
-GRPO_VARIANTS = ("", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke")
+BASES = (
+    ",eight_bit_base",
+    ",large_gpu,eight_bit_base",
+    ",large_gpu,fp8_base",
+    ",large_gpu,four_bit_base",
+    ",four_bit_base",
+)
+GRPO_VARIANTS = ("", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke", *BASES)
 COMBINATIONS = [
     *((run, variant) for run in runs_of("grpo") for variant in GRPO_VARIANTS),
     *((run, variant) for run in runs_of("nft") for variant in ("", ",smoke", ",flash", ",large_gpu")),
+    *(
+        (run, variant) for run in runs_of("nft") if "pickscore" in run for variant in BASES
+    ),  # the tiny run has no adapter
     *((run, variant) for run in runs_of("dpo") for variant in ("", ",smoke", ",online", ",online,smoke")),
 ]
 
@@ -80,6 +90,13 @@ COMBINATIONS = [
 def config_of(name):
     kind = name.partition(",")[0].rpartition("_")[2]
     return FILES.get(kind, grpo).get_config(name)
+
+
+def test_what_diffusion_nft_learns_from_has_exact_products_on_every_base():
+    for run, variant in COMBINATIONS:
+        if "_nft" in run and variant in BASES:
+            assert not config_of(run + variant).sample.fast_precision
+            assert not config_of(run + variant).sample.merge_adapter
 
 
 def test_every_run_passes_its_own_scripts_checks():

@@ -4,6 +4,7 @@ The kernels themselves need Triton, which a torch for CPUs lacks: `make test-ker
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from diffusers.models.transformers.transformer_qwenimage import (
     apply_rotary_emb_qwen,
 )
 
+from flow_grpo import compiled
 from flow_grpo.diffusers_patch.joint_attention import norm_rotate_join
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import JointAttention, join_attention
+from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import JointAttention, QwenImage, join_attention
 
 ROWS, TEXT, IMAGE, HEADS, WIDTH, EPS = 2, 5, 12, 3, 16, 1e-6
 
@@ -61,7 +63,8 @@ def test_values_and_gradients_are_the_expected_ones():
     exact = gradients(expected, arguments, of_result.double())
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(norm_rotate_join, (*arguments, EPS))
+    tokens = [x.requires_grad_() for x in arguments[:2]]
+    torch.library.opcheck(norm_rotate_join, (*tokens, *arguments[2:], EPS))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +86,15 @@ def velocity(transformer, masked):
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_transformer_computes_the_same_with_it(transformer, masked):
+@pytest.mark.parametrize(("masked", "compiles"), [(True, False), (False, False), (True, True)])
+def test_a_transformer_computes_the_same_with_it(transformer, masked, compiles, monkeypatch):
+    """Graphs are cut as they are for compiled kernels, which take seconds."""
     theirs, ours = transformer, copy.deepcopy(transformer)
     join_attention(ours)
+    if compiles:
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+        compiled.compile_units(ours, QwenImage.SHARD_UNITS)
     assert [type(block.attn.processor) for block in ours.transformer_blocks] == [JointAttention] * 2
     for one, other in zip(velocity(ours, masked), velocity(theirs, masked), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

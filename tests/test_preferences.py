@@ -469,6 +469,11 @@ def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
     prepare(NAME, tmp_path / "pairs", preferences__max_rows=8, preferences__validation_share=0.0)
 
 
+def test_fast_products_without_a_layer_that_has_them_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"fast_precision is 'fp8', but without config.lora.path there is no adapter"):
+        prepare(NAME, tmp_path, sample__fast_precision="fp8", sample__merge_adapter=True)
+
+
 def test_a_path_that_is_no_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "pairs"):
@@ -484,7 +489,9 @@ def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_fold
     report = json.loads((folder / "report.json").read_text())
     assert report["pairs"]["train"] + len(report["dropped"]) == 20
     assert len(list(folder.glob("train_*.parquet"))) <= 3, "parts of 8 rows"
-    del report["made_by"]["preferences"]["max_rows"]  # as in a folder that is older than the setting
+    del report["made_by"]["preferences"]["max_rows"]  # as in a folder that is older than these settings
+    del report["made_by"]["sample"]["fast_precision"]
+    report["made_by"]["sample"]["completion_batch_size"] = 128  # and of another default
     (folder / "report.json").write_text(json.dumps(report))
     with pytest.raises(ValueError, match="begun with other settings"):
         prepare(NAME, folder, preferences__max_rows=20, preferences__validation_share=0.0)

@@ -229,6 +229,39 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     assert list(tmp_path.glob("*/*.safetensors"))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["8bit", "fp8"])
+def test_a_merged_copy_of_a_base_of_8_bits_holds_8_bits_of_base_and_adapter(precision, tmp_path):
+    model = loaded("qwenimage", tmp_path)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, precision)
+    layer = model.transformer.transformer_blocks[0].attn.to_q
+    layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
+    base = layer.base_layer
+    rows, scale = quantise(quantised.unpacked(base.rows, base.scale, torch.float32) + layer.get_delta_weight("default"))
+    with policies.merged(model.transformer, "fp8")():
+        assert torch.equal(layer.base_layer.rows.float(), rows.float())
+        assert torch.equal(layer.base_layer.scale, scale)
+    assert layer.base_layer is base
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_layer_of_a_base_of_8_bits_keeps_exact_products_where_fast_ones_are_asked_for(name, merges, tmp_path):
+    """But those that see one vector per image, whose x has two dimensions."""
+    model = loaded(name, tmp_path)
+    how = dict(base_precision="8bit", sample__fast_precision="fp8", sample__merge_adapter=merges)
+    config = config_of("shapes_qwenimage", **how)
+    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    quantised.quantise_units(model.transformer, model.SHARD_UNITS, "8bit")
+    with policies.fast_forwards(config, model.transformer)():
+        layers = quantised_layers(model.transformer)
+        assert layers
+        assert all(layer.rounds_x for layer in layers.values())
+    assert not any(layer.rounds_x for layer in quantised_layers(model.transformer).values())
+
+
 def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
     def latents(precision):
         how = dict(base_precision="8bit", lora__path="", sample__fast_precision=precision, sample__batch_size=8)
@@ -251,12 +284,14 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path
     with safe_open(exported(folder), framework="pt") as file:
         assert file.metadata()["base_precision"] == "4bit"
 
-    words = [str(folder), "--weights", "last", "--out"]
+    words = [str(folder), str(folder), "--weights", "last", "--out"]  # twice: the second adapter of one base
     evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "own")]))
     evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "full"), "--set", "base_precision=''"]))
-    own, full = (
-        json.loads((tmp_path / name / "scores.json").read_text())["rows"][0]["all"] for name in ("own", "full")
+    (own, again), (full, _) = (
+        [row["all"] for row in json.loads((tmp_path / name / "scores.json").read_text())["rows"]]
+        for name in ("own", "full")
     )
+    assert own == again
     test = [line for line in lines_of(folder, "test") if "test/avg" in line][-1]
     assert (
         own["jpeg_compressibility"]["mean"] == test["test/jpeg_compressibility"] != full["jpeg_compressibility"]["mean"]

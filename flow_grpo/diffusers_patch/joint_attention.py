@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@torch.library.custom_op("flow_grpo::norm_rotate_join", mutates_args=())
+# torch's cache of compiled graphs knows an operation by its name alone: whoever changes what is registered below, its
+# gradient or its shapes, changes the number, too.
+@torch.library.custom_op("flow_grpo::norm_rotate_join_1", mutates_args=())
 def norm_rotate_join(
     text: Tensor,
     image: Tensor,
@@ -35,7 +37,7 @@ def norm_rotate_join(
     return torch.cat([rotate(norm(x, w, eps), a) for x, w, a in zip((text, image), weights, angles)], 1).to(image.dtype)
 
 
-@torch.library.custom_op("flow_grpo::norm_rotate_join_backward", mutates_args=())
+@torch.library.custom_op("flow_grpo::norm_rotate_join_backward_1", mutates_args=())
 def norm_rotate_join_backward(
     grad: Tensor,
     text: Tensor,
@@ -79,7 +81,7 @@ def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """x [B, L, H, D] by angles [L, D / 2] complex, float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
 
 

@@ -136,6 +136,8 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Image tokens [B, N, C], text tokens [B, T, C], a mask [B, T] of the text or None, and the angles of both."""
+        if attention_mask is not None:
+            raise ValueError("the mask is the text's: encoder_hidden_states_mask")
         image, text, (image_angles, text_angles) = hidden_states, encoder_hidden_states, image_rotary_emb
         heads = lambda x: x.unflatten(-1, (attn.heads, -1))  # noqa: E731
         joined = [
@@ -156,7 +158,9 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         values = torch.cat([heads(attn.add_v_proj(text)), heads(attn.to_v(image))], 1)
         mask = encoder_hidden_states_mask
         mask = None if mask is None else F.pad(mask, (0, image.shape[1]), value=True)[:, None, None]
-        out = dispatch_attention_fn(*joined, values, attn_mask=mask, backend=self._attention_backend)
+        out = dispatch_attention_fn(
+            *joined, values, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
         text_out, image_out = out.flatten(2).to(values.dtype).split([text.shape[1], image.shape[1]], 1)
         for layer in attn.to_out:
             image_out = layer(image_out)
@@ -171,5 +175,5 @@ def join_attention(transformer: QwenImageTransformer2DModel) -> None:
         norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
         suit = all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms)
         if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
-            backend, attn.processor = attn.processor._attention_backend, JointAttention()
-            attn.processor._attention_backend = backend
+            chosen, attn.processor = vars(attn.processor), JointAttention()
+            vars(attn.processor).update(chosen)
