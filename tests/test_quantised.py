@@ -284,14 +284,13 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path
     with safe_open(exported(folder), framework="pt") as file:
         assert file.metadata()["base_precision"] == "4bit"
 
-    words = [str(folder), str(folder), "--weights", "last", "--out"]  # twice: the second adapter of one base
-    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "own")]))
-    evaluate.main(evaluate.parser().parse_args([*words, str(tmp_path / "full"), "--set", "base_precision=''"]))
-    (own, again), (full, _) = (
-        [row["all"] for row in json.loads((tmp_path / name / "scores.json").read_text())["rows"]]
-        for name in ("own", "full")
-    )
+    def scores(name, *words):
+        evaluate.main(evaluate.parser().parse_args([*words, "--weights", "last", "--out", str(tmp_path / name)]))
+        return [row["all"] for row in json.loads((tmp_path / name / "scores.json").read_text())["rows"]]
+
+    own, again = scores("own", str(folder), str(folder))  # the second adapter of one base
     assert own == again
+    (full,) = scores("full", str(folder), "--set", "base_precision=''")
     test = [line for line in lines_of(folder, "test") if "test/avg" in line][-1]
     assert (
         own["jpeg_compressibility"]["mean"] == test["test/jpeg_compressibility"] != full["jpeg_compressibility"]["mean"]
