@@ -3,9 +3,10 @@ JSON lines.
 
     python benchmarks/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
 
-`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits; milliseconds,
-and the kinds of kernels they went to. `step`: forward and backward of adapters at some rows, by what is kept for the
-backward (`checkpoint`: block inputs alone; else the share `activation_memory`). `decode`: 8 images.
+`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits and with each of
+torch's attentions; milliseconds, and the kinds of kernels they went to. `step`: the same of forward and backward of
+adapters at some rows, by what is kept for the backward (`checkpoint`: block inputs alone; else the share
+`activation_memory`). `decode`: 8 images.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from build_random_pipeline import large_random
 BLOCKS, TEXT_TOKENS = 60, 48
 KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|fmha|attention_kernel"), ("other", ""))
 TEXTS = [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)]  # tokens, and whether there is a mask
+ATTENTION = ["native", "_native_cudnn", "_native_flash", "_native_efficient"]  # diffusers' names of those torch has
 STEPS = [(8, "checkpoint", 1.0), (8, "", 1.0), (8, "", 0.5), (8, "", 0.2), (16, "", 0.2), (4, "", 1.0)]
 SMALL = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
 LORA = ConfigDict(dict(rank=64, alpha=128, path=""))
@@ -114,7 +116,7 @@ def step(model, factor: int, size: Size, rows: int, checkpointing: str, memory: 
     gib = kept_gib(model, model_inputs, factor) / rows if device.type == "cuda" else None
     rate = 2 * rows * factor * flops.row_flops(transformer, model.num_tokens(size), TEXT_TOKENS) / ms / 1e9
     what = dict(what="step", rows=rows, kept=checkpointing or memory, ms=ms, ms_per_row=ms / rows)
-    return what | dict(tflops=rate, gib_per_row=gib)
+    return what | dict(tflops=rate, gib_per_row=gib) | shares(call, device)
 
 
 def kept_gib(model, model_inputs, factor: int) -> float:
@@ -174,6 +176,10 @@ def measure(tiny: bool):
     merged = policies.merged(model.transformer)
     for width, masked in TEXTS[few]:
         yield forward(model, merged, factor, size, rows, width, masked)
+    for backend in ATTENTION[few]:
+        model.transformer.set_attention_backend(backend)
+        yield dict(attention=backend) | forward(model, merged, factor, size, rows, *TEXTS[1])
+    model.transformer.reset_attention_backend()
     eight_bits = policies.merged(model.transformer, "fp8")
     yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
     for case in STEPS[few]:
