@@ -51,7 +51,7 @@ MODELS = {
 }
 TITLES = {"qwenimage": "Qwen-Image (20.4 B)", "flux": "FLUX.1-dev (11.9 B)", "sd3": "SD3.5-medium (2.2 B)"}
 CHECKPOINTED = 0.70, 0.90  # rates of the update and of an unmerged rollout, of ,large_gpu's: 281/404, 426/474
-BASES = {  # bytes a parameter, speed of products, seconds to unpack all weights on an H200
+BASES = {  # bytes a parameter, speed of products, seconds to unpack all weights on an H200 (4bit: fitted to both)
     "": (2.0, 1.0, 0.0),
     "8bit": (1.03, 1.07, 0.0),
     "4bit": (0.56, 1.0, 0.07),

@@ -51,7 +51,8 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = settings.default_config(), settings.with_defaults(folders.read_json(folder / "config.json"))
+    config, file = settings.default_config(), folder / "config.json"
+    stored = settings.with_defaults(folders.read_json(file), file)
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():

@@ -52,7 +52,8 @@ def take_folder(config: ConfigDict) -> Place:
 def compare_configs(checkpoint: Path, config: ConfigDict) -> None:
     """Raises ValueError with the keys in which a checkpoint's config differs, of those that must not. Settings that are
     younger than the checkpoint had their defaults."""
-    stored = settings.flat(ConfigDict(settings.with_defaults(folders.read_json(checkpoint / "config.json"))))
+    file = checkpoint / "config.json"
+    stored = settings.flat(ConfigDict(settings.with_defaults(folders.read_json(file), file)))
     current = settings.flat(ConfigDict(json.loads(json.dumps(config.to_dict()))))
     keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
     keys = [key for key in keys if not any(key == k or key.startswith(k + ".") for k in settings.may_differ())]

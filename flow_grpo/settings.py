@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -159,7 +160,7 @@ SETTINGS = (
     Setting("sample.num_branches", 1, "noisy branches per step of a trunk, at least 2; 1 in the other scripts", least=1,
             scripts=ONLINE, most=4096),
     Setting("sample.completion_batch_size", 0,
-            "of a forward without a log-prob: branches', with engine stepwise all such; 0 = sample.batch_size",
+            "per forward without a log-prob, of branches or with engine stepwise; 0 = sample.batch_size",
             unit="rows", least=0, most=4096, scripts=ONLINE, may_differ=True),
     Setting("sample.flash_ratio", 0.0, "above 0: after the noise, only this share of the forwards that are left",
             least=0, most=1),
@@ -307,10 +308,10 @@ RENAMED = {  # key of older configs -> what became of it
     "reward.token": f"would be stored with the config; {TOKEN_WAYS}",
 }
 
-MOVED = {
+MOVED = {  # key of older configs -> the settings that have its value now
     "sample.merged_precision": ("sample.fast_precision",),
     "resolution": ("height", "width"),
-}  # values that hold on
+}
 
 
 def default_config() -> ConfigDict:
@@ -326,9 +327,16 @@ def default_config() -> ConfigDict:
     return config
 
 
-def with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
     """Fill up a config as a JSON file holds it, in place: settings that are younger than the file have their defaults,
-    or the values that they had by another name."""
+    or the values that they had by another name.
+
+    Raises:
+        ValueError: something else stands in the place of a section.
+    """
+    for section in {setting.key.rpartition(".")[0] for setting in SETTINGS} - {""}:
+        if not isinstance(stored.get(section, {}), dict):
+            raise ValueError(f"{file} is damaged: its {section!r} is {quoted(stored[section])}, no section of settings")
     values = {setting.key: setting.default for setting in SETTINGS}
     for old, new in MOVED.items():
         section, _, key = old.rpartition(".")

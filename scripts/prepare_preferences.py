@@ -208,12 +208,12 @@ def is_held_out(config, prompt: str) -> bool:
 
 def made_by(config) -> dict:
     """The settings that the files depend on, as JSON has them."""
-    return decisive(json.loads(json.dumps(config.to_dict())))
+    return decisive(json.loads(json.dumps(config.to_dict())), Path("config"))
 
 
-def decisive(stored: dict) -> dict:
-    """Those of a config's, with defaults of settings that are younger."""
-    whole = settings.with_defaults(stored)
+def decisive(stored: dict, file: Path) -> dict:
+    """Those of a config's, with defaults of settings that are younger than the file."""
+    whole = settings.with_defaults(stored, file)
     chosen = {key: whole[key] for key in (*MADE_BY, "preferences")}
     for setting in (*settings.may_differ(), "preferences.max_dropped_share"):
         section, _, key = setting.rpartition(".")
@@ -239,7 +239,7 @@ def claim(config, folder: Path) -> bool:
         before = folders.read_json(source).get("made_by")
         if not isinstance(before, dict) or not isinstance(before.get("preferences"), dict):
             raise ValueError(f"{source} does not say with which settings {folder} was begun; choose another folder")
-        before = decisive(before)
+        before = decisive(before, source)
         differ = [key for key, value in made_by(config).items() if before[key] != value]
         if differ:
             raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")

@@ -20,7 +20,7 @@ import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import checkpoints, checksums, distributed, exports, fsdp_utils, offload, resuming, shards
+from flow_grpo import candidates, checkpoints, checksums, distributed, exports, fsdp_utils, offload, resuming, shards
 from flow_grpo.settings import default_config
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
@@ -283,6 +283,14 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     says = r"another config \(sample\.fast_precision:  -> fp8, train\.beta: 0\.0 -> 0\.5\)"
     with pytest.raises(ValueError, match=says):
         resuming.compare_configs(tmp_path, config)
+
+
+@pytest.mark.parametrize("section", [5, None, [], "sample"])
+@pytest.mark.parametrize("read", [candidates.run_config, lambda f: resuming.compare_configs(f, default_config())])
+def test_a_stored_config_without_a_section_in_its_place_is_named(read, section, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"sample": section}))
+    with pytest.raises(ValueError, match=r"config.json is damaged: its 'sample' is .*, no section of settings"):
+        read(tmp_path)
 
 
 def test_another_model_is_refused_by_its_differing_tensors(folder, tmp_path):

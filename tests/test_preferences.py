@@ -496,3 +496,6 @@ def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_fold
     with pytest.raises(ValueError, match="begun with other settings"):
         prepare(NAME, folder, preferences__max_rows=20, preferences__validation_share=0.0)
     prepare(NAME, folder, preferences__max_rows=0, preferences__validation_share=0.0)
+    (folder / "report.json").write_text(json.dumps(report | {"made_by": report["made_by"] | {"sample": 5}}))
+    with pytest.raises(ValueError, match=r"report.json is damaged: its 'sample' is 5, no section of settings"):
+        prepare(NAME, folder, preferences__max_rows=0, preferences__validation_share=0.0)
