@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -41,7 +40,6 @@ def each_file(read_file: Callable[[Path], None], files: Iterable[Path]) -> None:
         list(pool.map(read_file, sorted(files)))
 
 
-@torch.no_grad()
 def _read_file(targets: dict[str, Tensor | quantised.QuantisedLinear], copy_rows: Callable, file: Path) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
