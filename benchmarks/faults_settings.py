@@ -8,7 +8,8 @@ from faults_commands import Command, judge
 from faults_runs import RECIPES, Bench
 from faults_tries import Dice, Try, Verdict
 
-from flow_grpo.settings import ALL, SETTINGS, Setting
+from flow_grpo.setting import ALL, Setting
+from flow_grpo.settings import SETTINGS
 
 LIMIT_S = 60.0
 AT_WORK_S = 10.0

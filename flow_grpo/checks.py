@@ -51,7 +51,7 @@ def check(config: ConfigDict, script: Script) -> None:
 
 def drop_unused_rewards(config: ConfigDict) -> None:
     """Leave rewards of weight 0 out of config.reward_fn. Raises ValueError if that is no dict."""
-    settings.check_value(settings.BY_KEY["reward_fn"], config.reward_fn, "reward_fn")
+    settings.BY_KEY["reward_fn"].check(config.reward_fn, "reward_fn")
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
 
 

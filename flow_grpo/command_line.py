@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from flow_grpo.quoting import in_one_line
 
 LONGEST = 2000  # characters of a sentence
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
-LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+LIBRARIES = [
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
+    *(Path(find_spec(name).origin).resolve().parents[1] for name in ("absl", "torch")),  # installed elsewhere
+]
 
 
 def run(

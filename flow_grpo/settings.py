@@ -8,38 +8,18 @@ run may change, and docs/settings.md, which `python -m flow_grpo.settings > docs
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from flow_grpo.quoting import quoted
+from flow_grpo.setting import ALL, DPO, GRPO, NFT, PR, Setting
 
-GRPO, PR, NFT, DPO = "grpo", "pr", "nft", "dpo"  # values of config.algorithm
 SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
-ALL, ONLINE = (GRPO, PR, NFT, DPO), (GRPO, PR, NFT)  # ONLINE: with advantages of images just sampled
+ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
 RATIO = (GRPO, PR)  # with noise in the rollout, and ratios of probabilities in the loss
-LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
 TINY = 1e-6  # the least of a number above 0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting."""
-
-    key: str  # dotted
-    default: Any
-    meaning: str
-    unit: str = ""
-    choices: tuple = ()  # all values there are; () = no such list
-    least: float = -LARGEST  # of a number
-    most: float = LARGEST
-    scripts: tuple[str, ...] = ALL  # that read it; another one refuses a value that is not the default
-    may_differ: bool = False  # a resumed run may change it, since it does not change the mathematics
-
-
 SECTIONS = {
     "": "The run",
     "reward": "How rewards are scored; what `reward.args` says of one reward goes before what is said here",
@@ -381,73 +361,7 @@ def may_differ() -> tuple[str, ...]:
 def check_values(config: ConfigDict) -> None:
     """Raises ValueError for a value that its entry does not allow, with what it allows."""
     for setting in SETTINGS:
-        check_value(setting, value_of(config, setting.key), setting.key)
-
-
-def check_value(setting: Setting, value: Any, key: str) -> None:
-    """Raises ValueError, which names the value by `key`, unless the entry allows it."""
-    if not _is_like(value, setting.default):
-        raise ValueError(f"config.{key} is {quoted(value)}; it must be {_kind(setting.default)}")
-    if setting.choices and value not in setting.choices:
-        raise ValueError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, setting.choices))}")
-    for entry in value if isinstance(value, tuple) else (value,):
-        if _is_number(entry) and not setting.least <= entry <= setting.most:  # NaN compares false
-            limits = f"from {setting.least:.7g} to {setting.most:.7g}"
-            raise ValueError(f"config.{key} is {quoted(value)}; it must be {limits}")
-        if isinstance(entry, str):
-            _check_text(entry, key)
-    if isinstance(value, ConfigDict):
-        _check_dict(value.to_dict(), key)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value is of a default's type. An int may stand for a float; an empty tuple's entries are names."""
-    if isinstance(default, float):
-        return _is_number(value)
-    if isinstance(default, dict):
-        return isinstance(value, Mapping | ConfigDict) and all(isinstance(key, str) for key in value)
-    if isinstance(default, tuple) and isinstance(value, tuple):
-        entries = default or ("",) * len(value)
-        return len(value) == len(entries) and all(map(_is_like, value, entries))
-    return type(value) is type(default)
-
-
-def _kind(default: Any) -> str:
-    """Of a value, in words."""
-    if isinstance(default, tuple):
-        return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
-    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
-    names[dict] = "a dict with names as its keys"
-    return names[type(default)]
-
-
-def _check_text(value: str, key: str) -> None:
-    """Raises ValueError for what no file's name can be."""
-    if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
-        raise ValueError(f"config.{key} is {quoted(value)}; it has a character that no file's name can have")
-    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
-        raise ValueError(
-            f"config.{key} is {quoted(value)}; it has {len(value)} characters, which is too long for a name"
-        )
-
-
-def _check_dict(value: dict, key: str) -> None:
-    """Raises ValueError for what config.json cannot hold."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"config.{key} is {quoted(value)}, which config.json cannot hold: {error}") from error
-
-
-def _limits(setting: Setting) -> str:
-    """That the entry itself has."""
-    if setting.most < LARGEST:
-        return f"from {setting.least:.7g} to {setting.most:.7g}"
-    return f"at least {setting.least:.7g}" if setting.least > -LARGEST else ""
+        setting.check(value_of(config, setting.key), setting.key)
 
 
 def page() -> str:
@@ -467,7 +381,7 @@ def page() -> str:
 def _row(setting: Setting) -> str:
     facts = [f"{setting.unit}: {setting.meaning}" if setting.unit else setting.meaning]
     facts += [", ".join(f"`{choice!r}`" for choice in setting.choices)] if setting.choices else []
-    facts += [_limits(setting)] if _limits(setting) else []
+    facts += [setting.limits()] if setting.limits() else []
     scripts = "all" if setting.scripts == ALL else ", ".join(f"`{SCRIPTS[name]}`" for name in setting.scripts)
     changes = "yes" if setting.may_differ else ""
     return f"| `{setting.key}` | `{setting.default!r}` | {'; '.join(facts)} | {scripts} | {changes} |"

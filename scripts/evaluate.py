@@ -42,7 +42,7 @@ from flow_grpo.pixels import to_uint8
 from flow_grpo.quoting import quoted
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import BY_KEY, check_value, check_values, default_config
+from flow_grpo.settings import BY_KEY, check_values, default_config
 
 
 def configured(args):
@@ -106,7 +106,7 @@ def check(args, compared, config, split):
     names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
     rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
     for scale in args.guidance_scales or ():
-        check_value(BY_KEY["eval.guidance_scale"], scale, "eval.guidance_scale (--guidance-scales)")
+        BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
     families = []
     for candidate in compared:
         check_values(candidate.config)

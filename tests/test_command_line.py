@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import absl
 import pytest
 import torch
 import warm
@@ -240,6 +243,16 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, say
 def test_a_bug_keeps_its_traceback(main):
     with pytest.raises(ValueError, match=r"invalid literal|Expecting value|empty parameter list"):
         command_line.run(main, DEFAULT, [])
+
+
+def test_a_bug_of_a_library_that_is_installed_elsewhere_keeps_its_traceback(tmp_path):
+    shutil.copytree(Path(absl.__file__).parent, tmp_path / "absl")
+    main = "lambda config: absl.flags.EnumParser([])"
+    program = f"import absl.flags; from flow_grpo import command_line; command_line.run({main}, {DEFAULT!r}, [])"
+    environment = ENV | dict(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert str(tmp_path / "absl" / "flags") in ended.stderr  # with its line
 
 
 def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, monkeypatch):

@@ -142,7 +142,7 @@ def test_the_configs_that_are_spoilt_are_sound(algorithm):
 def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or_beyond_its_limits():
     for setting in settings.SETTINGS:
         for value in (*VALUES, *(near_limits(setting) if type(setting.default) in (int, float) else ())):
-            if message := refusal(settings.check_value, setting, value, setting.key):
+            if message := refusal(setting.check, value, setting.key):
                 assert message.startswith(f"config.{setting.key} is ")
                 assert len(message) < 400
             else:

@@ -10,7 +10,7 @@ from flow_grpo import rewards
 from flow_grpo.quoting import quoted
 from flow_grpo.scoring.client import authorization
 from flow_grpo.scoring.tokens import read_token
-from flow_grpo.settings import BY_KEY, RENAMED, TOKEN_WAYS, check_value
+from flow_grpo.settings import BY_KEY, RENAMED, TOKEN_WAYS
 
 
 class RewardSettings(NamedTuple):
@@ -80,7 +80,7 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     for key, value in reward._asdict().items():
-        check_value(BY_KEY[f"reward.{key}"], value, f"reward.args.{name}.{key}")
+        BY_KEY[f"reward.{key}"].check(value, f"reward.args.{name}.{key}")
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     if "token" in options:
