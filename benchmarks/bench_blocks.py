@@ -3,10 +3,10 @@ JSON lines.
 
     python benchmarks/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
 
-`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits and with each of
-torch's attentions; milliseconds, and the kinds of kernels they went to. `step`: the same of forward and backward of
-adapters at some rows, by what is kept for the backward (`checkpoint`: block inputs alone; else the share
-`activation_memory`). `decode`: 8 images.
+`forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits and, where
+nothing is masked, with each of torch's attentions; milliseconds, and the kinds of kernels they went to. `step`: the
+same of forward and backward of adapters at some rows, by what is kept for the backward (`checkpoint`: block inputs
+alone; else the share `activation_memory`). `decode`: 8 images.
 """
 
 import argparse
@@ -35,9 +35,10 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from build_random_pipeline import large_random
 
 BLOCKS, TEXT_TOKENS = 60, 48
-KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|fmha|attention_kernel"), ("other", ""))
+KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|flash|fmha|cudnn::fusion"), ("other", ""))
 TEXTS = [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)]  # tokens, and whether there is a mask
-ATTENTION = ["native", "_native_cudnn", "_native_flash", "_native_efficient"]  # diffusers' names of those torch has
+# diffusers' names of those torch has; the last one stays in use, since diffusers has no way back that leads there
+ATTENTION = ["_native_efficient", "_native_flash", "_native_cudnn", "native"]
 STEPS = [(8, "checkpoint", 1.0), (8, "", 1.0), (8, "", 0.5), (8, "", 0.2), (16, "", 0.2), (4, "", 1.0)]
 SMALL = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
 LORA = ConfigDict(dict(rank=64, alpha=128, path=""))
@@ -148,7 +149,7 @@ def decodes(sizes: dict, latent_side: int, device):
         yield dict(what="decode", images=8, how=variant, ms=milliseconds(call, device))
 
 
-def load(blocks: int, sizes: dict, device) -> QwenImage:
+def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
     """A model of some blocks, with adapters, and nothing but its transformer."""
     transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
     policies.attach(transformer, LORA, QwenImage.LORA_TARGETS)
@@ -163,23 +164,22 @@ def load(blocks: int, sizes: dict, device) -> QwenImage:
     )
     others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
     model = QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
-    model.fuse()
+    model.fuse(attention)
     return model
 
 
-def measure(tiny: bool):
+def measure(tiny: bool, attention: str):
     """Yields a line for each case; the tiny model has one of each."""
     device = distributed.init_distributed().device
     blocks, size, rows = (2, Size(64, 64), 4) if tiny else (6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
-    model, factor = load(blocks, SMALL if tiny else {}, device), BLOCKS // blocks
+    model, factor = load(blocks, SMALL if tiny else {}, device, attention), BLOCKS // blocks
     merged = policies.merged(model.transformer)
     for width, masked in TEXTS[few]:
         yield forward(model, merged, factor, size, rows, width, masked)
-    for backend in ATTENTION[few]:
+    for backend in [] if attention else ATTENTION[-1:] if tiny else ATTENTION:
         model.transformer.set_attention_backend(backend)
         yield dict(attention=backend) | forward(model, merged, factor, size, rows, *TEXTS[1])
-    model.transformer.reset_attention_backend()
     eight_bits = policies.merged(model.transformer, "fp8")
     yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
     for case in STEPS[few]:
@@ -191,5 +191,7 @@ def measure(tiny: bool):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
-    for line in measure(parser.parse_args().tiny):
+    parser.add_argument("--attention", default="", help="as config.attention")
+    args = parser.parse_args()
+    for line in measure(args.tiny, args.attention):
         sys.stdout.write(json.dumps(line) + "\n")

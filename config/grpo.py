@@ -222,8 +222,7 @@ def smoke(config):
     config.model = TINY_MODELS.get(config.model, tiny.model)
     for key in (
         *("dataset", "height", "width", "text_tokens", "precision", "vae_precision"),
-        "compile",
-        "embeddings_cache",
+        *("attention", "compile", "embeddings_cache"),
     ):
         config[key] = tiny[key]
     config.sample.text_multiple = tiny.sample.text_multiple

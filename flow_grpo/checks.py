@@ -134,6 +134,11 @@ def _check_speed(config) -> None:
             f"config.sample.flash_solver is {config.sample.flash_solver!r}, but config.sample.flash_ratio 0 leaves no "
             "forward out"
         )
+    if config.attention and (config.precision == "fp32" or not config.lora.rank):
+        raise ValueError(
+            f"config.attention is {config.attention!r}, but it takes config.precision 'bf16' or 'fp16' and an adapter "
+            f"to train: config.precision is {config.precision!r}, config.lora.rank {config.lora.rank}"
+        )
     merged = config.sample.merge_adapter and config.lora.rank
     if config.sample.fast_precision and not merged and config.base_precision != "8bit":
         raise ValueError(

@@ -25,7 +25,7 @@ from flow_grpo import (
     trackers,
 )
 from flow_grpo.dashboards import Dashboard
-from flow_grpo.diffusers_patch import loading, models
+from flow_grpo.diffusers_patch import flash_attention, loading, models
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import evaluation_size, training_size
@@ -86,6 +86,7 @@ def start(
     texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
     quantised.check_device(config, ranks.device)
+    flash_attention.check_device(config, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):
@@ -169,6 +170,11 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
             "padding, so none of it can be taken away; set 0"
         )
+    if config.attention and not family.FLASH_ATTENTION:
+        raise ValueError(
+            f"config.attention is {config.attention!r}, but {config.model} masks no text, so it would gain nothing; "
+            "set ''"
+        )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     light = family.without_weights(config.model)
     for size in (training_size(config), evaluation_size(config)):
@@ -203,8 +209,9 @@ def _load_learner(
     if config.fsdp.activation_checkpointing:
         model.transformer.enable_gradient_checkpointing()
     filling.fill(config, model, mesh)
+    if config.compile or config.attention:
+        model.fuse(config.attention)
     if config.compile:
-        model.fuse()
         compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
         loading.compile_decoder(model.pipeline)
     trained = fsdp_utils.trainable_parameters(model.transformer)

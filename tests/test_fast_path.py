@@ -217,6 +217,19 @@ def test_blocks_are_measured():
     assert all(line["ms"] > 0 for line in found)
 
 
+def test_attentions_are_compared():
+    done = warm.run(["benchmarks/bench_attention.py", "--tiny"], ENV | {"TORCHDYNAMO_DISABLE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    layers, steps = [], []
+    for line in map(json.loads, done.stdout.splitlines()):
+        (layers if line["what"] == "layer" else steps).append(line)
+    assert all(max(line["relative_errors"]) < 5e-3 and line["same_again"] for line in layers)
+    assert [(line["attention"], line["base_precision"]) for line in steps] == [
+        *(("", "8bit"), ("flash_4", "8bit"), ("", "fp8"), ("flash_4", "fp8")),
+    ]
+    assert all(line["same_again"] == line["gradients"] > 0 and line["scored_is_updates"] for line in steps)
+
+
 class Block(nn.Module):
     """Four layers, between which there is something to keep."""
 

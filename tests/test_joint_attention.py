@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_qwenimage import (
 )
 
 from flow_grpo import compiled
+from flow_grpo.diffusers_patch import flash_attention
 from flow_grpo.diffusers_patch.joint_attention import norm_rotate_join
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import JointAttention, QwenImage, join_attention
 
@@ -23,49 +24,50 @@ ROWS, TEXT, IMAGE, HEADS, WIDTH, EPS = 2, 5, 12, 3, 16, 1e-6
 
 
 def drawn(dtype=torch.float32, device="cpu"):
-    """Arguments of the op: tokens, weights, angles."""
+    """Arguments of the op, of text and image each: tokens, weights, angles."""
     draw = torch.Generator().manual_seed(0)
     tokens = [torch.randn(ROWS, length, HEADS, WIDTH, generator=draw) for length in (TEXT, IMAGE)]
     weights = [torch.rand(WIDTH, generator=draw) + 0.5 for _ in range(2)]
     turns = [torch.rand(length, WIDTH // 2, generator=draw) * 7 for length in (TEXT, IMAGE)]
     angles = [torch.polar(torch.ones_like(turn), turn) for turn in turns]
-    return [x.to(device, dtype) for x in tokens + weights] + [angle.to(device) for angle in angles]
+    tokens, weights = ([x.to(device, dtype) for x in part] for part in (tokens, weights))
+    return tokens, weights, [angle.to(device) for angle in angles]
 
 
-def expected(text, image, text_weight, image_weight, text_angles, image_angles):
+def expected(tokens, weights, angles, eps):
     """What diffusers computes, in float64."""
     parts = []
-    for x, weight, angles in ((text, text_weight, text_angles), (image, image_weight, image_angles)):
-        x = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * weight.double()
+    for x, weight, turns in zip(tokens, weights, angles, strict=True):
+        x = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
         pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        parts.append(torch.view_as_real(pairs * angles.to(torch.complex128)[:, None]).flatten(3))
+        parts.append(torch.view_as_real(pairs * turns.to(torch.complex128)[:, None]).flatten(3))
     return torch.cat(parts, 1)
 
 
-def gradients(function, arguments, of_result):
-    tokens = [x.clone().requires_grad_() for x in arguments[:2]]
-    out = function(*tokens, *arguments[2:])
+def gradients(function, tokens, weights, angles, of_result):
+    tokens = [x.clone().requires_grad_() for x in tokens]
+    out = function(tokens, weights, angles, EPS)
     (out * of_result).sum().backward()
     return out.detach(), *(x.grad for x in tokens)
 
 
 def test_the_expected_numbers_are_those_of_diffusers():
-    text, image, text_weight, image_weight, text_angles, image_angles = drawn()
-    scaled = torch.nn.functional.rms_norm(text, (WIDTH,), text_weight, EPS)
-    theirs = apply_rotary_emb_qwen(scaled, text_angles, use_real=False)
-    ours = expected(text, image, text_weight, image_weight, text_angles, image_angles)[:, :TEXT]
+    tokens, weights, angles = drawn()
+    scaled = torch.nn.functional.rms_norm(tokens[0], (WIDTH,), weights[0], EPS)
+    theirs = apply_rotary_emb_qwen(scaled, angles[0], use_real=False)
+    ours = expected(tokens, weights, angles, EPS)[:, :TEXT]
     torch.testing.assert_close(ours.float(), theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_values_and_gradients_are_the_expected_ones():
-    arguments = drawn()
+    tokens, weights, angles = drawn()
     of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
-    ours = gradients(lambda *inputs: norm_rotate_join(*inputs, EPS), arguments, of_result)
-    exact = gradients(expected, arguments, of_result.double())
+    ours = gradients(norm_rotate_join, tokens, weights, angles, of_result)
+    exact = gradients(expected, tokens, weights, angles, of_result.double())
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
-    tokens = [x.requires_grad_() for x in arguments[:2]]
-    torch.library.opcheck(norm_rotate_join, (*tokens, *arguments[2:], EPS))
+    tokens = [x.requires_grad_() for x in tokens]
+    torch.library.opcheck(norm_rotate_join, (tokens, weights, angles, EPS))
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +89,12 @@ def velocity(transformer, masked):
     return out.detach(), x.grad
 
 
+@pytest.mark.parametrize("attention", ["", flash_attention.NAME])
 @pytest.mark.parametrize(("masked", "compiles"), [(True, False), (False, False), (True, True)])
-def test_a_transformer_computes_the_same_with_it(transformer, masked, compiles, monkeypatch):
+def test_a_transformer_computes_the_same_with_it(transformer, masked, compiles, attention, monkeypatch):
     """Graphs are cut as they are for compiled kernels, which take seconds."""
     theirs, ours = transformer, copy.deepcopy(transformer)
-    join_attention(ours)
+    join_attention(ours, attention)
     if compiles:
         torch._dynamo.reset()
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
@@ -119,14 +122,15 @@ def test_the_kernels_agree(dtype):
     from flow_grpo.diffusers_patch import joint_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    text, image, *others = arguments = drawn(dtype, device)
-    weights, angles = others[:2], others[2:]
-    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1)).to(image)
-    joint = joint_kernels.join((text, image), weights, angles, EPS)
-    grads = joint_kernels.split_gradient(of_result, (text, image), weights, angles, EPS)
-    exact = gradients(expected, [x.double() for x in arguments[:4]] + angles, of_result.double())
+    tokens, weights, angles = drawn(dtype, device)
+    draw = torch.Generator().manual_seed(1)
+    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=draw).to(tokens[0])
+    joint = joint_kernels.join(tokens, weights, angles, EPS)
+    grads = joint_kernels.split_gradient(of_result, tokens, weights, angles, EPS)
+    doubles = [x.double() for x in tokens], [weight.double() for weight in weights]
+    exact = gradients(expected, *doubles, angles, of_result.double())
     rounding = 2 * torch.finfo(dtype).eps
     for one, other in zip((joint, *grads), exact, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=rounding, atol=rounding)
-    alone = joint_kernels.join((text[1:], image[1:]), weights, angles, EPS)
+    alone = joint_kernels.join([x[1:] for x in tokens], weights, angles, EPS)
     assert torch.equal(alone, joint[1:])

@@ -151,7 +151,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("filling", "folders", "fsdp_utils", "metrics", "parity", "policies", "prompts", "quantised"),
         *("resuming", "rewards", "run"),
         *("scoring.pool", "scoring.settings", "trackers"),
-        *(PATCH + name for name in ("condition", "flow_model", "loading", "models", "size")),
+        *(PATCH + name for name in ("condition", "flash_attention", "flow_model", "loading", "models", "size")),
     },
     "publishing": {"best", "folders", "policies", "report", "shipped"},
     "loop": {
@@ -159,6 +159,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         *("run", "saving", "watching"),
     },
     "diffusers_patch": set(),
+    PATCH + "flash_attention": set(),
     PATCH + "joint_kernels": set(),
     PATCH + "joint_attention": {PATCH + "joint_kernels"},
     PATCH + "sde_with_logprob": set(),
@@ -184,7 +185,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
         for model in ("qwenimage", "sd3", "flux")
     },
 }
-ROOMS[PATCH + "qwenimage_pipeline_with_logprob"].add(PATCH + "joint_attention")
+ROOMS[PATCH + "qwenimage_pipeline_with_logprob"] |= {PATCH + "joint_attention", PATCH + "flash_attention"}
 ANYWHERE = "diffusers_patch", "quoting"  # any room may import them: a name alone, and how messages quote values
 OUTSIDE = {  # packages that live in one room
     "wandb": {"trackers"},
@@ -192,6 +193,7 @@ OUTSIDE = {  # packages that live in one room
     "torch.distributed": {"distributed", "fsdp_utils"},
     "matplotlib": {"pictures"},
     "triton": {PATCH + "joint_kernels"},
+    "flash_attn": {PATCH + "flash_attention"},
     "httpx": {"scoring.client", "scoring.settings"},
     "starlette": {"scoring.listening", "scoring.requests", "scoring.server"},
     "uvicorn": {"scoring.listening"},

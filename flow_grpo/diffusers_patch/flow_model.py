@@ -33,6 +33,7 @@ class FlowModel(ABC):
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
     GUIDANCE_SCALE: ClassVar[float]  # the published one
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
+    FLASH_ATTENTION: ClassVar[bool]  # whether `fuse` knows config.attention's
     MASKED_TEXT: ClassVar[bool]  # whether padding is hidden from the transformer
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
@@ -123,9 +124,13 @@ class FlowModel(ABC):
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000 sigma): the policy itself."""
 
-    def fuse(self) -> None:  # noqa: B027 (most models have nothing to do)
+    def fuse(self, attention: str = "") -> None:  # noqa: B027 (most models have nothing to do)
         """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do. It
-        computes the same but for rounding. None here."""
+        computes the same but for rounding. None here.
+
+        Args:
+            attention: as config.attention.
+        """
 
     @abstractmethod
     def features(self, latents: Tensor, size: Size) -> Tensor:

@@ -9,55 +9,38 @@ from torch.nn import functional as F
 
 # torch's cache of compiled graphs knows an operation by its name alone: whoever changes what is registered below, its
 # gradient or its shapes, changes the number, too.
-@torch.library.custom_op("flow_grpo::norm_rotate_join_1", mutates_args=())
-def norm_rotate_join(
-    text: Tensor,
-    image: Tensor,
-    text_weight: Tensor,
-    image_weight: Tensor,
-    text_angles: Tensor,
-    image_angles: Tensor,
-    eps: float,
-) -> Tensor:
-    """Queries or keys of text and image tokens, each head's RMS-normed (arXiv:1910.07467) and rotated by its token's
-    angles (RoPE, arXiv:2104.09864), text first. Computed in float32, rounded once; the weights get no gradient.
+@torch.library.custom_op("flow_grpo::norm_rotate_join_2", mutates_args=())
+def norm_rotate_join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
+    """Queries or keys of the parts of a sequence, such as text and image: each head's RMS-normed (arXiv:1910.07467) and
+    rotated by its token's angles (RoPE, arXiv:2104.09864). Computed in float32, rounded once.
 
     Args:
-        text, image: [B, T, H, D] and [B, N, H, D]; D is a power of 2.
-        text_weight, image_weight: [D], of the norms.
-        text_angles, image_angles: [T, D / 2] and [N, D / 2] complex64, of modulus 1, for neighbours of a head.
+        tokens: [B, L, H, D] of each part; D is a power of 2.
+        weights: [D] of each part's norm; they get no gradient.
+        angles: [L, D / 2] complex64 of each part, of modulus 1, for neighbours of a head.
         eps: of the norms.
 
     Returns:
-        [B, T + N, H, D], in the dtype of `image`.
+        [B, sum of L, H, D], in the dtype of the tokens.
     """
-    weights, angles = (text_weight, image_weight), (text_angles, image_angles)
-    if image.is_cuda:
-        return _kernels().join((text, image), weights, angles, eps)
-    return torch.cat([rotate(norm(x, w, eps), a) for x, w, a in zip((text, image), weights, angles)], 1).to(image.dtype)
+    if tokens[0].is_cuda:
+        return _kernels().join(tokens, weights, angles, eps)
+    parts = [rotate(norm(x, weight, eps), turns) for x, weight, turns in zip(tokens, weights, angles)]
+    return torch.cat(parts, 1).to(tokens[0].dtype)
 
 
-@torch.library.custom_op("flow_grpo::norm_rotate_join_backward_1", mutates_args=())
+@torch.library.custom_op("flow_grpo::norm_rotate_join_backward_2", mutates_args=())
 def norm_rotate_join_backward(
-    grad: Tensor,
-    text: Tensor,
-    image: Tensor,
-    text_weight: Tensor,
-    image_weight: Tensor,
-    text_angles: Tensor,
-    image_angles: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `text` and `image`, from that of the joint tensor."""
-    sources, weights = (text, image), (text_weight, image_weight)
-    angles = (text_angles, image_angles)
-    if image.is_cuda:
-        return _kernels().split_gradient(grad, sources, weights, angles, eps)
-    parts = grad.split([text.shape[1], image.shape[1]], 1)
-    return tuple(
-        norm_gradient(rotate(part, a.conj()), x, w, eps).to(x.dtype)
-        for part, x, w, a in zip(parts, sources, weights, angles)
-    )
+    grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float
+) -> list[Tensor]:
+    """Gradients of the tokens, from that of the joint tensor."""
+    if grad.is_cuda:
+        return _kernels().split_gradient(grad, tokens, weights, angles, eps)
+    parts = grad.split([x.shape[1] for x in tokens], 1)
+    return [
+        norm_gradient(rotate(part, turns.conj()), x, weight, eps).to(x.dtype)
+        for part, x, weight, turns in zip(parts, tokens, weights, angles)
+    ]
 
 
 def _kernels():
@@ -86,23 +69,26 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 @norm_rotate_join.register_fake
-def _(text, image, text_weight, image_weight, text_angles, image_angles, eps):
-    return image.new_empty(len(image), text.shape[1] + image.shape[1], *image.shape[2:])
+def _(tokens, weights, angles, eps):
+    num_rows, _, *head = tokens[0].shape
+    return tokens[0].new_empty(num_rows, sum(x.shape[1] for x in tokens), *head)
 
 
 @norm_rotate_join_backward.register_fake
-def _(grad, text, image, text_weight, image_weight, text_angles, image_angles, eps):
-    return text.new_empty(text.shape), image.new_empty(image.shape)
+def _(grad, tokens, weights, angles, eps):
+    return [x.new_empty(x.shape) for x in tokens]
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
+    tokens, weights, angles, ctx.eps = inputs
+    ctx.save_for_backward(*tokens, *weights, *angles)
 
 
 def _backward(ctx, grad):
-    gradients = norm_rotate_join_backward(grad, *ctx.saved_tensors, ctx.eps)
-    return *gradients, None, None, None, None, None
+    saved = ctx.saved_tensors
+    count = len(saved) // 3
+    tokens, weights, angles = (list(saved[first : first + count]) for first in range(0, len(saved), count))
+    return norm_rotate_join_backward(grad, tokens, weights, angles, ctx.eps), [None] * count, [None] * count, None
 
 
 norm_rotate_join.register_autograd(_backward, setup_context=_keep)

@@ -9,30 +9,28 @@ import triton.language as tl
 from torch import Tensor
 
 
-def join(
-    sources: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], eps: float
-) -> Tensor:
-    """As `joint_attention.norm_rotate_join`; each pair is of text and image."""
-    text, image = sources
-    joint = image.new_empty(len(image), text.shape[1] + image.shape[1], *image.shape[2:])
-    for x, weight, turns, first in zip(sources, weights, angles, (0, text.shape[1])):
+def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
+    """As `joint_attention.norm_rotate_join`."""
+    num_rows, _, *head = tokens[0].shape
+    joint = tokens[0].new_empty(num_rows, sum(x.shape[1] for x in tokens), *head)
+    first = 0
+    for x, weight, turns in zip(tokens, weights, angles):
         _launch(_join, joint, first, (x.contiguous(), weight, torch.view_as_real(turns).contiguous(), joint), eps)
+        first += x.shape[1]
     return joint
 
 
 def split_gradient(
-    grad: Tensor,
-    sources: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
-    angles: tuple[Tensor, Tensor],
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float
+) -> list[Tensor]:
     """As `joint_attention.norm_rotate_join_backward`."""
-    grad, sources = grad.contiguous(), [x.contiguous() for x in sources]
-    gradients = tuple(torch.empty_like(x) for x in sources)
-    for x, weight, turns, out, first in zip(sources, weights, angles, gradients, (0, sources[0].shape[1])):
-        tensors = x, weight, torch.view_as_real(turns).contiguous(), grad, out
+    grad, gradients = grad.contiguous(), []
+    first = 0
+    for x, weight, turns in zip(tokens, weights, angles):
+        gradients.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        tensors = x.contiguous(), weight, torch.view_as_real(turns).contiguous(), grad, gradients[-1]
         _launch(_split_gradient, grad, first, tensors, eps)
+        first += x.shape[1]
     return gradients
 
 
@@ -64,15 +62,11 @@ def _join(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    token, joint_place = place % tokens, place // tokens * joint_tokens + first + place % tokens
-    column = tl.arange(0, WIDTH)
-    inside = tl.arange(0, PADDED)[:, None] * WIDTH + column[None, :]
-    valid = inside < HEADS * WIDTH
-    values = tl.load(x + place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
-    normed = values * _scale(values, eps, WIDTH) * tl.load(weight + column).to(tl.float32)[None, :]
+    token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
+    values = tl.load(x + at, valid, 0.0).to(tl.float32)
+    normed = values * _scale(values, eps, WIDTH) * _row(weight, WIDTH)
     turned = _turned(normed, angles + token * WIDTH, 1.0, PADDED, WIDTH)
-    tl.store(joint + joint_place * HEADS * WIDTH + inside, turned.to(joint.dtype.element_ty), valid)
+    tl.store(joint + joint_at, turned.to(joint.dtype.element_ty), valid)
 
 
 @triton.jit
@@ -90,19 +84,32 @@ def _split_gradient(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    token, joint_place = place % tokens, place // tokens * joint_tokens + first + place % tokens
-    column = tl.arange(0, WIDTH)
-    inside = tl.arange(0, PADDED)[:, None] * WIDTH + column[None, :]
-    valid = inside < HEADS * WIDTH
-    turned = tl.load(grad + joint_place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
+    token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
+    turned = tl.load(grad + joint_at, valid, 0.0).to(tl.float32)
     of_weighted = _turned(turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
-    of_normed = of_weighted * tl.load(weight + column).to(tl.float32)[None, :]
-    values = tl.load(x + place * HEADS * WIDTH + inside, valid, 0.0).to(tl.float32)
+    of_normed = of_weighted * _row(weight, WIDTH)
+    values = tl.load(x + at, valid, 0.0).to(tl.float32)
     scale = _scale(values, eps, WIDTH)
     normed = values * scale
     of_x = scale * (of_normed - normed * (tl.sum(of_normed * normed, 1) / WIDTH)[:, None])
-    tl.store(out + place * HEADS * WIDTH + inside, of_x.to(out.dtype.element_ty), valid)
+    tl.store(out + at, of_x.to(out.dtype.element_ty), valid)
+
+
+@triton.jit
+def _places(tokens, joint_tokens, first, HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """This program's token of its row; where its [PADDED, WIDTH] numbers lie, alone and in the joint tensor; which of
+    them there are."""
+    place = tl.program_id(0).to(tl.int64)
+    token = place % tokens
+    inside = tl.arange(0, PADDED)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    size = HEADS * WIDTH
+    joint_place = place // tokens * joint_tokens + first + token
+    return token, place * size + inside, joint_place * size + inside, inside < size
+
+
+@triton.jit
+def _row(weight, WIDTH: tl.constexpr):
+    return tl.load(weight + tl.arange(0, WIDTH)).to(tl.float32)[None, :]
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch import flash_attention, loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
 from flow_grpo.diffusers_patch.joint_attention import norm_rotate_join
@@ -37,6 +37,7 @@ class QwenImage(FlowModel):
     )
     GUIDANCE_SCALE = 4.0
     CUDNN_ATTENTION = True
+    FLASH_ATTENTION = True
     MASKED_TEXT = True
 
     def check(self, prompts: list[str], width: int) -> None:
@@ -94,10 +95,10 @@ class QwenImage(FlowModel):
             return positive
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
-    def fuse(self) -> None:
+    def fuse(self, attention: str = "") -> None:
         """Attention whose queries and keys take a kernel each; on a GPU."""
         if self.device.type == "cuda":
-            join_attention(self.transformer)
+            join_attention(self.transformer, attention)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, N, C] -> [B, c, h, w]."""
@@ -124,7 +125,16 @@ def normalisation(vae) -> tuple[Tensor, Tensor]:
 
 
 class JointAttention(QwenDoubleStreamAttnProcessor2_0):
-    """A processor of diffusers' Attention, in the place of the one it is derived from."""
+    """A processor of diffusers' Attention, in the place of the one it is derived from. Image tokens go first, so that
+    what is masked goes last.
+
+    Args:
+        attention: as config.attention.
+    """
+
+    def __init__(self, attention: str = ""):
+        super().__init__()
+        self.attention = attention
 
     def __call__(
         self,
@@ -138,36 +148,41 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         """Image tokens [B, N, C], text tokens [B, T, C], a mask [B, T] of the text or None, and the angles of both."""
         if attention_mask is not None:
             raise ValueError("the mask is the text's: encoder_hidden_states_mask")
-        image, text, (image_angles, text_angles) = hidden_states, encoder_hidden_states, image_rotary_emb
+        image, text = hidden_states, encoder_hidden_states
         heads = lambda x: x.unflatten(-1, (attn.heads, -1))  # noqa: E731
         joined = [
             norm_rotate_join(
-                heads(of_text(text)),
-                heads(of_image(image)),
-                text_norm.weight,
-                image_norm.weight,
-                text_angles,
-                image_angles,
+                [heads(of_image(image)), heads(of_text(text))],
+                [image_norm.weight, text_norm.weight],
+                list(image_rotary_emb),
                 image_norm.eps,
             )
-            for of_text, of_image, text_norm, image_norm in (
-                (attn.add_q_proj, attn.to_q, attn.norm_added_q, attn.norm_q),
-                (attn.add_k_proj, attn.to_k, attn.norm_added_k, attn.norm_k),
+            for of_image, of_text, image_norm, text_norm in (
+                (attn.to_q, attn.add_q_proj, attn.norm_q, attn.norm_added_q),
+                (attn.to_k, attn.add_k_proj, attn.norm_k, attn.norm_added_k),
             )
         ]
-        values = torch.cat([heads(attn.add_v_proj(text)), heads(attn.to_v(image))], 1)
-        mask = encoder_hidden_states_mask
-        mask = None if mask is None else F.pad(mask, (0, image.shape[1]), value=True)[:, None, None]
-        out = dispatch_attention_fn(
-            *joined, values, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
-        text_out, image_out = out.flatten(2).to(values.dtype).split([text.shape[1], image.shape[1]], 1)
+        values = torch.cat([heads(attn.to_v(image)), heads(attn.add_v_proj(text))], 1)
+        out = self._attend(*joined, values, encoder_hidden_states_mask)
+        image_out, text_out = out.flatten(2).to(values.dtype).split([image.shape[1], text.shape[1]], 1)
         for layer in attn.to_out:
             image_out = layer(image_out)
         return image_out, attn.to_add_out(text_out)
 
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, L, H, D] each; the mask [B, T] is of the last tokens."""
+        num_rows, num_tokens = queries.shape[:2]
+        if self.attention == flash_attention.NAME:
+            lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=queries.device)
+            lengths = lengths if mask is None else lengths - mask.logical_not().sum(1, dtype=torch.int32)
+            return flash_attention.attend_first(queries, keys, values, lengths)[0]
+        if mask is not None:
+            mask = F.pad(mask, (num_tokens - mask.shape[1], 0), value=True)[:, None, None]
+        how = dict(backend=self._attention_backend, parallel_config=self._parallel_config)
+        return dispatch_attention_fn(queries, keys, values, attn_mask=mask, **how)
 
-def join_attention(transformer: QwenImageTransformer2DModel) -> None:
+
+def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
     """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
     of 2, as the kernel has it."""
     for block in transformer.transformer_blocks:
@@ -175,5 +190,5 @@ def join_attention(transformer: QwenImageTransformer2DModel) -> None:
         norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
         suit = all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms)
         if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
-            chosen, attn.processor = vars(attn.processor), JointAttention()
+            chosen, attn.processor = vars(attn.processor), JointAttention(attention)
             vars(attn.processor).update(chosen)

@@ -1,0 +1,91 @@
+"""FlashAttention-4 as an operation: the numbers and gradients of masked attention.
+
+The kernels themselves take a GPU and the package.
+"""
+
+import math
+
+import pytest
+import torch
+
+from flow_grpo.diffusers_patch.flash_attention import attend_first, attend_first_backward
+
+ROWS, TOKENS, HEADS, WIDTH = 3, 70, 2, 64
+LENGTHS = [70, 41, 66]
+
+
+def drawn(dtype=torch.float32, device="cpu"):
+    """Queries, keys, values, and a gradient of what they make."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(ROWS, TOKENS, HEADS, WIDTH, generator=draw) for _ in range(4)]
+    *tokens, of_result = [tensor.to(device, dtype) for tensor in tensors]
+    return tokens, of_result, torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+
+
+def expected(query, key, value, lengths):
+    """In float64."""
+    query, key, value = (x.double() for x in (query, key, value))
+    rows = []
+    for row, length in enumerate(lengths.tolist()):
+        scores = torch.einsum("lhd,mhd->hlm", query[row], key[row, :length]) / math.sqrt(WIDTH)
+        rows.append(torch.einsum("hlm,mhd->lhd", scores.softmax(-1), value[row, :length]))
+    return torch.stack(rows)
+
+
+def gradients(function, tokens, of_result, lengths):
+    tokens = [x.clone().requires_grad_() for x in tokens]
+    out = function(*tokens, lengths)
+    out.backward(of_result.to(out.dtype))
+    return out.detach(), *(x.grad for x in tokens)
+
+
+def attended(*inputs):
+    return attend_first(*inputs)[0]
+
+
+def test_values_and_gradients_are_those_of_masked_attention():
+    tokens, of_result, lengths = drawn()
+    ours = gradients(attended, tokens, of_result, lengths)
+    exact = gradients(expected, tokens, of_result, lengths)
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+    behind = torch.arange(TOKENS) >= lengths[:, None]
+    assert all(not grad[behind].any() for grad in ours[2:])  # of keys and values
+    torch.library.opcheck(attend_first, ([x.requires_grad_() for x in tokens] + [lengths]))
+
+
+def test_what_lies_behind_a_rows_length_changes_nothing():
+    tokens, of_result, lengths = drawn()
+    before = gradients(attended, tokens, of_result, lengths)
+    for x in tokens[1:]:
+        x[torch.arange(TOKENS) >= lengths[:, None]] = 1e4
+    for one, other in zip(gradients(attended, tokens, of_result, lengths), before, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_compiler_knows_what_it_costs():
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counted:
+        attended(*drawn()[0], drawn()[2])
+    assert counted.get_total_flops() == 2 * 2 * ROWS * HEADS * TOKENS**2 * WIDTH  # two products
+
+
+def test_the_kernels_agree():
+    """To a rounding of bf16; the same bits again, and for each row by itself."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("takes a GPU with FlashAttention-4's kernels")
+    pytest.importorskip("flash_attn.cute", reason="takes the extra flash4")
+    tokens, of_result, lengths = drawn(torch.bfloat16, "cuda")
+    ours = gradients(attended, tokens, of_result, lengths)
+    exact = gradients(expected, [x.double() for x in tokens], of_result, lengths)
+    for one, other in zip(ours, exact, strict=True):
+        assert (one.double() - other).norm() < 5e-3 * other.norm()
+    behind = torch.arange(TOKENS, device="cuda") >= lengths[:, None]
+    assert all(not grad[behind].any() for grad in ours[2:])
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(attended, tokens, of_result, lengths), ours))
+    last = gradients(attended, [x[1:] for x in tokens], of_result[1:], lengths[1:])
+    assert all(torch.equal(one, other[1:]) for one, other in zip(last, ours, strict=True))
+    out, sums = attend_first(*tokens, lengths)
+    on_cpu = attend_first_backward(*(x.cpu() for x in (of_result, *tokens, lengths, out, sums)))
+    for one, other in zip(ours[1:], on_cpu, strict=True):  # the same sums, in the same form
+        assert (one.cpu().double() - other.double()).norm() < 5e-3 * other.double().norm()
