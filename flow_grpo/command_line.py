@@ -22,9 +22,10 @@ from flow_grpo.quoting import in_one_line
 
 LONGEST = 2000  # characters of a sentence
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
+PACKAGES = "absl", "ml_collections", "torch", "diffusers", "transformers", "peft"  # wherever they are installed
 LIBRARIES = [
     *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")),
-    *(Path(find_spec(name).origin).resolve().parents[1] for name in ("absl", "torch")),  # installed elsewhere
+    *(Path(find_spec(name).origin).resolve().parent for name in PACKAGES),
 ]
 
 

@@ -170,10 +170,10 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
             "padding, so none of it can be taken away; set 0"
         )
-    if config.attention and not family.FLASH_ATTENTION:
+    if config.attention and not family.MASKED_TEXT:
         raise ValueError(
-            f"config.attention is {config.attention!r}, but {config.model} masks no text, so it would gain nothing; "
-            "set ''"
+            f"config.attention is {config.attention!r}, which is for models that mask their text (Qwen-Image); for "
+            f"{config.model} set ''"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     light = family.without_weights(config.model)

@@ -71,12 +71,12 @@ def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
         (
             WINDOW,
             dict(attention="flash_4", precision="bf16", lora__rank=8, model="flow_grpo/assets/tiny_sd3"),
-            r"attention is 'flash_4', but flow_grpo/assets/tiny_sd3 masks no text",
+            r"attention is 'flash_4', which is for .* \(Qwen-Image\); for flow_grpo/assets/tiny_sd3 set ''",
         ),
         (
             WINDOW,
             dict(attention="flash_4", precision="bf16", lora__rank=8),
-            r"attention is 'flash_4': this machine has no GPU",
+            r"attention is 'flash_4', which runs on H100, .* not on this machine without a GPU",
         ),
         (WINDOW, dict(weights_cache="x"), r"weights_cache is 'x', but config.base_precision '' stores no other"),
         (WINDOW, dict(weights_cache="/dev/null/x", base_precision="fp8"), r"/dev/null/x cannot be written: Not a"),

@@ -4,13 +4,24 @@ The kernels themselves take a GPU and the package.
 """
 
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
+from small import config_of
 
-from flow_grpo.diffusers_patch.flash_attention import attend_first, attend_first_backward
+from config import grpo
+from flow_grpo import startup
+from flow_grpo.diffusers_patch import models
+from flow_grpo.diffusers_patch.flash_attention import (
+    NAME,
+    attend_first,
+    attend_first_backward,
+    check_capability,
+    check_package,
+)
 
-ROWS, TOKENS, HEADS, WIDTH = 3, 70, 2, 64
+ROWS, TOKENS, HEADS, WIDTH = 3, 70, 2, 128
 LENGTHS = [70, 41, 66]
 
 
@@ -51,7 +62,8 @@ def test_values_and_gradients_are_those_of_masked_attention():
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
     behind = torch.arange(TOKENS) >= lengths[:, None]
     assert all(not grad[behind].any() for grad in ours[2:])  # of keys and values
-    torch.library.opcheck(attend_first, ([x.requires_grad_() for x in tokens] + [lengths]))
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"  # the others ask for a gradient of the sums
+    torch.library.opcheck(attend_first, ([x.requires_grad_() for x in tokens] + [lengths]), test_utils=checks)
 
 
 def test_what_lies_behind_a_rows_length_changes_nothing():
@@ -61,6 +73,42 @@ def test_what_lies_behind_a_rows_length_changes_nothing():
         x[torch.arange(TOKENS) >= lengths[:, None]] = 1e4
     for one, other in zip(gradients(attended, tokens, of_result, lengths), before, strict=True):
         assert torch.equal(one, other)
+
+
+def test_no_gradient_leads_through_the_sums():
+    tokens, _, lengths = drawn()
+    out, sums = attend_first(tokens[0].requires_grad_(), *tokens[1:], lengths)
+    with pytest.raises(AssertionError, match="no gradient leads through the sums"):
+        (out.sum() + sums.sum()).backward()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_run_gives_it_to_every_block(compiles):
+    config = config_of("shapes_qwenimage", precision="bf16", attention=NAME, lora__rank=4, compile=compiles)
+    family = models.model_class(config.model)
+    model = family.load(config.model, torch.device("cpu"), alone=True)
+    startup._load_learner(config, model, None, (), False)
+    assert all(block.attn.processor.attention == NAME for block in model.transformer.transformer_blocks)
+
+
+def test_a_smoke_run_needs_no_gpu():
+    config = grpo.pickscore_qwenimage()
+    config.attention = NAME
+    assert grpo.smoke(config).attention == ""
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 9), (12, 0)])
+def test_other_gpus_are_refused(capability):
+    with pytest.raises(ValueError, match=r"attention is 'flash_4', which runs on H100, .* not on Some Card"):
+        check_capability("Some Card", capability)
+    for served in (9, 10, 11):
+        check_capability("Some Card", (served, 0))
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="the package is there")
+def test_a_missing_package_is_named():
+    with pytest.raises(ValueError, match=r"needs flash_attn.cute \(No module .*: pip install 'flow_grpo\[flash4\]'"):
+        check_package()
 
 
 def test_the_compiler_knows_what_it_costs():

@@ -100,6 +100,7 @@ def test_a_transformer_computes_the_same_with_it(transformer, masked, compiles, 
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
         compiled.compile_units(ours, QwenImage.SHARD_UNITS)
     assert [type(block.attn.processor) for block in ours.transformer_blocks] == [JointAttention] * 2
+    assert all(block.attn.processor.attention == attention for block in ours.transformer_blocks)
     for one, other in zip(velocity(ours, masked), velocity(theirs, masked), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -112,6 +113,16 @@ def test_norms_that_are_trained_or_of_another_width_keep_the_attention_of_diffus
         join_attention(changed)
         kinds = [type(block.attn.processor) for block in changed.transformer_blocks]
         assert kinds == [QwenDoubleStreamAttnProcessor2_0, JointAttention]
+        with pytest.raises(ValueError, match="'flash_4' takes frozen norms of a power of 2"):
+            join_attention(changed, flash_attention.NAME)
+
+
+def test_a_backend_that_was_chosen_stays(transformer):
+    ours = copy.deepcopy(transformer)
+    for block in ours.transformer_blocks:
+        block.attn.processor._attention_backend = "native"
+    join_attention(ours)
+    assert [block.attn.processor._attention_backend for block in ours.transformer_blocks] == ["native"] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

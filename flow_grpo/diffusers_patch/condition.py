@@ -14,7 +14,7 @@ class Condition:
 
     text: Tensor  # [B, L, D], the text encoder's last states
     pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
-    mask: Tensor | None = None  # [B, L] bool, False where padded; None = the transformer sees all tokens
+    mask: Tensor | None = None  # [B, L] bool, False for the padding at the end; None = all tokens are seen
     image_latents: Tensor | None = None  # [B, ...], of an image to be edited; for models that take one
     negative: "Condition | None" = None  # one row: what guidance leads away from; None = no second forward
 

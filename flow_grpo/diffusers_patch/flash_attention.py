@@ -1,6 +1,5 @@
-"""FlashAttention-4 as one operation with its gradient: padding costs nothing, and gradients have the same bits each
-time. cuDNN's attention, which torch takes by itself, does half as much again where text is masked, and sums the
-gradient of queries in any order.
+"""FlashAttention-4 as one operation with its gradient. Masked keys cost nothing, and gradients are repeatable; cuDNN's
+attention, which torch takes by itself, is slower under a mask, and sums the gradient of queries in any order.
 """
 
 import math
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 NAME = "flash_4"  # of config.attention
+CAPABILITIES = (9, 10, 11)  # major ones with a repeatable backward
 INSTALL = "pip install 'flow_grpo[flash4]'"
 
 
@@ -18,12 +18,26 @@ def check_device(config: ConfigDict, device: torch.device) -> None:
     """Raises ValueError where config asks for it and the GPU has no kernels of it, or the package is not there."""
     if config.attention != NAME:
         return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine has no GPU, which"
-        raise ValueError(f"config.attention is {NAME!r}: {name} has no kernels of it (Hopper and later have)")
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
+    check_capability(name, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    check_package()
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Raises ValueError for a GPU, or none, without the kernels."""
+    if capability[0] not in CAPABILITIES:
+        raise ValueError(
+            f"config.attention is {NAME!r}, which runs on H100, H200, B200 and B300 (compute capability 9, 10 or 11), "
+            f"not on {name}"
+        )
+
+
+def check_package() -> None:
+    """Raises ValueError unless the kernels can be imported."""
     try:
         _kernels()
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise ValueError(f"config.attention {NAME!r} needs flash_attn.cute ({error}): {INSTALL}") from error
 
 
@@ -44,7 +58,8 @@ def attend_first(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> 
         lengths: [B] int32, of the keys and values that are attended to. All queries attend, padding too.
 
     Returns:
-        [B, L, H, D] in the dtype of `value`, and the logarithms of the softmax's sums, [B, H, L] float32.
+        [B, L, H, D] in the dtype of `value`; and the logarithms of the softmax's sums, [B, H, L] float32, which the
+        backward needs and which have no gradient.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.is_cuda:
@@ -63,8 +78,18 @@ def attend_first_backward(
     """Gradients of query, key and value, from that of `out`; keys and values that nobody attended to have 0."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.is_cuda:
-        how = dict(seqused_k=lengths, deterministic=True, dk=torch.zeros_like(key), dv=torch.zeros_like(value))
-        return tuple(_kernels()._flash_attn_bwd(query, key, value, out, grad.contiguous(), sums, **how))
+        return _kernels()._flash_attn_bwd(
+            query,
+            key,
+            value,
+            out,
+            grad.contiguous(),
+            sums,
+            seqused_k=lengths,
+            deterministic=True,
+            dk=torch.zeros_like(key),  # it writes none for keys behind a row's length
+            dv=torch.zeros_like(value),
+        )
     shares = (masked_scores(query, key, lengths) - sums[..., None]).exp()
     of_shares = torch.einsum("blhd,bmhd->bhlm", grad.float(), value.float())
     mean = (grad.float() * out.float()).sum(-1).transpose(1, 2)[..., None]
@@ -106,6 +131,7 @@ def _keep(ctx, inputs, output):
 
 
 def _backward(ctx, grad, of_sums):
+    assert of_sums is None, "no gradient leads through the sums"
     query, key, value, lengths, out, sums = ctx.saved_tensors
     return *attend_first_backward(grad, query, key, value, lengths, out, sums), None
 

@@ -33,7 +33,6 @@ class FlowModel(ABC):
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
     GUIDANCE_SCALE: ClassVar[float]  # the published one
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
-    FLASH_ATTENTION: ClassVar[bool]  # whether `fuse` knows config.attention's
     MASKED_TEXT: ClassVar[bool]  # whether padding is hidden from the transformer
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):

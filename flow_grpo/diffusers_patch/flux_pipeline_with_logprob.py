@@ -29,7 +29,6 @@ class Flux(FlowModel):
     # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
     # H200); flash attention, the next choice, does not.
     CUDNN_ATTENTION = False
-    FLASH_ATTENTION = False
     MASKED_TEXT = False
 
     def check(self, prompts: list[str], width: int) -> None:

@@ -37,7 +37,6 @@ class QwenImage(FlowModel):
     )
     GUIDANCE_SCALE = 4.0
     CUDNN_ATTENTION = True
-    FLASH_ATTENTION = True
     MASKED_TEXT = True
 
     def check(self, prompts: list[str], width: int) -> None:
@@ -96,8 +95,8 @@ class QwenImage(FlowModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def fuse(self, attention: str = "") -> None:
-        """Attention whose queries and keys take a kernel each; on a GPU."""
-        if self.device.type == "cuda":
+        """Attention whose queries and keys take a kernel each, on a GPU; that of `attention`, anywhere."""
+        if self.device.type == "cuda" or attention:
             join_attention(self.transformer, attention)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
@@ -170,7 +169,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         return image_out, attn.to_add_out(text_out)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, L, H, D] each; the mask [B, T] is of the last tokens."""
+        """[B, L, H, D] each; the mask [B, T] is of the last tokens. With "flash_4" padding comes last in it."""
         num_rows, num_tokens = queries.shape[:2]
         if self.attention == flash_attention.NAME:
             lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=queries.device)
@@ -178,13 +177,23 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
             return flash_attention.attend_first(queries, keys, values, lengths)[0]
         if mask is not None:
             mask = F.pad(mask, (num_tokens - mask.shape[1], 0), value=True)[:, None, None]
-        how = dict(backend=self._attention_backend, parallel_config=self._parallel_config)
-        return dispatch_attention_fn(queries, keys, values, attn_mask=mask, **how)
+        return dispatch_attention_fn(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
 
 
 def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
     """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
-    of 2, as the kernel has it."""
+    of 2, as the kernel has it.
+
+    Raises:
+        ValueError: it is not so, and `attention` would be ignored.
+    """
     for block in transformer.transformer_blocks:
         attn = block.attn
         norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
@@ -192,3 +201,7 @@ def join_attention(transformer: QwenImageTransformer2DModel, attention: str = ""
         if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
             chosen, attn.processor = vars(attn.processor), JointAttention(attention)
             vars(attn.processor).update(chosen)
+        elif attention:
+            raise ValueError(
+                f"attention {attention!r} takes frozen norms of a power of 2, and diffusers' own processor"
+            )

@@ -27,7 +27,6 @@ class StableDiffusion3(FlowModel):
     )
     GUIDANCE_SCALE = 4.5
     CUDNN_ATTENTION = True
-    FLASH_ATTENTION = False
     MASKED_TEXT = False
 
     def check_size(self, size: Size) -> None:
