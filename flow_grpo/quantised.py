@@ -146,6 +146,9 @@ def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> 
     """x [n, k] times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
     num_rows = len(x)
     rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS asks for a multiple of 16
+    if not x.is_cuda:  # CPUs have such products in newer versions of torch alone
+        product = rows.float() @ columns.float() * row_scale * scale
+        return (product if bias is None else product + bias).to(torch.bfloat16)[:num_rows]
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
