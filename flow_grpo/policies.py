@@ -17,7 +17,7 @@ from flow_grpo import finite, fsdp_utils, offload, quantised, rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.quoting import quoted
+from flow_grpo.quoting import in_one_line, quoted
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -59,19 +59,20 @@ def check_lora(lora) -> None:
     if not lora.path:
         return
     path = Path(lora.path, LORA_FILE)
+    name = in_one_line(path)
     if not path.is_file():
-        raise ValueError(f"lora.path: {path} does not exist; lora.path is the folder that holds {LORA_FILE}")
+        raise ValueError(f"lora.path: {name} does not exist; lora.path is the folder that holds {LORA_FILE}")
     try:
         with safe_open(path, framework="pt") as file:
             stored_settings = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
     except (SafetensorError, ValueError, OSError) as error:
-        raise ValueError(f"lora.path: {path} cannot be read: {error}") from error
+        raise ValueError(f"lora.path: {name} cannot be read: {error}") from error
     rank = stored_settings.get("transformer.r", lora.rank)
     alpha = stored_settings.get("transformer.lora_alpha", lora.alpha)
     if (rank, alpha) != (lora.rank, lora.alpha):
-        raise ValueError(f"{path} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
+        raise ValueError(f"{name} has rank {rank} and alpha {alpha}; set lora.rank and lora.alpha to these")
     if problem := finite.problem(_read_lora(lora.path)):
-        raise ValueError(f"lora.path: {path} cannot be trained on: {problem}")
+        raise ValueError(f"lora.path: {name} cannot be trained on: {problem}")
 
 
 def _read_lora(folder: Path | str) -> dict[str, Tensor]:

@@ -158,6 +158,7 @@ def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or
 @example(("train.adam_beta1", 1.0), 0)
 @example(("fsdp.shard_size", 7), 0)
 @example(("run_name", "../a"), 0)
+@example(("lora.path", "a\nb"), 0)
 @example(("project", "a/b?c"), 0)
 @example(("reward.device", "warp:9"), 0)
 def test_any_value_of_any_setting_is_accepted_or_refused_by_its_name(key_and_value, number):
