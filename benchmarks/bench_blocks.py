@@ -29,6 +29,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.settings import BY_KEY
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -191,7 +192,7 @@ def measure(tiny: bool, attention: str):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
-    parser.add_argument("--attention", default="", help="as config.attention")
+    parser.add_argument("--attention", choices=BY_KEY["attention"].choices, default="", help="as config.attention")
     args = parser.parse_args()
     for line in measure(args.tiny, args.attention):
         sys.stdout.write(json.dumps(line) + "\n")

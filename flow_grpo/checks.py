@@ -136,7 +136,7 @@ def _check_speed(config) -> None:
         )
     if config.attention and (config.precision == "fp32" or not config.lora.rank):
         raise ValueError(
-            f"config.attention is {config.attention!r}, but it takes config.precision 'bf16' or 'fp16' and an adapter "
+            f"config.attention is {config.attention!r}, which needs config.precision 'bf16' or 'fp16' and an adapter "
             f"to train: config.precision is {config.precision!r}, config.lora.rank {config.lora.rank}"
         )
     merged = config.sample.merge_adapter and config.lora.rank

@@ -113,7 +113,7 @@ def test_norms_that_are_trained_or_of_another_width_keep_the_attention_of_diffus
         join_attention(changed)
         kinds = [type(block.attn.processor) for block in changed.transformer_blocks]
         assert kinds == [QwenDoubleStreamAttnProcessor2_0, JointAttention]
-        with pytest.raises(ValueError, match="'flash_4' takes frozen norms of a power of 2"):
+        with pytest.raises(ValueError, match="'flash_4' needs frozen norms whose width is a power of 2"):
             join_attention(changed, flash_attention.NAME)
 
 

@@ -95,7 +95,7 @@ class QwenImage(FlowModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def fuse(self, attention: str = "") -> None:
-        """Attention whose queries and keys take a kernel each, on a GPU; that of `attention`, anywhere."""
+        """Queries and keys by one kernel each, on a GPU; and `attention`, wherever it is asked for."""
         if self.device.type == "cuda" or attention:
             join_attention(self.transformer, attention)
 
@@ -169,7 +169,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         return image_out, attn.to_add_out(text_out)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, L, H, D] each; the mask [B, T] is of the last tokens. With "flash_4" padding comes last in it."""
+        """[B, L, H, D] each; the mask [B, T] is of the last tokens. "flash_4" reads it as if all padding came last."""
         num_rows, num_tokens = queries.shape[:2]
         if self.attention == flash_attention.NAME:
             lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=queries.device)
@@ -203,5 +203,5 @@ def join_attention(transformer: QwenImageTransformer2DModel, attention: str = ""
             vars(attn.processor).update(chosen)
         elif attention:
             raise ValueError(
-                f"attention {attention!r} takes frozen norms of a power of 2, and diffusers' own processor"
+                f"attention {attention!r} needs frozen norms whose width is a power of 2, and diffusers' own processor"
             )
