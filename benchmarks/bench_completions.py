@@ -5,10 +5,10 @@
 
 All ways draw the same trunks and the same branches, which then take fewer forwards (sample.flash_ratio, flash_solver),
 or merged weights (sample.merge_adapter), also of 8 bits (sample.fast_precision), to the image. For comparison, all of
-it in bf16. On a quantised base nothing is merged (one of 8 bits takes 8-bit products as well), and the way "full base"
-compares it with the images of the full base from the same noise. What training reads from the rewards is their order
-within a group, the branches of one step: `within_groups` is the mean of Spearman's rank correlation over groups whose
-rewards differ in both; `all_images` is that of all rewards together.
+it in bf16. On a quantised base, whose merged copies have 8 bits, the way "full base" compares it with the images of the
+full base from the same noise. What training reads from the rewards is their order within a group, the branches of one
+step: `within_groups` is the mean of Spearman's rank correlation over groups whose rewards differ in both; `all_images`
+is that of all rewards together.
 """
 
 import copy
@@ -35,7 +35,9 @@ CHEAP = [MERGED, MERGED | dict(fast_precision="fp8")] + [
     for ratio in ratios
 ]
 QUANTISED = [EXACT | dict(flash_ratio=ratio, flash_solver="extrapolate") for ratio in (0.9, 0.8, 0.7)]
-WAYS = {"": CHEAP, "8bit": QUANTISED + [way | dict(fast_precision="fp8") for way in (EXACT, *QUANTISED)]}
+FAST = [way | dict(fast_precision="fp8") for way in (EXACT, *QUANTISED)]
+MERGED_FAST = [way | dict(merge_adapter=True) for way in FAST]
+WAYS = {"": CHEAP, "8bit": QUANTISED + FAST + MERGED_FAST, "fp8": QUANTISED + MERGED_FAST}
 
 
 def ranks(values: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ BASES = {  # by the name of a run
     "full": {},
     "8bit": {"base_precision": "8bit"},
     "8bit_fast": {"base_precision": "8bit", "sample.fast_precision": "fp8"},
+    "8bit_merged": {"base_precision": "8bit", "sample.fast_precision": "fp8", "sample.merge_adapter": True},
     "fp8": {"base_precision": "fp8"},
+    "fp8_merged": {"base_precision": "fp8", "sample.fast_precision": "fp8", "sample.merge_adapter": True},
     "4bit": {"base_precision": "4bit"},
 }
 FIGURE = "shapes_accuracy"

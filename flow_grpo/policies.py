@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flow_grpo import finite, fsdp_utils, offload, quantised, rng
+from flow_grpo import finite, fsdp_utils, offload, quantised, rng, stochastic_rounding
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
@@ -159,15 +159,13 @@ def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
 
 
 def _merged_layer(layer: BaseTunerLayer, precision: str) -> nn.Module:
-    base = layer.get_base_layer()
-    weight = quantised.weight_of(base)
-    total = torch.add(weight, layer.get_delta_weight("default"))
+    base, change = layer.get_base_layer(), layer.get_delta_weight("default")
     if precision == "fp8":
-        layer = quantised.Float8Linear(*total.shape, base.bias, weight.dtype, total.device)
-        layer.store(total)
-        return layer
-    other = copy.copy(base)
-    other._parameters = dict(base._parameters, weight=nn.Parameter(total.to(weight.dtype), requires_grad=False))
+        return quantised.merged_copy(base, change)
+    other, total = copy.copy(base), base.weight.float() + change
+    if base.weight.dtype != torch.float32:
+        total = stochastic_rounding.rounded(total, base.weight.dtype)
+    other._parameters = dict(base._parameters, weight=nn.Parameter(total, requires_grad=False))
     return other
 
 

@@ -14,6 +14,8 @@ from ml_collections import ConfigDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flow_grpo import stochastic_rounding
+
 E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa; arXiv:2209.05433
 LARGEST = torch.finfo(E4M3).max  # 448
 FEW_ROWS = 128  # below it reading W takes all of a product's time, and cuBLAS refuses some shapes
@@ -99,6 +101,17 @@ class EightBitLinear(QuantisedLinear):
         rows, scale = quantise(weight.to(self.rows.device))
         self.rows.copy_(rows)
         self.scale.copy_(scale)
+
+    def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
+        """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded by chance, with
+        the scales of `base`, or a power of two times these where a row outgrows them. So without a change it is `base`
+        bit for bit."""
+        total = (change / base.scale).add_(base.rows.float())
+        outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
+        growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
+        total.div_(growth).clamp_(-LARGEST, LARGEST)  # log2 may round down
+        self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
+        self.scale.copy_(base.scale * growth)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -255,9 +268,15 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
     assert quantised_layers(transformer), f"no linear layer of {units} is frozen"
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """W of a linear layer or of one of 8 bits, in the dtype of its results."""
-    return unpacked(layer.rows, layer.scale, layer.dtype) if isinstance(layer, EightBitLinear) else layer.weight
+def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> Float8Linear:
+    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in]."""
+    if isinstance(base, EightBitLinear):
+        copy = Float8Linear(*base.shape, base.bias, base.dtype, change.device)
+        copy.store_sum(base, change)
+    else:
+        copy = Float8Linear(*base.weight.shape, base.bias, base.weight.dtype, change.device)
+        copy.store(base.weight + change)
+    return copy
 
 
 def precision_of(transformer: nn.Module) -> str:

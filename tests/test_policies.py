@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from flow_grpo import exports, fsdp_utils, policies
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
@@ -91,6 +92,26 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(pr
         assert torch.equal(velocity(transformer), before)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in transformer.state_dict().items())
     assert flags(transformer) == trained
+
+
+@torch.no_grad()
+def test_weights_of_bf16_have_an_adapter_merged_that_is_smaller_than_their_steps():
+    """The nearest numbers have 6 % of an adapter of 1e-4 of the weights."""
+    transformer = pipeline_with(lora()).transformer.to(torch.bfloat16)
+    move(transformer)
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.scaling["default"] *= 1e-4 * layer.weight.norm().item() / layer.get_delta_weight("default").norm().item()
+    weights = [layer.weight.clone() for layer in layers]
+    kept = total = nearest = 0.0
+    with policies.merged(transformer)():
+        for layer, weight in zip(layers, weights, strict=True):
+            change, moved = layer.get_delta_weight("default").float(), layer.base_layer.weight - weight
+            assert layer.base_layer.weight.dtype == torch.bfloat16
+            kept, total = kept + (moved * change).sum(), total + change.square().sum()
+            nearest += (((weight + change).bfloat16() - weight) * change).sum()
+    assert kept / total == pytest.approx(1, abs=0.1)
+    assert nearest / total < 0.2
 
 
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])

@@ -229,20 +229,57 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     assert list(tmp_path.glob("*/*.safetensors"))
 
 
+def change_of(base, size):
+    """A low-rank change [out, in] of `size` times the norm of W, and W."""
+    weight = quantised.unpacked(base.rows, base.scale, torch.float32)
+    change = draw(base.out_features, 8, seed=3) @ draw(8, base.in_features, seed=4)
+    return change * size * weight.norm() / change.norm(), weight
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 1.0, 30.0])
+def test_a_merged_copy_of_a_base_of_8_bits_has_the_adapter_however_small(size):
+    """A copy of the nearest rows has 4 % of the smallest one."""
+    base = layer_of(EightBitLinear, draw(512, 1024) * 0.02)
+    change, weight = change_of(base, size)
+    copy = quantised.merged_copy(base, change)
+    moved = quantised.unpacked(copy.rows, copy.scale, torch.float32) - weight
+    assert (moved * change).sum() / change.square().sum() == pytest.approx(1, abs=0.06)
+    assert (moved - change).norm() < 0.04 * (weight.norm() + change.norm())
+    again = quantised.merged_copy(base, change)
+    assert torch.equal(again.rows.float(), copy.rows.float())
+    assert torch.equal(again.scale, copy.scale)
+    nearest = quantised.unpacked(*quantise(weight + change), torch.float32) - weight
+    assert size > 1e-3 or (nearest * change).sum() < 0.1 * change.square().sum()
+
+
+@pytest.mark.parametrize("times", [1, 1 + 2**-23, 2, 2 + 2**-22, 1e30])
+def test_no_row_of_a_merged_copy_outgrows_8_bits(times):
+    base = layer_of(EightBitLinear, draw(16, 32))
+    weight = quantised.unpacked(base.rows, base.scale, torch.float32)
+    copy = quantised.merged_copy(base, weight * (times - 1))
+    found = quantised.unpacked(copy.rows, copy.scale, torch.float32)
+    largest = weight.abs().amax(1) * times
+    torch.testing.assert_close(found.abs().amax(1), largest, rtol=2**-3, atol=0)
+    assert (copy.scale >= base.scale).all()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("precision", ["8bit", "fp8"])
-def test_a_merged_copy_of_a_base_of_8_bits_holds_8_bits_of_base_and_adapter(precision, tmp_path):
+def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(precision, tmp_path):
     model = loaded("qwenimage", tmp_path)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     quantised.quantise_units(model.transformer, model.SHARD_UNITS, precision)
-    layer = model.transformer.transformer_blocks[0].attn.to_q
-    layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(0))
-    base = layer.base_layer
-    rows, scale = quantise(quantised.unpacked(base.rows, base.scale, torch.float32) + layer.get_delta_weight("default"))
+    layers = [module for module in model.transformer.modules() if hasattr(module, "lora_B")]
+    stored = [layer.base_layer for layer in layers]
+    for layer in layers:
+        nn.init.zeros_(layer.lora_B["default"].weight)
     with policies.merged(model.transformer, "fp8")():
-        assert torch.equal(layer.base_layer.rows.float(), rows.float())
-        assert torch.equal(layer.base_layer.scale, scale)
-    assert layer.base_layer is base
+        for layer, base in zip(layers, stored, strict=True):
+            assert layer.base_layer is not base
+            assert torch.equal(layer.base_layer.rows.float(), base.rows.float())
+            assert torch.equal(layer.base_layer.scale, base.scale)
+    assert layers
+    assert [layer.base_layer for layer in layers] == stored
 
 
 @torch.no_grad()
