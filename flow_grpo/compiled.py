@@ -7,8 +7,14 @@ from types import MethodType
 
 import torch
 from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
+
+from flow_grpo.quantised import EightBitLinear
+
+LOWEST_GELU = -0.172  # below the least of its values, in any rounding
 
 
 def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
@@ -34,15 +40,34 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
 def _simplify(units: list[nn.Module]) -> None:
     """Write operations of diffusers in a way that compiles to fewer instructions."""
     for module in (module for unit in units for module in unit.modules()):
-        if isinstance(module, GELU) and module.approximate == "tanh":
-            module.gelu = gelu
+        if isinstance(module, FeedForward) and isinstance(module.net[0], GELU) and module.net[0].approximate == "tanh":
+            module.__class__ = _FeedForward  # a function of this module's own would be compiled for each
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
             module.forward = gelu
 
 
+class _FeedForward(FeedForward):
+    """A layer, GELU and a layer, without dropout. Where the last one multiplies rows of 8 bits, a row's largest GELU is
+    that of its largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        first, _, last = self.net
+        x = first.proj(x)
+        if not _rounds_x(last):
+            return last(gelu(x))
+        largest = gelu(x.detach().amax(-1, keepdim=True)).clamp(min=-LOWEST_GELU)
+        return last(gelu(x), largest=largest)
+
+
+def _rounds_x(layer: nn.Module) -> bool:
+    """Whether a linear layer, adapted or not, multiplies rows of 8 bits."""
+    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    return isinstance(base, EightBitLinear) and base.rounds_x
+
+
 def gelu(x: Tensor) -> Tensor:
-    """GELU by tanh (arXiv:1606.08415), with tanh(y) = 2 sigmoid(2 y) - 1: a tanh compiles to many instructions, and
-    compiled rows of 8 bits compute it twice."""
+    """GELU by tanh (arXiv:1606.08415), with tanh(y) = 2 sigmoid(2 y) - 1: a tanh compiles to many instructions."""
     y = x.float()
     return (y * torch.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y**3))).to(x.dtype)
 

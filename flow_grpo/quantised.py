@@ -113,10 +113,10 @@ class EightBitLinear(QuantisedLinear):
         self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
         self.scale.copy_(base.scale * growth)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+    def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
         if self.rounds_x and x.ndim > 2:
-            return Float8Product.apply(x, self.rows, self.scale, self.bias).to(self.dtype)
+            return Float8Product.apply(x, self.rows, self.scale, self.bias, largest).to(self.dtype)
         return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
 
 
@@ -134,31 +134,35 @@ class Float8Product(torch.autograd.Function):
     """x W^T + b and the gradient of x, of 8-bit rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in]; rows: [out, in]; scale: [out, 1]. Returns [..., out] bf16."""
+    def forward(
+        ctx, x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None
+    ) -> Tensor:
+        """x: [..., in]; rows: [out, in]; scale: [out, 1]; largest: [..., 1]. Returns [..., out] bf16."""
         ctx.save_for_backward(rows, scale)
         ctx.dtype = x.dtype
         bias = None if bias is None else bias.to(torch.bfloat16)
         if x[..., 0].numel() < FEW_ROWS:
             return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
-        return _product(x.flatten(0, -2), rows.T, scale.T, bias).unflatten(0, x.shape[:-1])
+        largest = None if largest is None else largest.flatten(0, -2)
+        return _product(x.flatten(0, -2), rows.T, scale.T, bias, largest).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """grad: [..., out]."""
         rows, scale = ctx.saved_tensors
         if grad[..., 0].numel() < FEW_ROWS:
-            return (grad @ unpacked(rows, scale, grad.dtype)).to(ctx.dtype), None, None, None
+            return (grad @ unpacked(rows, scale, grad.dtype)).to(ctx.dtype), None, None, None, None
         ones = torch.ones(1, rows.shape[1], device=grad.device)
         columns = rows.T.contiguous().T  # as the product reads them; a copy of one layer at a time
         out = _product(grad.flatten(0, -2).float() * scale.T, columns, ones, None)
-        return out.unflatten(0, grad.shape[:-1]).to(ctx.dtype), None, None, None
+        return out.unflatten(0, grad.shape[:-1]).to(ctx.dtype), None, None, None, None
 
 
-def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, k] times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
+def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
+    """x [n, k], of |x| up to `largest` [n, 1], times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
     num_rows = len(x)
-    rows, row_scale = quantise(F.pad(x, (0, 0, 0, -num_rows % 16)))  # cuBLAS asks for a multiple of 16
+    padding = (0, 0, 0, -num_rows % 16)  # cuBLAS asks for a multiple of 16
+    rows, row_scale = quantise(F.pad(x, padding), None if largest is None else F.pad(largest, padding))
     if not x.is_cuda:  # CPUs have such products in newer versions of torch alone
         product = rows.float() @ columns.float() * row_scale * scale
         return (product if bias is None else product + bias).to(torch.bfloat16)[:num_rows]
@@ -180,9 +184,11 @@ def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows.float() * scale).to(dtype)
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, k] -> e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits; a row's largest becomes 448."""
-    largest = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST_SCALE)
+def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[n, k] -> e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits; a row's largest becomes 448, or
+    what is given as such [n, 1]."""
+    largest = x.abs().amax(1, keepdim=True) if largest is None else largest
+    largest = largest.float().clamp(min=SMALLEST_SCALE)
     return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
 
 

@@ -28,7 +28,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "quantised": {"stochastic_rounding"},
     "quantised_files": {"distributed", "folders", "quantised", "stored_weights"},
     "stored_weights": {"quantised"},
-    "compiled": set(),
+    "compiled": {"quantised"},
     "distributed": set(),
     "fsdp_utils": {"distributed", "quantised", "stored_weights"},
     "finite": {"distributed", "fsdp_utils"},
