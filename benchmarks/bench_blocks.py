@@ -2,6 +2,7 @@
 JSON lines.
 
     python benchmarks/bench_blocks.py          one GPU of 40 GiB or more, random weights, no download
+    python benchmarks/bench_blocks.py --all-blocks          forwards alone; 100 GiB
 
 `forward`: 24 rows of 512 px without gradients, adapters merged, as branches take them, also of 8 bits and, where
 nothing is masked, with each of torch's attentions; milliseconds, and the kinds of kernels they went to. `step`: the
@@ -169,10 +170,10 @@ def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
     return model
 
 
-def measure(tiny: bool, attention: str):
+def measure(tiny: bool, attention: str, all_blocks: bool):
     """Yields a line for each case; the tiny model has one of each."""
     device = distributed.init_distributed().device
-    blocks, size, rows = (2, Size(64, 64), 4) if tiny else (6, Size(512, 512), 24)
+    blocks, size, rows = (2, Size(64, 64), 4) if tiny else (BLOCKS if all_blocks else 6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
     model, factor = load(blocks, SMALL if tiny else {}, device, attention), BLOCKS // blocks
     merged = policies.merged(model.transformer)
@@ -183,16 +184,17 @@ def measure(tiny: bool, attention: str):
         yield dict(attention=backend) | forward(model, merged, factor, size, rows, *TEXTS[1])
     eight_bits = policies.merged(model.transformer, "fp8")
     yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
-    for case in STEPS[few]:
+    for case in [] if all_blocks else STEPS[few]:
         yield step(model, factor, size, *case)
     del model, merged, eight_bits
-    yield from decodes(dict(base_dim=16) if tiny else {}, size.height // 8, device)
+    yield from [] if all_blocks else decodes(dict(base_dim=16) if tiny else {}, size.height // 8, device)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
     parser.add_argument("--attention", choices=BY_KEY["attention"].choices, default="", help="as config.attention")
+    parser.add_argument("--all-blocks", action="store_true", help="forwards through all 60 blocks, and no steps")
     args = parser.parse_args()
-    for line in measure(args.tiny, args.attention):
+    for line in measure(args.tiny, args.attention, args.all_blocks):
         sys.stdout.write(json.dumps(line) + "\n")
