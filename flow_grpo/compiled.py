@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 
-from flow_grpo.quantised import EightBitLinear
+from flow_grpo.frozen_linear import EightBitLinear
 
 LOWEST_GELU = -0.172  # below the least of its values, in any rounding
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from flow_grpo import distributed, quantised, stored_weights
+from flow_grpo.frozen_linear import QuantisedLinear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -181,9 +182,9 @@ def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Ten
             _copy_rows(p.detach(), init(name, p.shape))
 
 
-def _copy_rows(target: Tensor | quantised.QuantisedLinear, source: Any) -> None:
+def _copy_rows(target: Tensor | QuantisedLinear, source: Any) -> None:
     """This rank's rows of `source`, a tensor or a slice of a safetensors file, into `target`."""
-    if isinstance(target, quantised.QuantisedLinear):
+    if isinstance(target, QuantisedLinear):
         target.store(source[:])
         return
     if not isinstance(target, DTensor):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from flow_grpo import distributed, folders, quantised, stored_weights
-from flow_grpo.quantised import QuantisedLinear
+from flow_grpo.frozen_linear import QuantisedLinear
 
 FILES = "*.safetensors"
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flow_grpo import quantised
+from flow_grpo.frozen_linear import QuantisedLinear
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
 READERS = 4  # threads; a layer in full precision is in memory for each
@@ -40,7 +41,7 @@ def each_file(read_file: Callable[[Path], None], files: Iterable[Path]) -> None:
         list(pool.map(read_file, sorted(files)))
 
 
-def _read_file(targets: dict[str, Tensor | quantised.QuantisedLinear], copy_rows: Callable, file: Path) -> None:
+def _read_file(targets: dict[str, Tensor | QuantisedLinear], copy_rows: Callable, file: Path) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             rows = tensors.get_slice(name)

@@ -15,9 +15,18 @@ from safetensors.torch import load_file, save_file
 from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
-from flow_grpo import compiled, policies, quantised, quantised_files, stored_weights
+from flow_grpo import compiled, frozen_linear, policies, quantised, quantised_files, stored_weights
+from flow_grpo.frozen_linear import (
+    NF4_LEVELS,
+    EightBitLinear,
+    Float8Linear,
+    NF4Linear,
+    QuantisedLinear,
+    quantise,
+    unpacked,
+)
 from flow_grpo.prompts import load_prompts
-from flow_grpo.quantised import KINDS, NF4_LEVELS, EightBitLinear, Float8Linear, NF4Linear, quantise, quantised_layers
+from flow_grpo.quantised import KINDS, quantised_layers
 
 PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
@@ -132,7 +141,7 @@ def on_meta(model, precision):
 
 
 def copy_to(target, rows):
-    (target.store if isinstance(target, quantised.QuantisedLinear) else target.copy_)(rows[:])
+    (target.store if isinstance(target, QuantisedLinear) else target.copy_)(rows[:])
 
 
 def assert_same_layers(transformer, other):
@@ -171,7 +180,7 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
     read = []
     stored_weights.read(again, folder, lambda target, rows: read.append(target))
     assert read
-    assert not any(isinstance(target, quantised.QuantisedLinear) for target in read)
+    assert not any(isinstance(target, QuantisedLinear) for target in read)
     assert [path.name for path in cache.parent.iterdir()] == ["this"]
 
 
@@ -233,7 +242,7 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
 
 def change_of(base, size):
     """A low-rank change [out, in] of `size` times the norm of W, and W."""
-    weight = quantised.unpacked(base.rows, base.scale, torch.float32)
+    weight = unpacked(base.rows, base.scale, torch.float32)
     change = draw(base.out_features, 8, seed=3) @ draw(8, base.in_features, seed=4)
     return change * size * weight.norm() / change.norm(), weight
 
@@ -244,22 +253,22 @@ def test_a_merged_copy_of_a_base_of_8_bits_has_the_adapter_however_small(size):
     base = layer_of(EightBitLinear, draw(512, 1024) * 0.02)
     change, weight = change_of(base, size)
     copy = quantised.merged_copy(base, change)
-    moved = quantised.unpacked(copy.rows, copy.scale, torch.float32) - weight
+    moved = unpacked(copy.rows, copy.scale, torch.float32) - weight
     assert (moved * change).sum() / change.square().sum() == pytest.approx(1, abs=0.06)
     assert (moved - change).norm() < 0.04 * (weight.norm() + change.norm())
     again = quantised.merged_copy(base, change)
     assert torch.equal(again.rows.float(), copy.rows.float())
     assert torch.equal(again.scale, copy.scale)
-    nearest = quantised.unpacked(*quantise(weight + change), torch.float32) - weight
+    nearest = unpacked(*quantise(weight + change), torch.float32) - weight
     assert size > 1e-3 or (nearest * change).sum() < 0.1 * change.square().sum()
 
 
 @pytest.mark.parametrize("times", [1, 1 + 2**-23, 2, 2 + 2**-22, 1e30])
 def test_no_row_of_a_merged_copy_outgrows_8_bits(times):
     base = layer_of(EightBitLinear, draw(16, 32))
-    weight = quantised.unpacked(base.rows, base.scale, torch.float32)
+    weight = unpacked(base.rows, base.scale, torch.float32)
     copy = quantised.merged_copy(base, weight * (times - 1))
-    found = quantised.unpacked(copy.rows, copy.scale, torch.float32)
+    found = unpacked(copy.rows, copy.scale, torch.float32)
     largest = weight.abs().amax(1) * times
     torch.testing.assert_close(found.abs().amax(1), largest, rtol=2**-3, atol=0)
     assert (copy.scale >= base.scale).all()
@@ -308,7 +317,9 @@ def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(adapted, 
     plain = run(module)
     compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     given = []
-    monkeypatch.setattr(quantised, "quantise", lambda x, largest=None: given.append(largest) or quantise(x, largest))
+    monkeypatch.setattr(
+        frozen_linear, "quantise", lambda x, largest=None: given.append(largest) or quantise(x, largest)
+    )
     found = run(module)
     assert [largest is not None for largest in given] == [False, True, False, False]  # the last two in the backward
     for one, other in zip(found, plain, strict=True):
