@@ -12,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 
+from flow_grpo import stochastic_rounding
 from flow_grpo.frozen_linear import EightBitLinear
 
 LOWEST_GELU = -0.172  # below the least of its values, in any rounding
@@ -26,6 +27,7 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    stochastic_rounding.compile_for_gpus()
     functorch.activation_memory_budget = activation_memory
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
@@ -40,14 +42,20 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
 def _simplify(units: list[nn.Module]) -> None:
     """Write operations of diffusers in a way that compiles to fewer instructions."""
     for module in (module for unit in units for module in unit.modules()):
-        if isinstance(module, FeedForward) and isinstance(module.net[0], GELU) and module.net[0].approximate == "tanh":
-            module.__class__ = _FeedForward  # a function of this module's own would be compiled for each
+        if isinstance(module, FeedForward) and _is_plain(module):
+            module.__class__ = _FeedForward  # a functools.partial of each module would be compiled for each
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
             module.forward = gelu
 
 
+def _is_plain(module: FeedForward) -> bool:
+    """Whether it is a layer, GELU by tanh, no dropout, and a layer."""
+    first, dropout, *rest = module.net
+    return isinstance(first, GELU) and first.approximate == "tanh" and dropout.p == 0 and len(rest) == 1
+
+
 class _FeedForward(FeedForward):
-    """A layer, GELU and a layer, without dropout. Where the last one multiplies rows of 8 bits, a row's largest GELU is
+    """A layer, GELU and a layer. Where the last one multiplies rows of 8 bits, a row's largest GELU is
     that of its largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
 
     def forward(self, x: Tensor) -> Tensor:

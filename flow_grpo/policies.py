@@ -114,8 +114,8 @@ def merged(transformer: nn.Module, precision: str = "") -> Callable:
     """Add the present adapter to a copy of the weights it adapts; returns a context manager factory inside which the
     transformer computes with these, one product per layer instead of three.
 
-    For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by the rounding of the sum. Weights
-    that are not sharded only. Outside the context everything is bitwise what it was.
+    For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by stochastic rounding of the sum.
+    Weights that are not sharded only. Outside the context everything is bitwise what it was.
 
     Args:
         precision: "fp8" for a copy of 8 bits, and products of such: half of the memory, less time, other images.

@@ -1,10 +1,8 @@
-"""Rounding to one of a number's two neighbours, by chance, so that its mean is the number (arXiv:1502.02551).
+"""Stochastic rounding: to one of a number's two neighbours, at random, with the number as mean (arXiv:1502.02551).
 
-Weights plus a change much smaller than a step between two numbers of their dtype lose that change to the nearest such
-number, each in the same way. By chance some of them take it a whole step, and a product over many keeps it.
+Rounding weights to the nearest number drops a change that is much smaller than the step between two numbers. Rounding
+at random moves a few of the weights by a whole step, and a product over many of them keeps the change.
 """
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,15 +13,15 @@ TWO_EXPONENTS_OF_1 = 0x7F000000
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 x of any shape in `dtype`, whose range it does not leave. What `dtype` holds stays as it is; the same x
-    has the same result on the same device."""
+    """Finite float32 x of any shape in `dtype`, whose range it does not leave. What `dtype` holds stays, but for
+    numbers below 2^-119. The noise is the same each time, so the same x has the same result on the same device."""
     generator = torch.Generator(x.device).manual_seed(SEED)
     noise = torch.rand(x.shape, device=x.device, generator=generator)
-    return (_in_one_kernel() if x.is_cuda else rounded_by)(noise, x, dtype)
+    return (_on_gpus if x.is_cuda else rounded_by)(noise, x, dtype)
 
 
 def rounded_by(noise: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `rounded`, by noise of x's shape, uniform in [0, 1). Steps below 2^-126 count as that."""
+    """As `rounded`, by noise of x's shape, uniform in [0, 1)."""
     limits = torch.finfo(dtype)
     power = (x.view(torch.int32) & EXPONENT).view(torch.float32)  # of two, at most |x|
     step = (power * limits.eps).clamp(min=max(limits.smallest_normal * limits.eps, 2.0**-126))
@@ -32,7 +30,10 @@ def rounded_by(noise: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return ((below + (noise < steps - below)) * step).to(dtype)
 
 
-@lru_cache
-def _in_one_kernel():
-    """Its dozen operations would read and write all weights a dozen times."""
-    return torch.compile(rounded_by, dynamic=True)
+def compile_for_gpus() -> None:
+    """From now on, take one kernel for it on GPUs: a dozen operations read and write all weights a dozen times."""
+    global _on_gpus
+    _on_gpus = torch.compile(rounded_by, dynamic=True)
+
+
+_on_gpus = rounded_by

@@ -263,15 +263,31 @@ def test_a_merged_copy_of_a_base_of_8_bits_has_the_adapter_however_small(size):
     assert size > 1e-3 or (nearest * change).sum() < 0.1 * change.square().sum()
 
 
-@pytest.mark.parametrize("times", [1, 1 + 2**-23, 2, 2 + 2**-22, 1e30])
-def test_no_row_of_a_merged_copy_outgrows_8_bits(times):
+@pytest.mark.parametrize("times", [1, 1 + 2**-23, 2, 2 + 2**-22, 16 + 2**-19, 1e30])
+def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
+    """Scales grow by powers of two, so that what 8 bits hold stays. log2 of 16 + 2^-19 is rounded down to 4."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))  # every number that can goes up
     base = layer_of(EightBitLinear, draw(16, 32))
+    base.rows[3] = 0
     weight = unpacked(base.rows, base.scale, torch.float32)
     copy = quantised.merged_copy(base, weight * (times - 1))
-    found = unpacked(copy.rows, copy.scale, torch.float32)
     largest = weight.abs().amax(1) * times
-    torch.testing.assert_close(found.abs().amax(1), largest, rtol=2**-3, atol=0)
-    assert (copy.scale >= base.scale).all()
+    torch.testing.assert_close(
+        unpacked(copy.rows, copy.scale, torch.float32).abs().amax(1), largest, rtol=2**-3, atol=0
+    )
+    growth = (copy.scale / base.scale).log2()
+    assert (growth >= 0).all()
+    assert torch.equal(growth, growth.round())
+
+
+def test_a_merged_copy_of_weights_of_bf16_has_the_adapter_that_their_steps_would_lose():
+    linear = nn.Linear(1024, 512, bias=False).bfloat16().requires_grad_(False)
+    linear.weight.copy_(draw(512, 1024) * 0.02)
+    change = draw(512, 8, seed=3) @ draw(8, 1024, seed=4)
+    change *= 1e-3 * linear.weight.norm().item() / change.norm()
+    copies = [quantised.merged_copy(linear, factor * change) for factor in (0, 1)]
+    without, moved = (unpacked(copy.rows, copy.scale, torch.float32) for copy in copies)
+    assert ((moved - without) * change).sum() / change.square().sum() == pytest.approx(1, abs=0.15)
 
 
 @torch.no_grad()
@@ -295,18 +311,21 @@ def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(precision, tmp
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(adapted, monkeypatch):
-    """Results and gradients keep their bits; where all numbers of a row are small, errors are no larger."""
+    """Results and gradients keep their bits; in rows of small numbers, and of negative ones, errors are no larger."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     module = FeedForward(64, 64, activation_fn="gelu-approximate").requires_grad_(False)
     for layer in (module.net[0].proj, module.net[2]):
         layer.weight.copy_(draw(*layer.weight.shape) / 8)
         nn.init.zeros_(layer.bias)
+    module.net[0].proj.weight[:, 0] = 1 / 8
     module.net[0].proj, module.net[2] = (Float8Linear.of(layer) for layer in (module.net[0].proj, module.net[2]))
     if adapted:
         holder = nn.ModuleDict(dict(last=nn.Linear(256, 64)))
         adapted_layer = inject_adapter_in_model(LoraConfig(r=4, target_modules=["last"]), holder)["last"]
         adapted_layer.base_layer, module.net[2] = module.net[2], adapted_layer
-    x = torch.cat([draw(4, 60, 64), draw(4, 60, 64) * 1e-3])
+    plain_rows, small, negative = draw(4, 61, 64, seed=1), draw(4, 61, 64, seed=2) * 1e-3, draw(4, 61, 64, seed=3)
+    negative[..., 0] = -40
+    x = torch.cat([plain_rows, small, negative])
 
     def run(forward):
         leaf = x.clone().requires_grad_()
@@ -317,14 +336,26 @@ def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(adapted, 
     plain = run(module)
     compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     given = []
-    monkeypatch.setattr(
-        frozen_linear, "quantise", lambda x, largest=None: given.append(largest) or quantise(x, largest)
-    )
+    noting = lambda x, largest=None: given.append(largest) or quantise(x, largest)  # noqa: E731
+    monkeypatch.setattr(frozen_linear, "quantise", noting)
     found = run(module)
     assert [largest is not None for largest in given] == [False, True, False, False]  # the last two in the backward
     for one, other in zip(found, plain, strict=True):
         assert torch.equal(one[:4], other[:4])
-        assert (one[4:] - other[4:]).norm() < 0.06 * other[4:].norm()
+        for rows in (slice(4, 8), slice(8, 12)):
+            assert (one[rows] - other[rows]).norm() < 0.06 * other[rows].norm()
+
+
+@pytest.mark.parametrize("layer", ["dropout", "final dropout", "exact GELU"])
+def test_a_feed_forward_of_another_kind_is_left_as_it_is(layer):
+    kinds = {
+        "dropout": dict(activation_fn="gelu-approximate", dropout=0.5),
+        "final dropout": dict(activation_fn="gelu-approximate", final_dropout=True),
+        "exact GELU": dict(activation_fn="gelu"),
+    }
+    module = FeedForward(16, 16, **kinds[layer])
+    compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
+    assert type(module) is FeedForward
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "quantised": {"frozen_linear"},
     "quantised_files": {"distributed", "folders", "frozen_linear", "quantised", "stored_weights"},
     "stored_weights": {"frozen_linear", "quantised"},
-    "compiled": {"frozen_linear"},
+    "compiled": {"frozen_linear", "stochastic_rounding"},
     "distributed": set(),
     "fsdp_utils": {"distributed", "frozen_linear", "quantised", "stored_weights"},
     "finite": {"distributed", "fsdp_utils"},
