@@ -55,8 +55,8 @@ def _is_plain(module: FeedForward) -> bool:
 
 
 class _FeedForward(FeedForward):
-    """A layer, GELU and a layer. Where the last one multiplies rows of 8 bits, a row's largest GELU is
-    that of its largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
+    """A layer, GELU and a layer. Where the last one multiplies rows of 8 bits, a row's largest GELU is that of its
+    largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

@@ -85,9 +85,9 @@ class EightBitLinear(QuantisedLinear):
         self.scale.copy_(scale)
 
     def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
-        """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded by chance, with
-        the scales of `base`, or a power of two times these where a row outgrows them. So without a change it is `base`
-        bit for bit."""
+        """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded stochastically,
+        with the scales of `base`, or a power of two times these where a row outgrows them. So without a change it is
+        `base`, number for number."""
         total = (change / base.scale).add_(base.rows.float())
         outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
         growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))

@@ -1,4 +1,4 @@
-"""Rounding by chance: which numbers come out, what their mean is, and what of a small change is left."""
+"""Rounding at random: which numbers come out, what their mean is, and what of a small change is left."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_what_the_dtype_holds_stays_whatever_the_noise(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_change_of_a_fiftieth_of_a_step_is_kept_by_chance_and_lost_by_the_nearest(dtype, seed):
+def test_a_change_of_a_fiftieth_of_a_step_is_kept_at_random_and_lost_by_the_nearest(dtype, seed):
     weights = drawn(512, 1024, seed=seed).to(dtype).float()
     change = drawn(512, 8, seed=5 + seed) @ drawn(8, 1024, seed=7) / 8**0.5 * torch.finfo(dtype).eps / 50
     total = weights + change
