@@ -96,7 +96,7 @@ def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
 def compile_decoder(pipeline: DiffusionPipeline) -> None:
     """On its first use; from then on `fixed_shape`."""
     if pipeline.vae is not None:
-        pipeline.vae.decoder.compile(dynamic=False)
+        pipeline.vae.decoder.compile(dynamic=False, options=dict(deterministic=True))  # see compiled.OPTIONS
 
 
 def fixed_shape(vae: torch.nn.Module) -> bool:

@@ -1,0 +1,132 @@
+"""Blocks as they are compiled: adapters, and how the compiler chooses its kernels. The paths through a run:
+test_fast_path.py; feed-forwards of 8 bits: test_frozen_linear.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from torch import nn
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
+from torch.nn import functional as F
+
+from flow_grpo import compiled, policies, quantised
+from flow_grpo.diffusers_patch import loading
+
+
+class Block(nn.Module):
+    """Two layers, like a feed-forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.last(F.gelu(self.first(x), approximate="tanh"))
+
+
+def adapted(base="", **options):
+    """Two blocks whose layers have an adapter that leads somewhere."""
+    torch.manual_seed(0)
+    options = dict(r=4, lora_alpha=8, target_modules=["first", "last"]) | options
+    model = inject_adapter_in_model(LoraConfig(**options), nn.Sequential(Block(), Block()).requires_grad_(False))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    quantised.quantise_units(model, ("Block",), base)
+    return model
+
+
+def adapted_layers(model):
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def step(model):
+    """Result and gradients, of the input first."""
+    x = torch.randn(3, 50, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out = model(x)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.square().mean(), [x, *trained])]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Blocks as they are before the compiler reads them."""
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+
+
+@pytest.mark.parametrize("base", ["", "8bit", "fp8", "4bit"])
+def test_an_adapter_scaled_in_its_smaller_factor_is_pefts_bit_for_bit(base, uncompiled):
+    """Where alpha / rank is a power of two, as in all configs."""
+    expected, model = step(adapted(base)), adapted(base)
+    compiled.compile_units(model, ("Block",))
+    assert all(type(layer) is not Linear for layer in adapted_layers(model))
+    for one, other in zip(step(model), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_adapter_of_any_scale_is_pefts_to_rounding(uncompiled):
+    expected, model = step(adapted(lora_alpha=7)), adapted(lora_alpha=7)
+    compiled.compile_units(model, ("Block",))
+    found = step(model)
+    assert not all(map(torch.equal, found, expected))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_is_left_out_where_it_is_off_or_merged(uncompiled):
+    model, plain = adapted(), adapted()
+    compiled.compile_units(model, ("Block",))
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        for change in (policies.adapters_off, lambda transformer: policies.merged(transformer)()):
+            with change(model), change(plain):
+                assert torch.equal(model(x), plain(x))
+        with policies.adapters_off(model):
+            assert not torch.equal(model(x), plain(x))
+        assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", ["dropout", "bias", "DoRA", "two", "merged"])
+def test_an_adapter_of_another_kind_stays_pefts(kind, uncompiled):
+    options = dict(dropout=dict(lora_dropout=0.5), bias=dict(lora_bias=True), DoRA=dict(use_dora=True))
+    model = adapted(**options.get(kind, {}))
+    if kind == "two":
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["first", "last"]), model, adapter_name="other")
+    for layer in adapted_layers(model) if kind == "merged" else []:
+        layer.merge()
+    before = model(torch.ones(1, 2, 32)) if kind != "dropout" else None
+    compiled.compile_units(model, ("Block",))
+    assert all(type(layer) is Linear for layer in adapted_layers(model))
+    assert before is None or torch.equal(model(torch.ones(1, 2, 32)), before)
+
+
+@pytest.fixture
+def modes():
+    """Of the compiler, one for each graph that it makes."""
+    noted = []
+    note = dict(post_grad_custom_post_pass=lambda graph: noted.append(inductor.deterministic))
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True, **note), functorch.patch(activation_memory_budget=1.0):
+        yield noted
+
+
+def test_no_graph_has_kernels_that_were_chosen_by_their_time(modes):
+    """torch itself resets the setting when it has compiled a first graph: forwards and backwards of two shapes."""
+    model = adapted()
+    compiled.compile_units(model, ("Block",))
+    for num_rows in (2, 3):
+        model(torch.randn(num_rows, 5, 32)).square().mean().backward()
+    assert modes == [True] * 4
+
+
+@torch.no_grad()
+def test_nor_has_a_decoder(modes):
+    pipeline = SimpleNamespace(vae=SimpleNamespace(decoder=Block()))
+    loading.compile_decoder(pipeline)
+    for num_rows in (2, 3):
+        pipeline.vae.decoder(torch.randn(num_rows, 5, 32))
+    assert modes == [True] * 2
