@@ -8,13 +8,12 @@ from types import MethodType
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
-from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch.nn import functional as F
 
-from flow_grpo import stochastic_rounding
+from flow_grpo import adapted_linear, stochastic_rounding
+from flow_grpo.adapted_linear import AdaptedLinear
 from flow_grpo.frozen_linear import EightBitLinear
 
 # No kernel is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it hold for
@@ -49,8 +48,8 @@ def _simplify(units: list[nn.Module]) -> None:
     for module in (module for unit in units for module in unit.modules()):
         if isinstance(module, FeedForward) and _is_plain(module):
             module.__class__ = _FeedForward  # a functools.partial of each module would be compiled for each
-        elif isinstance(module, LoraLinear) and _has_one_adapter(module):
-            module.__class__ = _AdaptedLinear
+        elif adapted_linear.suits(module):
+            module.__class__ = AdaptedLinear
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
             module.forward = gelu
 
@@ -73,30 +72,6 @@ class _FeedForward(FeedForward):
             return last(gelu(x))
         largest = gelu(x.detach().amax(-1, keepdim=True)).clamp(min=-LOWEST_GELU)
         return last(gelu(x), largest=largest)
-
-
-def _has_one_adapter(layer: LoraLinear) -> bool:
-    """Whether it is peft's own, with a plain adapter `default` and nothing else."""
-    return (
-        type(layer) is LoraLinear
-        and list(layer.lora_A) == layer.active_adapters == ["default"]
-        and not (layer.merged or layer.lora_variant or layer.lora_bias["default"])
-        and isinstance(layer.lora_dropout["default"], nn.Identity)
-    )
-
-
-class _AdaptedLinear(LoraLinear):
-    """peft's W x + B A x s (arXiv:2106.09685) with s in the small A instead of in the result: else each gradient of a
-    result is written twice, and that of GELU a third time, in float32."""
-
-    def forward(self, x: Tensor, **named) -> Tensor:
-        """[..., in] -> [..., out]; what the layer that is adapted takes beside x."""
-        result = self.base_layer(x, **named)
-        if self.disable_adapters:
-            return result
-        down = self.lora_A["default"].weight * self.scaling["default"]
-        adapted = self.lora_B["default"](F.linear(x.to(down.dtype), down))
-        return (result + adapted).to(result.dtype)
 
 
 def _rounds_x(layer: nn.Module) -> bool:

@@ -2,19 +2,23 @@
 test_fast_path.py; feed-forwards of 8 bits: test_frozen_linear.py.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import bench_blocks
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
+from small import config_of, loaded
 from torch import nn
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 
-from flow_grpo import compiled, policies, quantised
+from flow_grpo import adapted_linear, compiled, policies, quantised
 from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.size import Size
 
 
 class Block(nn.Module):
@@ -102,6 +106,42 @@ def test_an_adapter_of_another_kind_stays_pefts(kind, uncompiled):
     compiled.compile_units(model, ("Block",))
     assert all(type(layer) is Linear for layer in adapted_layers(model))
     assert before is None or torch.equal(model(torch.ones(1, 2, 32)), before)
+
+
+def drawn(model, adapter_on=True):
+    """Velocity and gradients of Qwen-Image's adapters."""
+    trained = [p for p in model.transformer.parameters() if p.requires_grad]
+    torch.manual_seed(2)
+    model_inputs = bench_blocks.inputs(model, 3, Size(64, 64), 8, True)
+    with nullcontext() if adapter_on else policies.adapters_off(model.transformer):
+        velocity = policies.predict(model, "fp32", *model_inputs)
+    if not adapter_on:
+        return [velocity.detach()]
+    gradients = torch.autograd.grad(velocity.square().mean(), trained, materialize_grads=True)  # text ends unused
+    return [velocity.detach(), *gradients]
+
+
+def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(uncompiled, tmp_path, monkeypatch):
+    model = loaded("qwenimage", tmp_path)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    for name, parameter in model.transformer.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.fuse("flash_4")
+    plain, without = drawn(model), drawn(model, adapter_on=False)
+    compiled.compile_units(model.transformer, model.SHARD_UNITS)
+    products, product = [], adapted_linear._product
+    monkeypatch.setattr(adapted_linear, "_product", lambda x, down: products.append(len(down)) or product(x, down))
+    found = drawn(model)
+    rank, blocks = config_of("shapes_qwenimage").lora.rank, len(model.transformer.transformer_blocks)
+    of_a_block = [3 * rank] * 2 + [rank] * 6  # image and text: queries, keys and values; attention's result; two layers
+    assert sorted(products) == sorted(of_a_block * blocks)
+    assert sum(other.any().item() for other in plain) > 0.8 * len(plain)
+    products.clear()
+    found += drawn(model, adapter_on=False)
+    assert not products
+    for one, other in zip(found, [*plain, *without], strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     "quantised": {"frozen_linear"},
     "quantised_files": {"distributed", "folders", "frozen_linear", "quantised", "stored_weights"},
     "stored_weights": {"frozen_linear", "quantised"},
-    "compiled": {"frozen_linear", "stochastic_rounding"},
+    "adapted_linear": set(),
+    "compiled": {"adapted_linear", "frozen_linear", "stochastic_rounding"},
     "distributed": set(),
     "fsdp_utils": {"distributed", "frozen_linear", "quantised", "stored_weights"},
     "finite": {"distributed", "fsdp_utils"},
@@ -189,6 +190,7 @@ ROOMS = {  # module -> the flow_grpo modules it may import
     },
 }
 ROOMS[PATCH + "qwenimage_pipeline_with_logprob"] |= {PATCH + "joint_attention", PATCH + "flash_attention"}
+ROOMS[PATCH + "qwenimage_pipeline_with_logprob"] |= {"adapted_linear"}
 ANYWHERE = "diffusers_patch", "quoting"  # any room may import them: a name alone, and how messages quote values
 OUTSIDE = {  # packages that live in one room
     "wandb": {"trackers"},

@@ -9,6 +9,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flow_grpo.adapted_linear import results_of
 from flow_grpo.diffusers_patch import flash_attention, loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
@@ -148,21 +149,18 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         if attention_mask is not None:
             raise ValueError("the mask is the text's: encoder_hidden_states_mask")
         image, text = hidden_states, encoder_hidden_states
-        heads = lambda x: x.unflatten(-1, (attn.heads, -1))  # noqa: E731
-        joined = [
-            norm_rotate_join(
-                [heads(of_image(image)), heads(of_text(text))],
-                [image_norm.weight, text_norm.weight],
-                list(image_rotary_emb),
-                image_norm.eps,
+        of_image = results_of([attn.to_q, attn.to_k, attn.to_v], image)
+        of_text = results_of([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], text)
+        queries, keys, values = ([x.unflatten(-1, (attn.heads, -1)) for x in pair] for pair in zip(of_image, of_text))
+        queries, keys = (
+            norm_rotate_join(tokens, [image_norm.weight, text_norm.weight], list(image_rotary_emb), image_norm.eps)
+            for tokens, image_norm, text_norm in (
+                (queries, attn.norm_q, attn.norm_added_q),
+                (keys, attn.norm_k, attn.norm_added_k),
             )
-            for of_image, of_text, image_norm, text_norm in (
-                (attn.to_q, attn.add_q_proj, attn.norm_q, attn.norm_added_q),
-                (attn.to_k, attn.add_k_proj, attn.norm_k, attn.norm_added_k),
-            )
-        ]
-        values = torch.cat([heads(attn.to_v(image)), heads(attn.add_v_proj(text))], 1)
-        out = self._attend(*joined, values, encoder_hidden_states_mask)
+        )
+        values = torch.cat(values, 1)
+        out = self._attend(queries, keys, values, encoder_hidden_states_mask)
         image_out, text_out = out.flatten(2).to(values.dtype).split([image.shape[1], text.shape[1]], 1)
         for layer in attn.to_out:
             image_out = layer(image_out)

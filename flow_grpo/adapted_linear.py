@@ -1,0 +1,48 @@
+"""LoRA adapters as compiled blocks have them: peft's numbers in fewer passes over a layer's inputs and results."""
+
+import torch
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class AdaptedLinear(Linear):
+    """peft's W x + B A x s (arXiv:2106.09685) with s in the small A instead of in the result: else each gradient of a
+    result is written twice, and that of GELU a third time, in float32. What `suits` becomes one by its `__class__`."""
+
+    def forward(self, x: Tensor, narrow: Tensor | None = None, **named) -> Tensor:
+        """[..., in] -> [..., out]; `narrow` [..., r] is `down` x, where that is known, and `named` is the base's."""
+        result = self.base_layer(x, **named)
+        if self.disable_adapters:
+            return result
+        if narrow is None:
+            narrow = _product(x, self.down)
+        return (result + self.lora_B["default"](narrow)).to(result.dtype)
+
+    @property
+    def down(self) -> Tensor:
+        """A s, [r, in]."""
+        return self.lora_A["default"].weight * self.scaling["default"]
+
+
+def suits(layer: nn.Module) -> bool:
+    """Whether it is peft's own linear layer with a plain adapter `default` and nothing else."""
+    return (
+        type(layer) is Linear
+        and list(layer.lora_A) == layer.active_adapters == ["default"]
+        and not (layer.merged or layer.lora_variant or layer.lora_bias["default"])
+        and isinstance(layer.lora_dropout["default"], nn.Identity)
+    )
+
+
+def results_of(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
+    """Each layer's result of one x [..., in]. A x of all adapters is one product, which reads x once."""
+    if not all(isinstance(layer, AdaptedLinear) and not layer.disable_adapters for layer in layers):
+        return [layer(x) for layer in layers]
+    downs = [layer.down for layer in layers]
+    parts = _product(x, torch.cat(downs)).split([len(down) for down in downs], -1)
+    return [layer(x, narrow=part) for layer, part in zip(layers, parts, strict=True)]
+
+
+def _product(x: Tensor, down: Tensor) -> Tensor:
+    return F.linear(x.to(down.dtype), down)
