@@ -16,8 +16,8 @@ from flow_grpo import adapted_linear, stochastic_rounding
 from flow_grpo.adapted_linear import AdaptedLinear
 from flow_grpo.frozen_linear import EightBitLinear
 
-# No kernel is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it hold for
-# all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting of this name.
+# No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
+# hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
 OPTIONS = dict(deterministic=True)
 LOWEST_GELU = -0.172  # below the least of its values, in any rounding
 

@@ -154,7 +154,7 @@ def modes():
         yield noted
 
 
-def test_no_graph_has_kernels_that_were_chosen_by_their_time(modes):
+def test_no_graph_has_sums_that_were_chosen_by_their_time(modes):
     """torch itself resets the setting when it has compiled a first graph: forwards and backwards of two shapes."""
     model = adapted()
     compiled.compile_units(model, ("Block",))

@@ -4,6 +4,7 @@ adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -264,11 +265,12 @@ def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(m
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["", "fp8"], ids=["full", "8 bits"])
+@pytest.mark.parametrize("precision", ["", "fp8", None], ids=["merged", "merged, 8 bits", "adapters beside"])
 def test_four_blocks_of_a_transformer_are_compiled_once(precision, tmp_path, monkeypatch):
     model = loaded("qwenimage", tmp_path, torch_dtype=torch.bfloat16)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    merged = policies.merged(model.transformer, precision)
+    model.fuse("flash_4")
+    merged = nullcontext if precision is None else policies.merged(model.transformer, precision)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
