@@ -81,6 +81,16 @@ def test_an_adapter_of_any_scale_is_pefts_to_rounding(uncompiled):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_results_keep_the_dtype_of_the_base_without_autocast(uncompiled):
+    model, plain = (adapted() for _ in range(2))
+    for layer in adapted_layers(model) + adapted_layers(plain):
+        layer.base_layer.bfloat16()
+    compiled.compile_units(model, ("Block",))
+    x = torch.randn(2, 5, 32).bfloat16()
+    assert model(x).dtype == torch.bfloat16
+    assert torch.equal(model(x), plain(x))
+
+
 def test_an_adapter_is_left_out_where_it_is_off_or_merged(uncompiled):
     model, plain = adapted(), adapted()
     compiled.compile_units(model, ("Block",))
