@@ -3,6 +3,7 @@ test_fast_path.py; feed-forwards of 8 bits: test_frozen_linear.py.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import bench_blocks
@@ -12,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 from small import config_of, loaded
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch.nn import functional as F
@@ -152,6 +154,23 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
     assert not products
     for one, other in zip(found, [*plain, *without], strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["", "fp8", None], ids=["merged", "merged, 8 bits", "adapters beside"])
+def test_four_blocks_of_a_transformer_are_compiled_once(precision, tmp_path, monkeypatch):
+    model = loaded("qwenimage", tmp_path, torch_dtype=torch.bfloat16)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    model.fuse("flash_4")
+    merged = nullcontext if precision is None else policies.merged(model.transformer, precision)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled.compile_units(model.transformer, model.SHARD_UNITS)
+    with merged():
+        policies.predict(model, "bf16", *bench_blocks.inputs(model, 8, Size(64, 64), 8, True))
+    assert len(model.transformer.transformer_blocks) == 4
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 
 import json
 import sys
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
-import bench_blocks
 import bench_start
 import draw_shapes
 import pytest
@@ -262,23 +260,6 @@ def test_all_blocks_share_one_graph_though_nothing_before_the_first_one_learns(m
     assert counters["stats"]["unique_graphs"] == 1
     with torch.no_grad():
         assert not entry(x).requires_grad
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("precision", ["", "fp8", None], ids=["merged", "merged, 8 bits", "adapters beside"])
-def test_four_blocks_of_a_transformer_are_compiled_once(precision, tmp_path, monkeypatch):
-    model = loaded("qwenimage", tmp_path, torch_dtype=torch.bfloat16)
-    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    model.fuse("flash_4")
-    merged = nullcontext if precision is None else policies.merged(model.transformer, precision)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    counters.clear()
-    compiled.compile_units(model.transformer, model.SHARD_UNITS)
-    with merged():
-        policies.predict(model, "bf16", *bench_blocks.inputs(model, 8, SIZE, 8, True))
-    assert len(model.transformer.transformer_blocks) == 4
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
