@@ -10,7 +10,7 @@ MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MA
 TEST := $(MALLOC) $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
 QUICK := advantages batching config denoise_with_logprob ema forward losses prompts rollout rooms sde_with_logprob windows
 # Comparisons of floats, and what the CPU's libraries may be told about its instruction set.
-FLOATS := $(QUICK) compiled embeddings fast_path flash_attention frozen_linear fsdp_utils joint_attention local_rewards models parity pickscore policies preferences quantised \
+FLOATS := $(QUICK) compiled embeddings fast_path flash_attention frozen_linear fsdp_utils gelu_product joint_attention local_rewards models parity pickscore policies preferences quantised \
 	qwenimage_pipeline ranks scripts stepwise stochastic_rounding tiny_model health
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2

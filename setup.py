@@ -29,7 +29,8 @@ setup(
         "ocr": OCR,
         "hpsv2": ["open_clip_torch>=3.3,<4"],
         "tensorboard": TENSORBOARD,
-        "flash4": ["flash-attn-4[cu13]==4.0.0b36"],  # a beta, two of whose inner functions are called
+        # A beta, two of whose inner functions are called, and what it is made with, whose products are, too.
+        "flash4": ["flash-attn-4[cu13]==4.0.0b36", "quack-kernels==0.6.5"],
         "test": [
             "pytest>=9,<10",
             "hypothesis>=6,<7",

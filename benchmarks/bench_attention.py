@@ -111,7 +111,7 @@ def step(model, attention: str, base: str, rows: int, size: Size) -> dict:
     transformer, device = model.transformer, model.device
     for block in transformer.transformer_blocks:
         block.attn.processor.attention = attention
-    fresh(transformer, 0.5)
+    fresh(model, 0.5)
     torch.manual_seed(0)
     model_inputs = inputs(model, rows, size, TEXT, True)
     trained = [p for p in transformer.parameters() if p.requires_grad]

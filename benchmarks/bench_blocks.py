@@ -25,7 +25,7 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransf
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import compiled, distributed, fsdp_utils, policies
+from flow_grpo import compiled, distributed, fsdp_utils, gelu_product, policies
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
 from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
@@ -84,15 +84,17 @@ def inputs(model, rows: int, size: Size, width: int, masked: bool):
     return x, t, Condition(text, mask=mask), 1.0, size
 
 
-def fresh(transformer, activation_memory: float = 1.0) -> None:
+def fresh(model, activation_memory: float = 1.0) -> None:
     """Compiled for what comes, whatever came before."""
     torch._dynamo.reset()
-    compiled.compile_units(transformer, QwenImage.SHARD_UNITS, activation_memory)
+    processor = model.transformer.transformer_blocks[0].attn.processor
+    fuse_gelu = gelu_product.available(getattr(processor, "attention", ""), model.device)
+    compiled.compile_units(model.transformer, QwenImage.SHARD_UNITS, activation_memory, fuse_gelu)
 
 
 def forward(model, merged, factor: int, size: Size, rows: int, width: int, masked: bool) -> dict:
     """Of rows without gradients."""
-    fresh(model.transformer)
+    fresh(model)
     device, model_inputs = model.device, inputs(model, rows, size, width, masked)
 
     def call():
@@ -109,7 +111,7 @@ def step(model, factor: int, size: Size, rows: int, checkpointing: str, memory: 
     """Of rows, with gradients of the adapters; a row's useful work is twice its forward's."""
     transformer, device = model.transformer, model.device
     (transformer.enable_gradient_checkpointing if checkpointing else transformer.disable_gradient_checkpointing)()
-    fresh(transformer, memory)
+    fresh(model, memory)
     model_inputs = inputs(model, rows, size, TEXT_TOKENS, True)
 
     def call():

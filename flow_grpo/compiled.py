@@ -12,9 +12,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 
-from flow_grpo import adapted_linear, stochastic_rounding
+from flow_grpo import adapted_linear, gelu_product, stochastic_rounding
 from flow_grpo.adapted_linear import AdaptedLinear
-from flow_grpo.frozen_linear import EightBitLinear
+from flow_grpo.frozen_linear import FEW_ROWS, EightBitLinear
 
 # No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
 # hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
@@ -22,20 +22,23 @@ OPTIONS = dict(deterministic=True)
 LOWEST_GELU = -0.172  # below the least of its values, in any rounding
 
 
-def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
+def compile_units(
+    transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0, fuse_gelu: bool = False
+) -> None:
     """Compile the forwards of modules of these classes, on the first one of each shape and mode. One graph serves all
     modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
 
     Args:
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
+        fuse_gelu: whether forwards without gradients make GELU inside of products of 8-bit rows (`gelu_product`).
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     stochastic_rounding.compile_for_gpus()
     functorch.activation_memory_budget = activation_memory
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
-    _simplify(modules)
+    _simplify(modules, _FusedFeedForward if fuse_gelu else _FeedForward)
     for module in modules:
         forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
@@ -43,11 +46,11 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         modules[0].forward = _wanting_gradients(modules[0].forward)
 
 
-def _simplify(units: list[nn.Module]) -> None:
+def _simplify(units: list[nn.Module], feed_forward: type[FeedForward]) -> None:
     """Write operations of diffusers in a way that compiles to fewer instructions."""
     for module in (module for unit in units for module in unit.modules()):
         if isinstance(module, FeedForward) and _is_plain(module):
-            module.__class__ = _FeedForward  # a functools.partial of each module would be compiled for each
+            module.__class__ = feed_forward  # a functools.partial of each module would be compiled for each
         elif adapted_linear.suits(module):
             module.__class__ = AdaptedLinear
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
@@ -74,10 +77,27 @@ class _FeedForward(FeedForward):
         return last(gelu(x), largest=largest)
 
 
+class _FusedFeedForward(_FeedForward):
+    """The same but for rounding, in two kernels, where nothing learns and no adapter is added to a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        layers = self.net[0].proj, self.net[2]
+        adapted = any(isinstance(layer, BaseTunerLayer) and not layer.disable_adapters for layer in layers)
+        suit = all(_rounds_x(layer) and _base(layer).bias is not None for layer in layers)
+        if torch.is_grad_enabled() or adapted or not suit or x[..., 0].numel() < FEW_ROWS:
+            return super().forward(x)
+        return gelu_product.feed_forward(x, *(_base(layer) for layer in layers))
+
+
 def _rounds_x(layer: nn.Module) -> bool:
     """Whether a linear layer, adapted or not, multiplies rows of 8 bits."""
-    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    base = _base(layer)
     return isinstance(base, EightBitLinear) and base.rounds_x
+
+
+def _base(layer: nn.Module) -> nn.Module:
+    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -72,17 +72,18 @@ class EightBitLinear(QuantisedLinear):
     """W as rows of 8-bit floats, each with a float32 scale, unpacked for each product. Sides are multiples of 16."""
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """Rows and scales."""
+        """Rows, scales, and the norm of the longest row, which bounds what a product can become."""
         if self.in_features % 16 or self.out_features % 16:
             raise ValueError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
-        rows = torch.empty(self.shape, dtype=E4M3, device=device)
-        return dict(rows=rows, scale=torch.empty(self.out_features, 1, device=device))
+        rows, scale = (
+            torch.empty(self.shape, dtype=E4M3, device=device),
+            torch.empty(self.out_features, 1, device=device),
+        )
+        return dict(rows=rows, scale=scale, longest=torch.empty(1, device=device))
 
     def store(self, weight: Tensor) -> None:
         """Each row by its largest."""
-        rows, scale = quantise(weight.to(self.rows.device))
-        self.rows.copy_(rows)
-        self.scale.copy_(scale)
+        self._set(*quantise(weight.to(self.rows.device)))
 
     def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
         """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded stochastically,
@@ -92,8 +93,12 @@ class EightBitLinear(QuantisedLinear):
         outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
         growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
         total.div_(growth).clamp_(-LARGEST, LARGEST)  # log2 may round down
-        self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
-        self.scale.copy_(base.scale * growth)
+        self._set(stochastic_rounding.rounded(total, E4M3), base.scale * growth)
+
+    def _set(self, rows: Tensor, scale: Tensor) -> None:
+        self.rows.copy_(rows)
+        self.scale.copy_(scale)
+        self.longest.copy_((torch.linalg.vector_norm(rows.float(), dim=1, keepdim=True) * scale).max())
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
@@ -142,12 +147,20 @@ class Float8Product(torch.autograd.Function):
 
 def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
     """x [n, k], of |x| up to `largest` [n, 1], times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
-    num_rows = len(x)
-    padding = (0, 0, 0, -num_rows % 16)  # cuBLAS asks for a multiple of 16
-    rows, row_scale = quantise(F.pad(x, padding), None if largest is None else F.pad(largest, padding))
-    if not x.is_cuda:  # CPUs have such products in newer versions of torch alone
+    rows, row_scale = quantise(padded(x), None if largest is None else padded(largest))
+    return product_of_rows(rows, row_scale, columns, scale, bias)[: len(x)]
+
+
+def padded(x: Tensor) -> Tensor:
+    """[n, k] with rows of zeros behind it, for cuBLAS, which asks for a multiple of 16."""
+    return F.pad(x, (0, 0, 0, -len(x) % 16))
+
+
+def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """e4m3 rows [n, k] of scales [n, 1] times e4m3 columns [k, m] of scales [1, m], plus bf16 [m]; [n, m] bf16."""
+    if not rows.is_cuda:  # CPUs have such products in newer versions of torch alone
         product = rows.float() @ columns.float() * row_scale * scale
-        return (product if bias is None else product + bias).to(torch.bfloat16)[:num_rows]
+        return (product if bias is None else product + bias).to(torch.bfloat16)
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
@@ -158,7 +171,7 @@ def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, lar
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
-    )[:num_rows]
+    )
 
 
 def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,13 +19,15 @@ from flow_grpo import distributed, folders, quantised, stored_weights
 from flow_grpo.frozen_linear import QuantisedLinear
 
 FILES = "*.safetensors"
+FORMAT = 2  # of the layers' buffers; files of another are not read
 
 
 def folder_of(cache: str, weights: Path, precision: str) -> Path:
     """Of one model's weights: named by the precision and what tells their files from others, also from those that take
     their place: size, time of the last change, and path, which of a hub's files holds their digest."""
     files = [path.resolve() for path in sorted(Path(weights).glob(FILES))]
-    key = dict(files=[[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files], precision=precision)
+    key = dict(files=[[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+    key |= dict(precision=precision, format=FORMAT)
     return Path(cache, hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest())
 
 

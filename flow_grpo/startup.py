@@ -17,6 +17,7 @@ from flow_grpo import (
     filling,
     folders,
     fsdp_utils,
+    gelu_product,
     policies,
     prompts,
     quantised,
@@ -87,6 +88,7 @@ def start(
     ranks = distributed.init_distributed()
     quantised.check_device(config, ranks.device)
     flash_attention.check_device(config, ranks.device)
+    gelu_product.check_package(config.attention, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):
@@ -212,7 +214,8 @@ def _load_learner(
     if config.compile or config.attention:
         model.fuse(config.attention)
     if config.compile:
-        compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory)
+        fuse_gelu = gelu_product.available(config.attention, model.device)
+        compiled.compile_units(model.transformer, model.SHARD_UNITS, config.fsdp.activation_memory, fuse_gelu)
         loading.compile_decoder(model.pipeline)
     trained = fsdp_utils.trainable_parameters(model.transformer)
     return Learner(

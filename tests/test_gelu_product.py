@@ -1,0 +1,222 @@
+"""Feed-forwards that make GELU and round it to 8 bits inside of a product: what they compute, and when.
+
+The kernel itself takes a GPU and the package.
+"""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.models.attention import FeedForward
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch.nn import functional as F
+
+from flow_grpo import compiled, gelu_product
+from flow_grpo.frozen_linear import LARGEST, EightBitLinear, Float8Linear, quantise, unpacked
+
+WIDTH, INNER = 64, 208
+ROWS = 2, 70  # 140 rows, no multiple of 16
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layers(seed=0, biggest=1.0):
+    """A feed-forward's two, of 8 bits; `biggest`: a factor of one row of the first."""
+    pair = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+    for place, layer in enumerate(pair):
+        layer.weight.data, layer.bias.data = draw(*layer.weight.shape, seed=seed + place) / 8, draw(layer.out_features)
+    pair[0].weight.data[5] *= biggest
+    return [Float8Linear.of(layer.requires_grad_(False)) for layer in pair]
+
+
+def exact(x, first, last):
+    """In float64, of the weights as they are stored."""
+    for layer in (first, last):
+        weight = unpacked(layer.rows, layer.scale, torch.float32).double()
+        x = F.linear(x.double(), weight, layer.bias.double())
+        x = F.gelu(x, approximate="tanh") if layer is first else x
+    return x
+
+
+def in_turn(x, first, last):
+    """Each product by itself, GELU between them."""
+    return last(F.gelu(first(x), approximate="tanh"))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("biggest", [1.0, 30.0])
+def test_its_error_is_that_of_rounding_in_turn(size, outlier, biggest):
+    first, last = layers(biggest=biggest)
+    x = draw(*ROWS, WIDTH, seed=5) * size
+    x[..., 3] *= outlier
+    reference = exact(x, first, last)
+    found, other = gelu_product.feed_forward(x, first, last), in_turn(x, first, last)
+    assert found.shape == x.shape
+    assert found.dtype == last.dtype
+    errors = [(out.double() - reference).norm() / reference.norm() for out in (found, other)]
+    assert errors[0] < 0.045  # of two roundings to 4 bits
+    if biggest == 1:  # else a row's largest decides, which is 448 in turn, without an error
+        assert errors[0] < 1.1 * errors[1]
+
+
+def test_no_number_is_cut_off_however_a_row_lies():
+    """Each row of x points along a row of W, where the bound is tight."""
+    first, last = layers()
+    weight = unpacked(first.rows, first.scale, torch.float32)
+    x = F.normalize(weight)[:160, None].expand(-1, 2, -1) * torch.tensor([1.0, 1e4])[:, None]
+    reference = exact(x, first, last)
+    assert ((gelu_product.feed_forward(x, first, last) - reference).norm(dim=-1) < 0.08 * reference.norm(dim=-1)).all()
+
+
+def test_rows_of_zeros_without_a_bias_stay_zeros():
+    first, last = layers()
+    first.bias.zero_()
+    last.bias.zero_()
+    assert not gelu_product.feed_forward(torch.zeros(*ROWS, WIDTH), first, last).any()
+
+
+def test_a_row_has_the_same_bits_wherever_it_stands():
+    first, last = layers()
+    x = draw(*ROWS, WIDTH, seed=6)
+    out = gelu_product.feed_forward(x, first, last)
+    assert torch.equal(gelu_product.feed_forward(x.flip(0, 1), first, last), out.flip(0, 1))
+    assert torch.equal(gelu_product.feed_forward(x.flatten(0, 1), first, last), out.flatten(0, 1))
+
+
+def test_the_operation_is_what_it_says():
+    first, _ = layers()
+    rows, scale = quantise(draw(16, WIDTH))
+    factor = torch.linspace(1, 20, 16)[:, None]
+    inputs = rows, scale, first.rows, first.scale, first.bias, factor
+    x = unpacked(rows, scale, torch.float32)
+    y = F.linear(x.double(), unpacked(first.rows, first.scale, torch.float32).double(), first.bias.double())
+    expected = F.gelu(y, approximate="tanh") * factor
+    found = gelu_product.gelu_of_product(*inputs).double()
+    assert ((found - expected).abs() <= expected.abs() * 2**-4 * 1.01 + 2**-10).all()
+    checks = "test_autograd_registration", "test_faketensor"  # the schema's compares numbers, and not those of 8 bits
+    torch.library.opcheck(gelu_product.gelu_of_product, inputs, test_utils=checks)
+
+
+@pytest.mark.parametrize("kind", [EightBitLinear, Float8Linear])
+def test_a_layer_knows_the_norm_of_its_longest_row(kind):
+    linear = nn.Linear(WIDTH, INNER).requires_grad_(False)
+    linear.weight[7] *= 3
+    layer = kind.of(linear)
+    longest = lambda layer: unpacked(layer.rows, layer.scale, torch.float32).norm(dim=1).max()  # noqa: E731
+    torch.testing.assert_close(layer.longest, longest(layer)[None])
+    changed = Float8Linear(*layer.shape, layer.bias, layer.dtype, layer.rows.device)
+    changed.store_sum(layer, draw(INNER, WIDTH))
+    assert changed.longest > layer.longest
+    torch.testing.assert_close(changed.longest, longest(changed)[None])
+
+
+def adapted_feed_forward(fuse_gelu):
+    """A compiled one of 8 bits, with an adapter beside its last layer."""
+    module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
+    holder = nn.ModuleDict(dict(last=nn.Linear(INNER, WIDTH)))
+    first, last = layers()
+    layer = inject_adapter_in_model(LoraConfig(r=4, target_modules=["last"], init_lora_weights=False), holder)["last"]
+    module.net[0].proj, layer.base_layer, module.net[2] = first, last, layer
+    torch._dynamo.reset()
+    compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), fuse_gelu=fuse_gelu)
+    return module
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Grows with each call."""
+    calls, whole = [], gelu_product.feed_forward
+    monkeypatch.setattr(gelu_product, "feed_forward", lambda *inputs: calls.append(True) or whole(*inputs))
+    return calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("asked", [False, True])
+def test_it_is_taken_where_it_is_asked_for(asked, taken):
+    module = adapted_feed_forward(fuse_gelu=asked)
+    module.net[2]._disable_adapters = True
+    module(draw(*ROWS, WIDTH, seed=7))
+    assert bool(taken) == asked
+
+
+def test_it_is_taken_where_nothing_learns_and_nothing_is_added(taken):
+    adapted, x = adapted_feed_forward(fuse_gelu=True), draw(*ROWS, WIDTH, seed=7)
+
+    def takes(x):
+        taken.clear()
+        adapted(x)
+        return bool(taken)
+
+    adapted.net[2]._disable_adapters = True
+    with torch.no_grad():
+        assert takes(x)
+        assert not takes(x[:, :60])  # few rows, whose products have all bits
+        adapted.net[2]._disable_adapters = False
+        assert not takes(x)
+        adapted.net[2]._disable_adapters = True
+        adapted.net[0].proj.rounds_x = False
+        assert not takes(x)
+        adapted.net[0].proj.rounds_x = True
+    assert not takes(x)  # a gradient is asked for
+
+
+@torch.no_grad()
+def test_compiled_it_is_one_operation_and_a_product_and_as_good():
+    adapted = adapted_feed_forward(fuse_gelu=True)
+    adapted.net[2]._disable_adapters = True
+    first, last = adapted.net[0].proj, adapted.net[2].base_layer
+    x = draw(*ROWS, WIDTH, seed=7)
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    found = torch.compile(adapted.forward, backend=note)(x)
+    assert torch.equal(found, gelu_product.feed_forward(x, first, last))
+    (graph,) = graphs
+    operation = torch.ops.flow_grpo.gelu_of_product_1
+    (node,) = [node for node in graph.graph.nodes if node.target in (operation, operation.default)]
+    assert len(node.meta["example_value"]) == 144  # 140 rows, in multiples of 16, which cuBLAS asks for
+    reference = exact(x, first, last)
+    assert (found - reference).norm() < 0.08 * reference.norm()
+
+
+@pytest.mark.parametrize(
+    ("attention", "capability", "expected"),
+    [("flash_4", (9, 0), True), ("", (9, 0), False), ("flash_4", (10, 0), False)],
+)
+def test_it_is_used_with_flash_attention_4_on_hopper_alone(attention, capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gelu_product.available(attention, SimpleNamespace(type="cuda")) == expected
+    assert not gelu_product.available(attention, torch.device("cpu"))
+
+
+@pytest.mark.skipif(find_spec("quack") is not None, reason="the package is installed")
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ValueError, match=r"needs quack.epilogue \(No module .*: pip install 'flow_grpo\[flash4\]'"):
+        gelu_product.check_package("flash_4", SimpleNamespace(type="cuda"))
+    gelu_product.check_package("flash_4", torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")
+def test_the_kernel_computes_what_the_operation_says():
+    pytest.importorskip("quack", reason="takes the extra flash4")
+    rows, scale = quantise(draw(1152, 3072).cuda())
+    weight, of_weight = quantise(draw(12288, 3072, seed=1).cuda() / 55)
+    bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, 1152, device="cuda")[:, None]
+    inputs = rows, scale, weight, of_weight, bias, factor
+    found = gelu_product.gelu_of_product(*inputs).float()
+    expected = gelu_product.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
+    sums = 2**-6 * factor  # whose 14 bits are those of a row's largest part
+    assert ((found - expected).abs() <= expected.abs() * 2**-3 + sums).all()
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    order = torch.randperm(1152, device="cuda")
+    moved = gelu_product.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
+    assert torch.equal(moved.float(), found[order])
