@@ -31,7 +31,7 @@ def compile_units(
     Args:
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
-        fuse_gelu: whether forwards without gradients make GELU inside of products of 8-bit rows (`gelu_product`).
+        fuse_gelu: whether GELU is computed inside 8-bit products (`gelu_product`) where no log-prob and no loss is.
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     stochastic_rounding.compile_for_gpus()
@@ -78,14 +78,14 @@ class _FeedForward(FeedForward):
 
 
 class _FusedFeedForward(_FeedForward):
-    """The same but for rounding, in two kernels, where nothing learns and no adapter is added to a product."""
+    """The same but for rounding, in two kernels, where no log-prob and no loss is computed, and adapters are off."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         layers = self.net[0].proj, self.net[2]
         adapted = any(isinstance(layer, BaseTunerLayer) and not layer.disable_adapters for layer in layers)
-        suit = all(_rounds_x(layer) and _base(layer).bias is not None for layer in layers)
-        if torch.is_grad_enabled() or adapted or not suit or x[..., 0].numel() < FEW_ROWS:
+        suit = all(_rounds_x(layer) and _base(layer).rounds_freely for layer in layers)
+        if torch.is_grad_enabled() or adapted or not suit or x.ndim < 3 or x[..., 0].numel() < FEW_ROWS:
             return super().forward(x)
         return gelu_product.feed_forward(x, *(_base(layer) for layer in layers))
 

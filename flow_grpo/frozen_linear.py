@@ -33,6 +33,7 @@ class QuantisedLinear(nn.Module):
     """
 
     ROUNDS_X = False  # whether x has 8 bits in products, too
+    rounds_freely = False  # whether results enter neither a log-prob nor a loss, so that any rounding of 8 bits will do
     filled = False  # whether W is there before the model's own weights are read
 
     def __init__(
@@ -75,11 +76,11 @@ class EightBitLinear(QuantisedLinear):
         """Rows, scales, and the norm of the longest row, which bounds what a product can become."""
         if self.in_features % 16 or self.out_features % 16:
             raise ValueError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
-        rows, scale = (
-            torch.empty(self.shape, dtype=E4M3, device=device),
-            torch.empty(self.out_features, 1, device=device),
+        return dict(
+            rows=torch.empty(self.shape, dtype=E4M3, device=device),
+            scale=torch.empty(self.out_features, 1, device=device),
+            longest=torch.empty(1, device=device),
         )
-        return dict(rows=rows, scale=scale, longest=torch.empty(1, device=device))
 
     def store(self, weight: Tensor) -> None:
         """Each row by its largest."""

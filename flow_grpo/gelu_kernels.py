@@ -6,7 +6,7 @@ from quack.epilogue import gemm_epilogue
 from quack.epilogue.ops import ColVecLoad, RowVecLoad
 from torch import Tensor
 
-TILE, CLUSTER = (128, 208), (2, 1)  # the fastest of six at 24576 x 3072 x 12288
+TILE, CLUSTER = (128, 208), (2, 1)  # the fastest of six forms at 24576 x 3072 x 12288
 FAST_SUMS = (("fp8_slow_accum", False),)  # 14 bits, as in torch's products
 
 
@@ -15,7 +15,7 @@ def gelu_of_product(
 ) -> Tensor:
     """As `gelu_product.gelu_of_product`."""
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
-    _gelu.gemm(
+    _gelu_1.gemm(
         rows,
         weight,
         out,
@@ -30,9 +30,10 @@ def gelu_of_product(
     return out
 
 
+# quack keeps compiled kernels on the disk and knows them by this name: whoever changes the function changes the number.
 @gemm_epilogue(
     ops={name: ColVecLoad(name) for name in ("row_scale", "factor")}
     | {name: RowVecLoad(name) for name in ("scale", "bias")}
 )
-def _gelu(acc, row_scale, scale, bias, factor):
+def _gelu_1(acc, row_scale, scale, bias, factor):
     return {"D": gelu_tanh_approx(acc * row_scale * scale + bias) * factor}

@@ -1,7 +1,8 @@
-"""A feed-forward of 8-bit rows, whose first product makes GELU and rounds it to 8 bits before it writes anything: the
-rows between its layers are written once and read once, with 8 bits a number."""
+"""A feed-forward of 8-bit rows, whose first product computes GELU and rounds it to 8 bits before anything is written:
+the rows between its layers are written once and read once, with 8 bits a number."""
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,19 +14,20 @@ GROWTH = 1 + 2**-4 + 2**-8  # of a number that is rounded to 8 bits, and of sums
 
 
 def available(attention: str, device: torch.device) -> bool:
-    """Whether the kernel is used: with FlashAttention-4, whose package brings quack-kernels, on a Hopper GPU."""
+    """Whether the kernel may be used: with FlashAttention-4, whose package brings quack-kernels, on a Hopper GPU."""
     on_gpu = attention == flash_attention.NAME and device.type == "cuda"
     return on_gpu and torch.cuda.get_device_capability(device)[0] == CAPABILITY
 
 
-def check_package(attention: str, device: torch.device) -> None:
-    """Raises ValueError where the kernel would be used and cannot be imported."""
+def check_package(config: ConfigDict, device: torch.device) -> None:
+    """Raises ValueError where a run would use the kernel and it cannot be imported."""
+    if not (config.compile and config.sample.fast_precision and available(config.attention, device)):
+        return
     try:
-        if available(attention, device):
-            _kernels()
-    except (ImportError, OSError, TypeError) as error:  # TypeError: quack refuses what lies outside of site-packages
+        _kernels()
+    except (ImportError, OSError, TypeError) as error:  # TypeError: of quack, if it lies outside site-packages
         raise ValueError(
-            f"config.attention {attention!r} needs quack.epilogue ({error}): {flash_attention.INSTALL}"
+            f"config.attention {config.attention!r} needs quack.epilogue ({error}): {flash_attention.INSTALL}"
         ) from error
 
 
@@ -33,8 +35,8 @@ def feed_forward(x: Tensor, first: EightBitLinear, last: EightBitLinear) -> Tens
     """last(GELU(first(x))), without a gradient.
 
     A row's scale is chosen before the row is known, by a bound: |GELU(y)| <= |y| = |w x + b| <= |w| |x| + |b|, with the
-    longest w and the largest b. It is larger than a row's largest number by a factor of 10 to 100, which costs the
-    smallest numbers bits: e4m3 has all of its mantissa over a factor of 29,000.
+    longest w and the largest b. With random weights it is 14 times a row's largest number, which costs the smallest
+    numbers bits: e4m3 has its whole mantissa over a factor of 29,000.
 
     Args:
         x: [..., D]

@@ -47,13 +47,15 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
 
 
 def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> Float8Linear:
-    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in]."""
+    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in], for forwards whose velocity enters no
+    log-prob."""
     if isinstance(base, EightBitLinear):
         copy = Float8Linear(*base.shape, base.bias, base.dtype, change.device)
         copy.store_sum(base, change)
     else:
         copy = Float8Linear(*base.weight.shape, base.bias, base.weight.dtype, change.device)
         copy.store(base.weight + change)
+    copy.rounds_freely = True
     return copy
 
 
@@ -74,9 +76,9 @@ def products_of_8_bits(transformer: nn.Module) -> Iterator[None]:
     velocity enters no log-prob."""
     layers = [layer for layer in quantised_layers(transformer).values() if type(layer) is EightBitLinear]
     for layer in layers:
-        layer.rounds_x = True
+        layer.rounds_x = layer.rounds_freely = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.rounds_x = False
+            layer.rounds_x = layer.rounds_freely = False

@@ -77,7 +77,7 @@ SETTINGS = (
             choices=("fp32", "bf16"), may_differ=True),
     Setting("attention", "",
             'of Qwen-Image on a GPU; "" = torch\'s; "flash_4" = FlashAttention-4, faster under masks, with '
-            "repeatable gradients, and on Hopper GELU inside of products of 8 bits",
+            "repeatable gradients; with compile, on H100 and H200, GELU is computed inside 8-bit products",
             choices=("", "flash_4"), may_differ=True),
     Setting("compile", False, "transformer blocks and the decoder: slow to start the first time", may_differ=True),
     Setting("vae_batch_size", 32, "images per decode", unit="images", least=1, most=10**5, may_differ=True),

@@ -88,7 +88,7 @@ def start(
     ranks = distributed.init_distributed()
     quantised.check_device(config, ranks.device)
     flash_attention.check_device(config, ranks.device)
-    gelu_product.check_package(config.attention, ranks.device)
+    gelu_product.check_package(config, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resuming.take_folder, config)
     with folders.given_back(place.folder):

@@ -1,8 +1,10 @@
-"""Feed-forwards that make GELU and round it to 8 bits inside of a product: what they compute, and when.
+"""Feed-forwards that compute GELU and round it to 8 bits inside a product: what they compute, and when.
 
 The kernel itself takes a GPU and the package.
 """
 
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from peft import LoraConfig, inject_adapter_in_model
+from small import FEW, config_of, lines_of, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -107,7 +110,10 @@ def test_a_layer_knows_the_norm_of_its_longest_row(kind):
     linear = nn.Linear(WIDTH, INNER).requires_grad_(False)
     linear.weight[7] *= 3
     layer = kind.of(linear)
-    longest = lambda layer: unpacked(layer.rows, layer.scale, torch.float32).norm(dim=1).max()  # noqa: E731
+
+    def longest(layer):
+        return unpacked(layer.rows, layer.scale, torch.float32).norm(dim=1).max()
+
     torch.testing.assert_close(layer.longest, longest(layer)[None])
     changed = Float8Linear(*layer.shape, layer.bias, layer.dtype, layer.rows.device)
     changed.store_sum(layer, draw(INNER, WIDTH))
@@ -116,15 +122,20 @@ def test_a_layer_knows_the_norm_of_its_longest_row(kind):
 
 
 def adapted_feed_forward(fuse_gelu):
-    """A compiled one of 8 bits, with an adapter beside its last layer."""
+    """Of copies of 8 bits, with adapters beside them that are off, as inside policies.merged. Its class is that of
+    compiled blocks; its own forward is not compiled."""
     module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
-    holder = nn.ModuleDict(dict(last=nn.Linear(INNER, WIDTH)))
-    first, last = layers()
-    layer = inject_adapter_in_model(LoraConfig(r=4, target_modules=["last"], init_lora_weights=False), holder)["last"]
-    module.net[0].proj, layer.base_layer, module.net[2] = first, last, layer
+    module.net[0].proj, module.net[2] = (adapted(layer) for layer in layers())
     torch._dynamo.reset()
     compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), fuse_gelu=fuse_gelu)
     return module
+
+
+def adapted(layer):
+    holder = nn.ModuleDict(dict(only=nn.Linear(layer.in_features, layer.out_features)))
+    found = inject_adapter_in_model(LoraConfig(r=4, target_modules=["only"], init_lora_weights=False), holder)["only"]
+    found.base_layer, found._disable_adapters, layer.rounds_freely = layer, True, True
+    return found
 
 
 @pytest.fixture
@@ -138,38 +149,54 @@ def taken(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_is_taken_where_it_is_asked_for(asked, taken):
-    module = adapted_feed_forward(fuse_gelu=asked)
-    module.net[2]._disable_adapters = True
-    module(draw(*ROWS, WIDTH, seed=7))
+    adapted_feed_forward(fuse_gelu=asked)(draw(*ROWS, WIDTH, seed=7))
     assert bool(taken) == asked
 
 
-def test_it_is_taken_where_nothing_learns_and_nothing_is_added(taken):
-    adapted, x = adapted_feed_forward(fuse_gelu=True), draw(*ROWS, WIDTH, seed=7)
+def test_it_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
+    module, x = adapted_feed_forward(fuse_gelu=True), draw(*ROWS, WIDTH, seed=7)
 
     def takes(x):
         taken.clear()
-        adapted(x)
+        module(x)
         return bool(taken)
 
-    adapted.net[2]._disable_adapters = True
     with torch.no_grad():
         assert takes(x)
-        assert not takes(x[:, :60])  # few rows, whose products have all bits
-        adapted.net[2]._disable_adapters = False
-        assert not takes(x)
-        adapted.net[2]._disable_adapters = True
-        adapted.net[0].proj.rounds_x = False
-        assert not takes(x)
-        adapted.net[0].proj.rounds_x = True
+        assert not takes(x.flatten()[: 127 * WIDTH].view(1, 127, WIDTH))  # few rows, whose products have all bits
+        assert not takes(x.flatten(0, 1))  # one vector per image
+        for layer in (module.net[0].proj, module.net[2]):
+            for owner, name, value in (
+                (layer, "_disable_adapters", False),
+                (layer.base_layer, "rounds_x", False),
+                (layer.base_layer, "rounds_freely", False),
+            ):
+                setattr(owner, name, value)
+                assert not takes(x)
+                setattr(owner, name, not value)
+        assert takes(x)
     assert not takes(x)  # a gradient is asked for
+
+
+def test_a_run_takes_it_for_images_and_not_for_log_probs_or_losses(shallow, tmp_path, taken, monkeypatch):
+    """Else the first ratios would not be 1, and the reference would not be the policy that it is at first."""
+    monkeypatch.setattr(gelu_product, "available", lambda attention, device: True)
+    monkeypatch.setattr(gelu_product, "_kernels", lambda: None)  # a GPU's alone
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    how = FEW | shallow | dict(num_epochs=1, eval_freq=0, sample__batch_size=8, train__beta=0.01, compile=True)
+    how |= dict(base_precision="fp8", sample__merge_adapter=True, sample__fast_precision="fp8")
+    folder = train("shapes_qwenimage", tmp_path, **how)
+    assert taken
+    first = lines_of(folder, "update")[0]
+    assert first["parity/log_prob_abs_diff_max"] == 0
+    assert first["kl_reference"] == 0
 
 
 @torch.no_grad()
 def test_compiled_it_is_one_operation_and_a_product_and_as_good():
-    adapted = adapted_feed_forward(fuse_gelu=True)
-    adapted.net[2]._disable_adapters = True
-    first, last = adapted.net[0].proj, adapted.net[2].base_layer
+    module = adapted_feed_forward(fuse_gelu=True)
+    first, last = module.net[0].proj.base_layer, module.net[2].base_layer
     x = draw(*ROWS, WIDTH, seed=7)
     graphs = []
 
@@ -177,7 +204,7 @@ def test_compiled_it_is_one_operation_and_a_product_and_as_good():
         graphs.append(graph)
         return graph
 
-    found = torch.compile(adapted.forward, backend=note)(x)
+    found = torch.compile(module.forward, backend=note)(x)
     assert torch.equal(found, gelu_product.feed_forward(x, first, last))
     (graph,) = graphs
     operation = torch.ops.flow_grpo.gelu_of_product_1
@@ -198,25 +225,30 @@ def test_it_is_used_with_flash_attention_4_on_hopper_alone(attention, capability
 
 
 @pytest.mark.skipif(find_spec("quack") is not None, reason="the package is installed")
-def test_a_missing_package_is_named(monkeypatch):
+@pytest.mark.parametrize("unused", [{}, dict(attention=""), dict(compile=False), dict(sample__fast_precision="")])
+def test_a_missing_package_is_named_by_runs_that_use_it(unused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(ValueError, match=r"needs quack.epilogue \(No module .*: pip install 'flow_grpo\[flash4\]'"):
-        gelu_product.check_package("flash_4", SimpleNamespace(type="cuda"))
-    gelu_product.check_package("flash_4", torch.device("cpu"))
+    how = dict(attention="flash_4", compile=True, sample__fast_precision="fp8") | unused
+    config, gpu = config_of("shapes_qwenimage", **how), SimpleNamespace(type="cuda")
+    message = r"needs quack.epilogue \(No module .*: pip install 'flow_grpo\[flash4\]'"
+    with nullcontext() if unused else pytest.raises(ValueError, match=message):
+        gelu_product.check_package(config, gpu)
+    gelu_product.check_package(config, torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")
-def test_the_kernel_computes_what_the_operation_says():
+@pytest.mark.parametrize("num_rows", [1152, 144])
+def test_the_kernel_computes_what_the_operation_says(num_rows):
     pytest.importorskip("quack", reason="takes the extra flash4")
-    rows, scale = quantise(draw(1152, 3072).cuda())
+    rows, scale = quantise(draw(num_rows, 3072).cuda())
     weight, of_weight = quantise(draw(12288, 3072, seed=1).cuda() / 55)
-    bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, 1152, device="cuda")[:, None]
+    bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, num_rows, device="cuda")[:, None]
     inputs = rows, scale, weight, of_weight, bias, factor
     found = gelu_product.gelu_of_product(*inputs).float()
     expected = gelu_product.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
     sums = 2**-6 * factor  # whose 14 bits are those of a row's largest part
     assert ((found - expected).abs() <= expected.abs() * 2**-3 + sums).all()
     assert (found - expected).norm() < 0.03 * expected.norm()
-    order = torch.randperm(1152, device="cuda")
+    order = torch.randperm(num_rows, device="cuda")
     moved = gelu_product.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
     assert torch.equal(moved.float(), found[order])
