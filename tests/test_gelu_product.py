@@ -178,10 +178,15 @@ def test_it_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
     assert not takes(x)  # a gradient is asked for
 
 
+def on_cpu(*inputs):
+    """What the kernel would compute, for a GPU without the package and for sides that its tiles do not suit."""
+    return gelu_product.gelu_of_product(*(x.cpu() for x in inputs)).to(inputs[0].device)
+
+
 def test_a_run_takes_it_for_images_and_not_for_log_probs_or_losses(shallow, tmp_path, taken, monkeypatch):
     """Else the first ratios would not be 1, and the reference would not be the policy that it is at first."""
     monkeypatch.setattr(gelu_product, "available", lambda attention, device: True)
-    monkeypatch.setattr(gelu_product, "_kernels", lambda: None)  # a GPU's alone
+    monkeypatch.setattr(gelu_product, "_kernels", lambda: SimpleNamespace(gelu_of_product=on_cpu))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     how = FEW | shallow | dict(num_epochs=1, eval_freq=0, sample__batch_size=8, train__beta=0.01, compile=True)
