@@ -34,7 +34,7 @@ import yaml
 from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
-from flow_grpo import configs, loop, optimization, preferences, prompts, publishing
+from flow_grpo import configs, loop, optimization, preferences, publishing
 from flow_grpo.diffusers_patch import loading, models
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -43,6 +43,7 @@ from flow_grpo.diffusers_patch.size import Size, training_size
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 
 import build_random_pipeline as random_pipeline
+from one_prompt import one_prompt
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 KEPT = ("images_per_s", "slot_use")
@@ -121,16 +122,6 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     constants |= dict(model=config.model, height=config.height, width=config.width, dtype=config.preferences.dtype)
     rows = draw | {name: [value] * count for name, value in constants.items()}
     preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
-
-
-def one_prompt(dataset: str, folder: Path) -> str:
-    """A data set of nothing but the longest prompt of another."""
-    longest = max(prompts.load_prompts(dataset, "train"), key=lambda prompt: len(prompt.text))
-    folder.mkdir()
-    for split in ("train", "test"):
-        line = json.dumps(longest.metadata | dict(prompt=longest.text)) + "\n"
-        (folder / f"{split}_metadata.jsonl").write_text(line, encoding="utf-8")
-    return str(folder)
 
 
 def shared_folder() -> str:
