@@ -1,18 +1,20 @@
-"""How many rows a forward should have on this machine: short runs of a script with its own flags, one per number.
+"""Measures how many rows per forward are fastest on this machine, by short runs of a script with its own flags.
 
     python tools/choose_batch_size.py scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage,large_gpu
     python tools/choose_batch_size.py --gpus 8 scripts/train_sd3_pr.py --config my_config.py:my_run --config.seed=2
 
-sample.batch_size is doubled for as long as that makes 2 % more images/s, or halved until it fits into memory; then
-sample.completion_batch_size is doubled likewise, if the run has one. Each number takes a start and two epochs of few
-images, of the data set's longest prompt. The last line has the flags of the fastest.
+sample.batch_size is doubled as long as each doubling makes at least 2 % more images/s, or halved until it fits into
+memory; then sample.completion_batch_size is doubled likewise, if the run has slots. Trying a number costs one start and
+two epochs of few images, all of the data set's longest prompt. The last line has the flags of the fastest.
 
-A run does not choose them by itself, since last bits depend on them: they belong to what is repeated or resumed.
+A run does not choose by itself: sample.batch_size also decides which images share a minibatch, so a run that is to be
+repeated or resumed names it.
 """
 
 import argparse
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,26 +26,30 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 from one_prompt import one_prompt
 
-from flow_grpo import batching, command_line
+from flow_grpo import batching, command_line, settings
 from flow_grpo.setting import DPO
 
 GAIN = 1.02  # in images/s, below which more rows are not worth their memory
 SHORT = {  # a third epoch begins, but is not awaited
     **{"num_epochs": 3, "eval_freq": 0, "save_freq": 0, "rollout_images_freq": 0, "max_hours": 0.0},
-    **{"logger": "none", "run_name": "trial", "resume_from": "", "train.updates_per_epoch": 1},
+    **{"logger": "none", "run_name": "trial", "resume_from": "", "health.action": "log"},
+    **{"train.updates_per_epoch": 1, "train.target_update_size": 0.0},
 }
+OUT_OF_MEMORY = "OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+SENTENCE = rf"^[\w.-]+\.py(?:, rank \d+)?: (?!{command_line.ANOTHER_RANK}).*"
 
 
 class Rows(NamedTuple):
-    """Of a forward."""
+    """How many a forward has."""
 
     batch_size: int
-    completion_batch_size: int  # 0 = as many
+    completion_batch_size: int | None = None  # None = the run has no slots; 0 = batch_size
 
     @property
     def flags(self) -> str:
-        """For a command line."""
-        return " ".join(f"--config.sample.{name}={value}" for name, value in self._asdict().items())
+        """To append to the script's own."""
+        numbers = {name: value for name, value in self._asdict().items() if value is not None}
+        return " ".join(f"--config.sample.{name}={value}" for name, value in numbers.items())
 
 
 class Trials:
@@ -51,49 +57,77 @@ class Trials:
 
     def __init__(self, command: list[str], config: ConfigDict, gpus: int, folder: Path):
         self.command, self.config, self.gpus, self.folder = command, config, gpus, folder
-        self.dataset, self.speeds = one_prompt(config.dataset, folder / "prompts"), {}
+        self.data = {} if config.preferences.path else {"dataset": one_prompt(config.dataset, folder / "prompts")}
+        self.speeds = {}
 
     def images_per_s(self, rows: Rows) -> float:
-        """Of the second epoch; 0 where memory runs out. Says so, once for the same rows.
+        """Of the second epoch; 0 where there is not enough memory. Prints each measurement once.
 
         Raises:
-            ValueError: the run ends before, for another reason.
+            ValueError: the run ends for another reason, before any has been measured. Later ones count as 0.
         """
         if rows not in self.speeds:
-            epoch = second_epoch(self._words(rows), self.folder / "_".join(map(str, rows)))
-            self.speeds[rows] = epoch["images_per_s"] if epoch else 0.0
-            peak = f", {epoch['memory/peak_gib']:.1f} GiB" if epoch and epoch.get("memory/peak_gib") else ""
-            found = f"{self.speeds[rows]:.3g} images/s{peak}" if epoch else "out of memory"
-            print(f"{rows.flags}  {found}", flush=True)
+            print(rows.flags, end="  ", flush=True)
+            self.speeds[rows], found = self._measured(rows)
+            print(found, flush=True)
         return self.speeds[rows]
 
-    def _words(self, rows: Rows) -> list[str]:
+    def _measured(self, rows: Rows) -> tuple[float, str]:
+        """Images/s, and what to print."""
+        try:
+            epoch = second_epoch(self.short_run(rows), self.folder / "_".join(map(str, rows)))
+        except ValueError as error:
+            if not any(self.speeds.values()):
+                raise
+            return 0.0, str(error)
+        if not epoch:
+            return 0.0, "out of memory"
+        peak = f", {epoch['memory/peak_gib']:.1f} GiB" if "memory/peak_gib" in epoch else ""
+        return epoch["images_per_s"], f"{epoch['images_per_s']:.3g} images/s{peak}"
+
+    def short_run(self, rows: Rows) -> list[str]:
         """The command of a run of few images."""
-        settings = SHORT | {"dataset": self.dataset, "sample.num_prompts_per_epoch": self.num_prompts(rows)}
-        flags = [f"--config.{name}={value}" for name, value in settings.items()]
+        num_prompts = few_prompts(self.config, self.gpus, rows)
+        short = SHORT | self.data | {"sample.num_prompts_per_epoch": num_prompts}
+        flags = [f"--config.{name}={value}" for name, value in short.items()]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.gpus}"]
         return [*launch, *self.command, *flags, *rows.flags.split()]
 
-    def num_prompts(self, rows: Rows) -> int:
-        """The fewest that fill forwards of so many rows on each GPU, and divide over the GPUs."""
-        sample = self.config.sample
-        for number in range(1, sample.num_prompts_per_epoch):
-            images = number * sample.num_images_per_prompt * sample.num_branches
-            if images >= rows.completion_batch_size * self.gpus and self.divide(rows.batch_size, number, updates=1):
-                return number
-        return sample.num_prompts_per_epoch
 
-    def divide(self, batch_size: int, num_prompts: int | None = None, updates: int | None = None) -> bool:
-        """Whether an epoch divides into batches of so many rows; by default that of the config."""
-        config = self.config.copy_and_resolve_references()
-        config.sample.batch_size = batch_size
-        config.sample.num_prompts_per_epoch = num_prompts or config.sample.num_prompts_per_epoch
-        config.train.updates_per_epoch = updates or config.train.updates_per_epoch
-        try:
-            plan_of(config, self.gpus)
-        except ValueError:
-            return False
-        return True
+def few_prompts(config: ConfigDict, gpus: int, rows: Rows) -> int:
+    """The fewest that fill forwards of so many rows on each GPU, and divide over the GPUs in one update. Those of twice
+    the config's rows are filled anyway, so that the first trials draw the same images."""
+    twice = 2 * config.sample.batch_size
+    batch_size = max(rows.batch_size, twice if divides(changed(config, twice), gpus) else 0)
+    free_rows = max(rows.completion_batch_size or 0, 2 * config.sample.completion_batch_size)
+    for number in range(1, config.sample.num_prompts_per_epoch):
+        few = changed(config, batch_size)
+        few.sample.num_prompts_per_epoch, few.train.updates_per_epoch = number, 1
+        if num_images(few) >= free_rows * gpus and divides(few, gpus):
+            return number
+    return config.sample.num_prompts_per_epoch
+
+
+def num_images(config: ConfigDict) -> int:
+    """Of an epoch."""
+    sample = config.sample
+    return sample.num_prompts_per_epoch * sample.num_images_per_prompt * sample.num_branches
+
+
+def changed(config: ConfigDict, batch_size: int) -> ConfigDict:
+    """The same with another sample.batch_size."""
+    config = config.copy_and_resolve_references()
+    config.sample.batch_size = batch_size
+    return config
+
+
+def divides(config: ConfigDict, gpus: int) -> bool:
+    """Whether an epoch does, into batches."""
+    try:
+        plan_of(config, gpus)
+    except ValueError:
+        return False
+    return True
 
 
 def plan_of(config: ConfigDict, gpus: int) -> batching.BatchPlan:
@@ -122,12 +156,12 @@ def second_epoch(command: list[str], folder: Path) -> dict | None:
     if len(lines := epochs(folder)) >= 2:
         return lines[1]
     text = log.read_text(errors="replace")
-    if re.search("out ?of ?memory", text, re.IGNORECASE):
+    if re.search(OUT_OF_MEMORY, text):
         return None
-    if said := re.search(r"^[\w.-]+\.py: .*", text, re.MULTILINE):
+    if said := re.search(SENTENCE, text, re.MULTILINE):
         raise ValueError(said[0])
     sys.stderr.write(text)
-    raise ValueError(f"the run ended with status {run.returncode}, and what stands above")
+    raise ValueError(f"the run ended with status {run.returncode}; its output is above")
 
 
 def epochs(folder: Path) -> list[dict]:
@@ -151,43 +185,65 @@ def climb(start: int, allowed: Callable[[int], bool], speed: Callable[[int], flo
         best //= 2
         if speed(best):
             return best
-    raise ValueError(f"not even {best} rows fit into memory; docs/will_it_fit.md says what else takes less")
+    raise ValueError(f"not even {best} rows fit into memory; docs/will_it_fit.md lists other ways to save memory")
 
 
-def choose(trials: Trials) -> Rows:
-    """The fastest rows that fit."""
-    sample = trials.config.sample
-    plan_of(trials.config, trials.gpus)
-    completion = sample.completion_batch_size
-    rows = climb(sample.batch_size, trials.divide, lambda number: trials.images_per_s(Rows(number, completion)))
-    if sample.engine != "stepwise" and sample.num_branches == 1:
-        return Rows(rows, completion)
-    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt * sample.num_branches // trials.gpus
+def choose(config: ConfigDict, gpus: int, speed: Callable[[Rows], float]) -> Rows:
+    """The fastest rows that fit.
+
+    Raises:
+        ValueError: none fit, or the config's own rows do not divide.
+    """
+    plan_of(config, gpus)
+    sample = config.sample
+    slots = config.algorithm != DPO and (sample.engine == "stepwise" or sample.num_branches > 1)
+    free_rows = sample.completion_batch_size if slots else None
+    if free_rows and not speed(Rows(sample.batch_size, free_rows)):
+        free_rows = 0  # fewer, in most configs
+
+    def dividing(number: int) -> bool:
+        return divides(changed(config, number), gpus)
+
+    rows = climb(sample.batch_size, dividing, lambda number: speed(Rows(number, free_rows)))
+    if not slots:
+        return Rows(rows)
 
     def both(number: int) -> Rows:
-        return Rows(rows, completion if number == (completion or rows) else number)
+        return Rows(rows, free_rows if number == (free_rows or rows) else number)
 
-    return both(
-        climb(completion or rows, lambda number: number <= images, lambda number: trials.images_per_s(both(number)))
-    )
+    most = num_images(config) // gpus
+    return both(climb(free_rows or rows, lambda number: number <= most, lambda number: speed(both(number))))
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="of this machine that the run will use")
-    parser.add_argument("script", help="that trains")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the script: --config FILE:NAME --config.KEY=VALUE")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs of this machine (default: 1)")
+    parser.add_argument("script", help="training script")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the script's own: --config FILE:NAME and others")
     return parser
 
 
 def main(words: list[str]) -> None:
     args = parser().parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and with it the run
     with command_line.sentences(), tempfile.TemporaryDirectory() as folder:
-        if args.gpus < 1 or not Path(args.script).is_file():
-            raise ValueError(f"{args.script!r} on {args.gpus} GPUs: there must be such a file, and at least one GPU")
-        config = command_line.config_of(args.flags, "")
-        print(choose(Trials([args.script, *args.flags], config, args.gpus, Path(folder))).flags)
+        config = checked_config(args)
+        trials = Trials([args.script, *args.flags], config, args.gpus, Path(folder))
+        print(choose(config, args.gpus, trials.images_per_s).flags)
+
+
+def checked_config(args: argparse.Namespace) -> ConfigDict:
+    """Of the script. Raises ValueError for a command that cannot be meant."""
+    if args.gpus < 1:
+        raise ValueError(f"--gpus is {args.gpus}; it must be at least 1")
+    if not (Path(args.script).is_file() and Path(args.script).name.startswith("train_")):
+        raise ValueError(f"{args.script!r} is no training script, such as scripts/train_qwenimage.py")
+    if not any(re.match("--?config(=|$)", flag) for flag in args.flags):
+        raise ValueError(f"give {args.script} a config: --config FILE:NAME")
+    config = command_line.config_of(args.flags, "")
+    settings.check_values(config)
+    return config
 
 
 if __name__ == "__main__":
