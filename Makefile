@@ -12,10 +12,13 @@ QUICK := advantages batching config denoise_with_logprob ema forward losses prom
 # Comparisons of floats, and what the CPU's libraries may be told about its instruction set.
 FLOATS := $(QUICK) compiled embeddings fast_path flash_attention frozen_linear fsdp_utils gelu_product joint_attention local_rewards models parity pickscore policies preferences quantised \
 	qwenimage_pipeline ranks scripts stepwise stochastic_rounding tiny_model health
+# Those that compare floats or take a kernel, and hold on a GPU, too.
+ON_GPU := compiled embeddings flash_attention frozen_linear gelu_product health joint_attention parity policies quantised \
+	stepwise stochastic_rounding
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
 
-.PHONY: demo test quick test-isa test-kernels check learn bench faults
+.PHONY: demo test quick test-isa test-kernels test-gpu check learn bench faults
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -34,6 +37,9 @@ test-isa: .venv/ready  ## the tests that compare floats, under every instruction
 test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any machine; fetches Triton, 1 GB
 	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton==3.9.0
 	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
+
+test-gpu: .venv/ready  ## what compares floats or takes a kernel, on a GPU; with its kernels: .venv/bin/pip install -e '.[flash4]'
+	$(VENV) -m pytest --gpu -p no:cacheprovider $(ON_GPU:%=tests/test_%.py) $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff check .

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MEMORY_GIB = 4.0  # more than the imports have taken
 LONGEST_SENTENCE = 2200  # characters
 REWARD_FOLDERS = list(rewards.__path__)
-ENV = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+ENV = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": PYTHONPATH}
 
 
 class Ended(NamedTuple):

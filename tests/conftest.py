@@ -1,5 +1,7 @@
-"""Runs in this process leave wandb out, whose own process takes a quarter of a small run's time. What it records is
-tested in test_dashboards.py, and by the runs that tests start as commands (`ENV` in small.py)."""
+"""Tests see no GPU unless they are told to: golden numbers and two ranks that equal one are a CPU's.
+
+Runs in this process leave wandb out, whose own process takes a quarter of a small run's time. What it records is tested
+in test_dashboards.py, and by the runs that tests start as commands (`ENV` in small.py)."""
 
 import gc
 import os
@@ -8,6 +10,20 @@ import pytest
 import warm
 
 os.environ["WANDB_MODE"] = "disabled"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="run on the GPU, as `make test-gpu` does")
+
+
+def pytest_configure(config):
+    if not config.option.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    import torch  # late: two seconds of the process that hands the tests out
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--gpu: torch finds no GPU")
 
 
 def pytest_collection_finish():

@@ -99,7 +99,7 @@ def test_what_is_kept_from_older_weights_is_named(compared, monkeypatch):
     plain, kept = runs.Run.velocity, {}
 
     def remembered(run, x, t, condition, guidance_scale=None, size=None):
-        key = (x.numpy().tobytes(), t.numpy().tobytes())
+        key = (x.cpu().numpy().tobytes(), t.cpu().numpy().tobytes())
         if torch.is_grad_enabled() or key not in kept:
             kept[key] = plain(run, x, t, condition, guidance_scale, size)
         return kept[key]
@@ -217,7 +217,8 @@ def test_truncated_importance_weights_weigh_what_the_rollout_was_wrong_about(tmp
 
     def wrong(*args, **options):
         rollout = plain(*args, **options)
-        rollout.log_probs += 0.2 * (-1.0) ** torch.arange(rollout.log_probs.numel()).view(rollout.log_probs.shape)
+        signs = (-1.0) ** torch.arange(rollout.log_probs.numel(), device=rollout.log_probs.device)
+        rollout.log_probs += 0.2 * signs.view(rollout.log_probs.shape)
         return rollout
 
     monkeypatch.setattr(sampling, "from_trace", wrong)

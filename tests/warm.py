@@ -40,7 +40,8 @@ class Parent:
     def ask(self, **request):
         with self.lock:
             if self.process is None:
-                path = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
+                theirs = filter(None, [os.environ.get("PYTHONPATH")])  # another torch, for example
+                path = os.pathsep.join([*(str(ROOT / folder) for folder in FOLDERS), *theirs])
                 env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
                 command, pipe = [sys.executable, __file__], subprocess.PIPE
                 self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
