@@ -1,12 +1,15 @@
 """Which numbers of rows choose_batch_size.py tries, what it makes of a run's end, and what it says."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import choose_batch_size
 import pytest
 from choose_batch_size import Rows, Trials, climb, second_epoch
-from small import config_of
+from small import ROOT, config_of
 
 from flow_grpo import command_line
 from flow_grpo.prompts import load_prompts
@@ -187,6 +190,28 @@ def test_a_script_with_its_flags_gets_the_flags_of_the_fastest(capsys):
 
 
 CONFIG = "--config", "config/grpo.py:shapes_qwenimage"
+WAITS = """
+import os, time
+from pathlib import Path
+file = Path(__file__).with_name("pid")
+file.with_suffix(".part").write_text(str(os.getpid()))
+file.with_suffix(".part").rename(file)
+time.sleep(60)
+"""
+
+
+def test_it_ends_its_run_when_it_is_ended(tmp_path):
+    _, waits = script(tmp_path, WAITS)
+    tool = subprocess.Popen([sys.executable, "tools/choose_batch_size.py", waits, *CONFIG], cwd=ROOT)
+    try:
+        while not (tmp_path / "pid").exists():
+            assert tool.poll() is None
+            time.sleep(0.1)
+    finally:
+        tool.terminate()
+    assert tool.wait() == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize(
