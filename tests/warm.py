@@ -40,10 +40,7 @@ class Parent:
     def ask(self, **request):
         with self.lock:
             if self.process is None:
-                theirs = filter(None, [os.environ.get("PYTHONPATH")])  # another torch, for example
-                path = os.pathsep.join([*(str(ROOT / folder) for folder in FOLDERS), *theirs])
-                env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-                command, pipe = [sys.executable, __file__], subprocess.PIPE
+                command, env, pipe = [sys.executable, __file__], environment(), subprocess.PIPE
                 self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -54,6 +51,13 @@ class Parent:
             self.process.stdin.close()
             self.process.wait()
             self.process = None
+
+
+def environment():
+    """The parent's: it finds the project's modules, and those of the tests' own PYTHONPATH, such as another torch."""
+    theirs = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([*(str(ROOT / folder) for folder in FOLDERS), *theirs])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 PARENT = Parent()
