@@ -9,20 +9,20 @@ DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwe
 MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864
 TEST := $(MALLOC) $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
 QUICK := advantages batching config denoise_with_logprob ema forward losses prompts rollout rooms sde_with_logprob windows
-# Comparisons of floats, and what the CPU's libraries may be told about its instruction set.
-FLOATS := $(QUICK) compiled embeddings fast_path flash_attention frozen_linear fsdp_utils gelu_product joint_attention local_rewards models parity pickscore policies preferences quantised \
-	qwenimage_pipeline ranks scripts stepwise stochastic_rounding tiny_model health
+# Files that compare numbers, and what the CPU's libraries may be told about its instruction set.
+FLOATS = $(shell grep -lE "approx|assert_close|torch\.equal" tests/test_*.py)
 # Those that compare floats or take a kernel, and hold on a GPU, too.
 ON_GPU := compiled embeddings flash_attention frozen_linear gelu_product health joint_attention parity policies quantised \
 	stepwise stochastic_rounding
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
-	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2
+	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
+	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick test-isa test-kernels test-gpu check learn bench faults
+.PHONY: demo test quick test-isa test-kernels test-gpu check docs learn bench faults
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
-	@$(VENV) -m flow_grpo.report $$(ls -td runs/*/ | head -n 1)
+	@$(VENV) -m flow_grpo.monitoring.report $$(ls -td runs/*/ | head -n 1)
 	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}report.html, $${folder}reward.png and $${folder}samples.png."
 
 test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
@@ -32,7 +32,7 @@ quick: .venv/ready  ## closed forms, golden numbers, plans, settings, imports: n
 	OMP_NUM_THREADS=1 $(TEST) -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
 
 test-isa: .venv/ready  ## the tests that compare floats, under every instruction set that the libraries can be held to
-	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS:%=tests/test_%.py) $(ARGS) || exit 1; done
+	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS) $(ARGS) || exit 1; done
 
 test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any machine; fetches Triton, 1 GB
 	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton==3.9.0
@@ -48,10 +48,13 @@ check: .venv/ready
 learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours. ARGS="--only nft branches --seconds 300"
 	$(VENV) benchmarks/learn.py train --parallel 2 --seconds 600 $(ARGS)
 
+docs: .venv/ready  ## write the tables and code of docs/ that the program knows
+	$(VENV) tools/make_docs.py
+
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
 	$(VENV) benchmarks/bench.py $(ARGS)
 
-faults: .venv/ready  ## kills, full disks, damaged files, hostile servers, odd settings. ARGS="--minutes 5 --kinds settings"
+faults: .venv/ready  ## damaged files, and kills at random moments. ARGS="--minutes 5 --kinds kills"
 	$(VENV) benchmarks/faults.py $(ARGS)
 
 .venv/ready: requirements.txt setup.py

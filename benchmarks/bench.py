@@ -16,7 +16,6 @@ random weights before it come about on the GPU, where those of a real run may ne
 
 import argparse
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -26,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,82 +32,36 @@ import yaml
 from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
-from flow_grpo import configs, loop, optimization, preferences, publishing
-from flow_grpo.diffusers_patch import loading, models
+from flow_grpo.data import preferences
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
+from flow_grpo.monitoring import model_card
+from flow_grpo.run import loop, optimization
+from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 
-import build_random_pipeline as random_pipeline
-from one_prompt import one_prompt
+from random_model import full_config, random_folder, random_model, registered
 
-TINY = "flow_grpo/assets/tiny_qwenimage"
 KEPT = ("images_per_s", "slot_use")
-
-
-def random_model(name: str) -> type[FlowModel]:
-    """The model with weights of the published size, which are random and never on a disk."""
-    family, build = models.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
-
-    class Random(family):
-        @classmethod
-        def load(cls, folder, device, *, vae_dtype=torch.float32, alone=False, text=True):
-            pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
-            pipeline.vae.to(vae_dtype)
-            if alone:  # as for pairs from a disk
-                pipeline.register_modules(
-                    **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
-                )
-                gc.collect()
-                torch.cuda.reset_peak_memory_stats()
-            return cls(pipeline, device)
-
-        @classmethod
-        def without_weights(cls, folder):
-            return cls(build(random_pipeline.empty), torch.device("cpu"))
-
-        @staticmethod
-        def transformer_folder(folder):
-            return None
-
-        @staticmethod
-        def text_version(folder):
-            return {}
-
-    return Random
-
-
-@contextlib.contextmanager
-def registered(family: type[FlowModel], pipeline_name: str):
-    """Inside, `family` is the model of pipelines of this name."""
-    before = dict(models.MODELS)
-    models.MODELS[pipeline_name] = family
-    try:
-        yield
-    finally:
-        models.MODELS.clear()  # in the order in which messages list them
-        models.MODELS |= before
-
-
-def random_folder(folder: Path) -> str:
-    """A diffusers folder of nothing, whose pipeline is called "Random"."""
-    folder.mkdir()
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "Random"}))
-    return str(folder)
 
 
 def config_of(name: str, kind: str = "pr"):
     """A run's config by its name."""
-    return configs.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
+    return config_files.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
 
 
-def full_config(config, kind: str):
-    """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
-    config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
-    config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
-    return config
+def one_prompt(dataset: str, folder: Path) -> str:
+    """Write a data set of nothing but the longest training prompt of another into a new folder; its path."""
+    longest = max(load_prompts(dataset, "train"), key=lambda prompt: len(prompt.text))
+    folder.mkdir()
+    for split in ("train", "test"):
+        line = json.dumps(longest.metadata | dict(prompt=longest.text)) + "\n"
+        (folder / f"{split}_metadata.jsonl").write_text(line, encoding="utf-8")
+    return str(folder)
 
 
 def random_pairs(config, shapes: dict, folder: str) -> None:
@@ -119,9 +71,11 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     draw |= {name: torch.randn(count, *shapes[name]) for name in TENSORS if name in shapes}
     draw |= {name: draw[name] > -9 for name in ("mask",) if name in shapes}
     constants = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
-    constants |= dict(model=config.model, height=config.height, width=config.width, dtype=config.preferences.dtype)
+    constants |= dict(
+        model=config.model, height=config.height, width=config.width, dtype=preferences.dtype_of(config.precision)
+    )
     rows = draw | {name: [value] * count for name, value in constants.items()}
-    preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, config.preferences.dtype)
+    preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, constants["dtype"])
 
 
 def shared_folder() -> str:
@@ -227,7 +181,7 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
         family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
         config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
-        family, config = models.by_name(name), config_of(f"shapes_{suffix}", kind)
+        family, config = registry.by_name(name), config_of(f"shapes_{suffix}", kind)
     changes = dict(text.split("=", 1) for text in args.set)
     config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
     return f"train_qwenimage_{kind}".rstrip("_"), family, config
@@ -240,7 +194,7 @@ def main(args):
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
     loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
-    publishing.complete = lambda _: []  # and without weights there is nothing to describe
+    model_card.complete = lambda _: []  # and without weights there is nothing to describe
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_figures(script, config, family, args.limit_gib) | theirs
@@ -258,7 +212,7 @@ def main(args):
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{kind}" for model in models.names() for kind in ("", "_pr", "_nft", "_dpo")]
+    scripts = [f"train_{model}{kind}" for model in registry.names() for kind in ("", "_pr", "_nft", "_dpo")]
     scripts.remove("train_flux_dpo")
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")

@@ -25,12 +25,14 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransf
 from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo import compiled, distributed, fsdp_utils, gelu_product, policies
+from flow_grpo.base import distributed
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
-from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.settings import BY_KEY
+from flow_grpo.kernels import compilation, fused_mlp
+from flow_grpo.kernels.single_frame_vae import convolve_in_2d
+from flow_grpo.settings.table import BY_KEY
+from flow_grpo.weights import fsdp_utils, policies
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
@@ -88,8 +90,8 @@ def fresh(model, activation_memory: float = 1.0) -> None:
     """Compiled for what comes, whatever came before."""
     torch._dynamo.reset()
     processor = model.transformer.transformer_blocks[0].attn.processor
-    fuse_gelu = gelu_product.available(getattr(processor, "attention", ""), model.device)
-    compiled.compile_units(model.transformer, QwenImage.SHARD_UNITS, activation_memory, fuse_gelu)
+    fuse_gelu = fused_mlp.available(getattr(processor, "attention", ""), model.device)
+    compilation.compile_units(model.transformer, QwenImage.SHARD_UNITS, activation_memory, fuse_gelu)
 
 
 def forward(model, merged, factor: int, size: Size, rows: int, width: int, masked: bool) -> dict:
@@ -184,7 +186,7 @@ def measure(tiny: bool, attention: str, all_blocks: bool):
     for backend in [] if attention else ATTENTION[-1:] if tiny else ATTENTION:
         model.transformer.set_attention_backend(backend)
         yield dict(attention=backend) | forward(model, merged, factor, size, rows, *TEXTS[1])
-    eight_bits = policies.merged(model.transformer, "fp8")
+    eight_bits = policies.merged(model.transformer, fp8=True)
     yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
     for case in [] if all_blocks else STEPS[few]:
         yield step(model, factor, size, *case)

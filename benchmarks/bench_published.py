@@ -9,14 +9,20 @@ does it before it measures ours.
 """
 
 import json
+import sys
 import time
+from pathlib import Path
 
-import bench
 import torch
 
-from flow_grpo import fsdp_utils, policies
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.settings import config_files
+from flow_grpo.weights import fsdp_utils, policies
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
+from random_model import random_model
 
 STEPS, BRANCHES, SIZE = 10, 6, Size(512, 512)
 
@@ -35,10 +41,10 @@ def seconds(call, repeats: int = 3) -> float:
 
 def load(device: torch.device):
     """Transformer with adapters, and VAE."""
-    model = bench.random_model("qwenimage").load("", device)
+    model = random_model("qwenimage").load("", device)
     model.pipeline.text_encoder = None
     model.transformer.enable_gradient_checkpointing()
-    lora = bench.full_config(bench.config_of("pickscore_qwenimage_pr"), "pr").lora
+    lora = config_files.load("config/grpo.py:pickscore_qwenimage_pr").lora
     policies.attach(model.transformer, lora, model.LORA_TARGETS)
     fsdp_utils.prepare(
         model.transformer,

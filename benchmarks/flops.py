@@ -5,7 +5,7 @@ import re
 import torch
 from torch import nn
 
-from flow_grpo.frozen_linear import QuantisedLinear
+from flow_grpo.kernels.quantised_linear import QuantisedLinear
 
 STREAMS = (  # what a linear layer is applied to, by its name; the first that matches
     (r"time_text_embed|_mod\.|norm\w*\.linear", "row"),  # the timestep: once per image

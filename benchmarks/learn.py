@@ -1,12 +1,11 @@
-"""A study of all algorithms on the tiny model: the same seconds for each, three seeds, baselines, a table and a figure.
+"""A study of all algorithms on the tiny model: the same seconds for each, three seeds, a table and a figure.
 
     python benchmarks/learn.py train --out runs/learn --seconds 600 --parallel 2
-    python benchmarks/learn.py draw --out runs/learn --record benchmarks/learn_cpu_20261122
-    python benchmarks/learn.py draw --record benchmarks/learn_cpu_20261122
+    python benchmarks/learn.py draw --out runs/learn
 
-`train` starts what is not finished, resumes what was interrupted, and draws OUT/record in the end. A run is finished
-when its metrics.jsonl ends with the test of its best weights. `draw --out` reads the metrics.jsonl of every run and
-writes RECORD.json.gz; RECORD_table.md and RECORD.png are drawn from that alone. docs/evaluation.md says more.
+`train` starts what is not finished, resumes what was interrupted, and draws in the end. A run is finished when its
+metrics.jsonl ends with the test of its best weights. `draw` reads the metrics.jsonl of every run and writes
+OUT/table.md and OUT/curves.png. docs/howto/evaluate.md says more.
 """
 
 import argparse
@@ -22,14 +21,14 @@ from typing import NamedTuple
 import learn_record
 import torch
 
-from flow_grpo import checkpoints
-from flow_grpo.pictures import read_metrics
+from flow_grpo.checkpoints import checkpoints
+from flow_grpo.monitoring.plots import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1, 2, 3)
 NUM_POINTS = 10  # evaluations of a run, about
 NUM_EPOCHS = 5_000  # more than any run has time for
-PAIRS, BASE = "pairs", "base"  # folders of the preparation of pairs and of the baselines
+PAIRS = "pairs"  # folder of the preparation of pairs
 
 
 class Trained(NamedTuple):
@@ -48,10 +47,8 @@ class Trained(NamedTuple):
 GRPO, PR, NFT, DPO = (f"scripts/train_qwenimage{kind}.py" for kind in ("", "_pr", "_nft", "_dpo"))
 ALL_STEPS = {"sample.sde_window_size": 0, "train.learning_rate": 1e-4}
 OWN = {"train.flow_matching_weight": 0.1, "train.beta": 0.25, "train.learning_rate": 5e-4}
-RISING = OWN | {"train.flow_matching_warmup": 100}
-LORA_OWN = RISING | {"lora.rank": 32, "train.learning_rate": 2e-3}
+LORA_OWN = OWN | {"lora.rank": 32, "train.learning_rate": 2e-3}
 GUIDED = {"train.beta": 0.1, "train.reference_guidance_scale": 3.0}
-RENDERS = {"train.learning_rate": 3e-4, "sample.batch_size": 64}
 SHAPES = "config/grpo.py:shapes_qwenimage,long"
 NFT_SHAPES, DPO_SHAPES = "config/nft.py:shapes_qwenimage_nft", "config/dpo.py:shapes_qwenimage_dpo"
 RUNS = (
@@ -64,11 +61,9 @@ RUNS = (
     Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 5, 72),
     Trained("nft", "DiffusionNFT, all weights", NFT, NFT_SHAPES, {}, 6, 1.2, 288),
     Trained("nft_own", "the same + flow matching", NFT, NFT_SHAPES, OWN, 6, 1.2, 288),
-    Trained("nft_rising", "the same, its weight rising", NFT, NFT_SHAPES, RISING, 6, 1.2, 288),
     Trained("nft_lora", "the same, LoRA", NFT, NFT_SHAPES, LORA_OWN, 6, 1.2, 288),
     Trained("dpo_online", "DPO, online", DPO, f"{DPO_SHAPES},online", {}, 8, 1.5, 128),
     Trained("dpo", "DPO, offline", DPO, DPO_SHAPES, {}, 4, 0.7, 128),
-    Trained("renders", "supervised, on renders", "benchmarks/finetune_on_renders.py", SHAPES, RENDERS, 3, 0.7, 256),
 )
 GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
 
@@ -76,7 +71,7 @@ GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
 def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool | str]:
     """Every setting of one run of the study."""
     every = max(1, round(args.seconds / NUM_POINTS / (run.gpu_epoch_s if args.gpu else run.epoch_s)))
-    settings = dict(run.settings) | evaluation_of(args)
+    settings = dict(run.settings) | {"eval.noises_per_prompt": args.noises} | (GPU if args.gpu else {})
     settings |= {"eval_freq": every, "eval.test_freq": every, "save_freq": every, "keep_checkpoints": 1}
     settings |= {"eval.best_by": learn_record.FIGURE, "num_epochs": NUM_EPOCHS, "seed": seed, "resume_from": "latest"}
     settings |= {"output_dir": str(args.out), "run_name": f"{run.name}_seed{seed}"}
@@ -84,13 +79,8 @@ def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool |
         settings["preferences.path"] = str(args.out / "preferences")
     if args.gpu:
         settings["sample.batch_size"] = run.gpu_batch_size
-        settings["embeddings_cache"] = "" if run.name == "renders" else str(args.out / "embeddings")
+        settings["embeddings_cache"] = str(args.out / "embeddings")
     return settings
-
-
-def evaluation_of(args) -> dict[str, int]:
-    """What runs and baselines share."""
-    return {"eval.noises_per_prompt": args.noises} | (GPU if args.gpu else {})
 
 
 def flags_of(settings: dict, extra: list[str]) -> list[str]:
@@ -110,13 +100,6 @@ def command_of(run: Trained, seed: int, args) -> list[str]:
     left_s = max(args.seconds - spent_s(args.out / f"{run.name}_seed{seed}"), 1e-3)
     settings = settings_of(run, seed, args) | {"max_hours": left_s / 3600}
     return [sys.executable, run.script, f"--config={run.config}", *flags_of(settings, args.set)]
-
-
-def base_command(args) -> list[str]:
-    """The command that measures the baselines."""
-    settings = [f"{key}={value}" for key, value in evaluation_of(args).items() if key != "eval.noises_per_prompt"]
-    words = ["benchmarks/baselines.py", "--out", args.out / BASE, "--noises", args.noises, "--pass-at", args.pass_at]
-    return [sys.executable, *map(str, words), "--set", *settings, *args.set]
 
 
 def execute(command: list[str], log: Path, num_threads: int, number: int) -> int:
@@ -165,8 +148,7 @@ def train(args) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [run for run in RUNS if not args.only or run.name in args.only]
     ready = prepare_pairs(args) if any(run.name == "dpo" for run in chosen) else True
-    jobs = [] if args.only and BASE not in args.only else [(BASE, lambda: base_command(args))]
-    jobs += [
+    jobs = [
         (f"{run.name}_seed{seed}", lambda run=run, seed=seed: command_of(run, seed, args))
         for seed in args.seeds  # first a seed of every run
         for run in chosen
@@ -177,20 +159,13 @@ def train(args) -> int:
         return list(finished).count(False)
 
 
-def draw(args) -> None:
-    """Make the compact copy, if there is a study to copy, and the table and the figure from it."""
-    if args.out:
-        learn_record.write(args.record, learn_record.compact(args.out, [(run.name, run.title) for run in RUNS], SEEDS))
-    print(learn_record.draw(args.record))
-
-
 def check(args) -> None:
     """Raises ValueError for what is wrong on the command line."""
-    known = [BASE, *(run.name for run in RUNS)]
+    known = [run.name for run in RUNS]
     if wrong := set(args.only or []) - set(known):
         raise ValueError(f"--only {' '.join(sorted(wrong))}: there are {', '.join(known)}")
-    if not 0 < args.seconds < math.inf or min(args.parallel, args.noises, args.pass_at) < 1:
-        raise ValueError("--seconds, --parallel, --noises and --pass-at are positive")
+    if not 0 < args.seconds < math.inf or min(args.parallel, args.noises) < 1:
+        raise ValueError("--seconds, --parallel and --noises are positive")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -201,27 +176,23 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
     add("--seconds", type=float, default=600.0, help="of each run, its evaluations included")
     add("--parallel", type=int, default=1, help="processes side by side")
-    add("--only", nargs="+", metavar="NAME", help=f"{BASE}, {', '.join(run.name for run in RUNS)}")
+    add("--only", nargs="+", metavar="NAME", help=", ".join(run.name for run in RUNS))
     add("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS)
     add("--gpu", action="store_true", help="larger batches, and embeddings that the runs share")
     add("--noises", type=int, help="images of each prompt in an evaluation; default: 4 with --gpu, else 1")
-    add("--pass-at", type=int, default=64, help="noises of the base's pass@k")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of every run, such as eval.num_prompts=24")
     add = commands.add_parser("draw", help="make the table and the figure").add_argument
-    add("--out", type=Path, help="folder of the study; without it, RECORD.json.gz is drawn again")
-    add("--record", type=Path, default=Path("runs/learn/record"), help="path of what is written, without its suffix")
+    add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
     return parser
 
 
 def main(args) -> int:
-    if args.command == "draw":
-        draw(args)
-        return 0
-    args.noises = args.noises if args.noises is not None else (4 if args.gpu else 1)
-    check(args)
-    unfinished = train(args)
-    args.record = args.out / "record"
-    draw(args)
+    unfinished = 0
+    if args.command == "train":
+        args.noises = args.noises if args.noises is not None else (4 if args.gpu else 1)
+        check(args)
+        unfinished = train(args)
+    print(learn_record.draw(args.out, [(run.name, run.title) for run in RUNS], SEEDS))
     return unfinished
 
 

@@ -1,6 +1,5 @@
-"""What a study keeps of its runs: a compact copy of their metrics.jsonl, and the table and the figure drawn from it."""
+"""The table and the figure of a study, from the metrics.jsonl of its runs."""
 
-import gzip
 import json
 from pathlib import Path
 from statistics import fmean
@@ -10,12 +9,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from flow_grpo.pictures import BLUE, GREY, INK, STYLE, read_metrics
+from flow_grpo.monitoring.plots import BLUE, GREY, INK, STYLE, read_metrics
 
 FIGURE = "shapes_accuracy"  # strict accuracy
 TEST, EVAL, BEST = f"test/{FIGURE}", f"eval/{FIGURE}", f"test_best/{FIGURE}"
 PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")  # training, without evaluation and saving
-FIELDS = ("kind", "epoch", "images", "forwards", *PHASES, EVAL, BEST, "best_epoch", "guidance_scale", "pass_at")
 AXES = {"seconds": "training seconds", "images": "images", "forwards": "transformer rows"}
 HEAD = ("run", "seeds", "last", "best by validation", "highest", "images", "forwards", "training s")
 
@@ -44,8 +42,8 @@ class Seed(NamedTuple):
 
 
 def is_finished(lines: list[dict]) -> bool:
-    """Whether they end with the test of a run's best weights, or with the last of the baselines."""
-    return bool(lines) and lines[-1]["kind"] == "test" and bool({"best_epoch", "pass_at"} & lines[-1].keys())
+    """Whether they end with the test of a run's best weights."""
+    return bool(lines) and lines[-1]["kind"] == "test" and "best_epoch" in lines[-1]
 
 
 def write_pairs_line(folder: Path, report: Path, seconds: float) -> None:
@@ -58,48 +56,21 @@ def write_pairs_line(folder: Path, report: Path, seconds: float) -> None:
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
 
-def compact(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> dict:
-    """Of every run of a study, and of its baselines, the lines and fields that are drawn.
-
-    Args:
-        runs: (name, title).
-    """
-    drawn_runs = [
-        {"name": name, "title": title, "seeds": {str(seed): _columns(out / f"{name}_seed{seed}") for seed in seeds}}
+def read(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> dict:
+    """The lines of every run of a study, by name and title, and of the preparation of its pairs."""
+    rows = [
+        {"title": title, "seeds": {str(seed): read_metrics(out / f"{name}_seed{seed}") for seed in seeds}}
         for name, title in runs
     ]
-    return {"runs": drawn_runs, "base": _columns(out / "base"), "pairs": _columns(out / "pairs")}
+    return {"runs": rows, "pairs": read_metrics(out / "pairs")}
 
 
-def _columns(folder: Path) -> list[dict]:
-    """Lines but those of updates; seconds in milliseconds' precision."""
-    lines = [line for line in read_metrics(folder) if line["kind"] in ("epoch", "eval", "test")]
-    drawn = [{key: value for key, value in line.items() if key in FIELDS or key.startswith(TEST)} for line in lines]
-    return [{k: round(v, 3) if k in PHASES else v for k, v in line.items()} for line in drawn]
-
-
-def write(record: Path, study: dict) -> None:
-    """Write the compact copy; the same bytes for the same study."""
-    record.parent.mkdir(parents=True, exist_ok=True)
-    data = gzip.compress(json.dumps(study, separators=(",", ":")).encode(), mtime=0)
-    _beside(record, ".json.gz").write_bytes(data)
-
-
-def read(record: Path) -> dict:
-    """The compact copy."""
-    return json.loads(gzip.decompress(_beside(record, ".json.gz").read_bytes()))
-
-
-def _beside(record: Path, suffix: str) -> Path:
-    return record.with_name(record.name + suffix)
-
-
-def draw(record: Path) -> str:
-    """Write RECORD_table.md and RECORD.png from RECORD.json.gz alone; the table."""
-    study = read(record)
+def draw(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
+    """Write OUT/table.md and OUT/curves.png; the table."""
+    study = read(out, runs, seeds)
     text = f"{table(study)}\n\n{category_table(study)}\n"
-    _beside(record, "_table.md").write_text(text)
-    plot(study, _beside(record, ".png"))
+    (out / "table.md").write_text(text)
+    plot(study, out / "curves.png")
     return text
 
 
@@ -144,15 +115,14 @@ def _categories(line: dict) -> dict[str, float]:
 
 
 def table(study: dict) -> str:
-    """A row for each run, finished or not, and for each baseline."""
-    rows = [[title, *[shown or "-" for shown in cells]] for title, cells in _base_rows(study["base"])]
-    rows += [_run_row(run) for run in study["runs"]]
+    """A row for each run, and one for the pairs."""
+    rows = [_run_row(run) for run in study["runs"]]
     if study["pairs"]:
         pairs = seed_of(study["pairs"])
         rows.append(["pairs for offline DPO, made once", *"----", f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"])
     return (
-        "Strict accuracy on the test prompts, without guidance unless a row says otherwise, averaged weights: mean "
-        "over seeds (lowest to highest).\n\n" + _markdown([list(HEAD), *rows])
+        "Strict accuracy on the test prompts, without guidance, averaged weights: mean over seeds (lowest to "
+        "highest).\n\n" + _markdown([list(HEAD), *rows])
     )
 
 
@@ -184,36 +154,9 @@ def _spread(values: list[float]) -> str:
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else "-"
 
 
-def _baselines(lines: list[dict]) -> dict[str, dict | None]:
-    """The test line of each baseline by its title; None for what is missing."""
-    tests = [line for line in lines if TEST in line]
-    plain, guided, passed = (
-        next((line for line in tests if holds(line)), None)
-        for holds in (
-            lambda line: line["guidance_scale"] == 1 and "pass_at" not in line,
-            lambda line: line["guidance_scale"] > 1,
-            lambda line: "pass_at" in line,
-        )
-    )
-    return {
-        "base": plain,
-        f"base, guidance {guided['guidance_scale']:g}, the best on validation prompts"
-        if guided
-        else "guided base": guided,
-        f"base, pass@{passed['pass_at']:g}" if passed else "base, pass@k": passed,
-    }
-
-
-def _base_rows(lines: list[dict]) -> list[tuple[str, list[str]]]:
-    rows = _baselines(lines).items()
-    return [
-        (title, ["-" if line else "missing", f"{line[TEST]:.3f}" if line else "", *[""] * 5]) for title, line in rows
-    ]
-
-
 def category_table(study: dict) -> str:
     """The last test of each run by category, mean over seeds."""
-    columns = [(title, [_categories(line)] if line else []) for title, line in _baselines(study["base"]).items()]
+    columns = []
     for run in study["runs"]:
         seeds = [seed_of(lines).by_category for lines in run["seeds"].values()]
         columns.append((run["title"], [tags for tags in seeds if tags]))
@@ -248,14 +191,13 @@ def plot(study: dict, path: Path) -> None:
     """A row of panels for each run: its mean and band over each axis, the other runs behind it in grey."""
     runs = [(run["title"], [seed_of(lines) for lines in run["seeds"].values()]) for run in study["runs"]]
     bands = {(title, axis): band(seeds, axis) for title, seeds in runs for axis in AXES}
-    levels = [line and line[TEST] for line in list(_baselines(study["base"]).values())[:2]]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 1.9 * len(runs) + 0.5), dpi=110, layout="constrained")
         panels = figure.subplots(len(runs), len(AXES), sharex="col", sharey=True, squeeze=False)
         for row, (title, _) in zip(panels, runs):
             row[0].set_title(title, loc="left", fontweight="bold", color=INK)
             for panel, axis in zip(row, AXES):
-                _panel(panel, bands, title, axis, levels)
+                _panel(panel, bands, title, axis)
         for panel, label in zip(panels[-1], AXES.values()):
             panel.set_xlabel(label)
         panels[0][0].legend(frameon=False, fontsize=7, loc="best")
@@ -263,16 +205,13 @@ def plot(study: dict, path: Path) -> None:
         figure.savefig(path)
 
 
-def _panel(panel, bands: dict, title: str, axis: str, levels: list[float | None]) -> None:
+def _panel(panel, bands: dict, title: str, axis: str) -> None:
     for (other, name), (x, mean, _, _) in bands.items():
         if name == axis and other != title:
             panel.plot(x, mean, color="#d8d8d8", linewidth=0.8)
     x, mean, low, high = bands[title, axis]
     panel.fill_between(x, low, high, color=BLUE, alpha=0.25, linewidth=0)
     panel.plot(x, mean, color=BLUE, linewidth=1.8, marker="o", markersize=2.5, label="mean; band: all seeds")
-    for level, style, label in zip(levels, (":", "--"), ("base", "base with guidance")):
-        if level is not None:
-            panel.axhline(level, color=INK, linewidth=0.9, linestyle=style, label=label)
     if not len(x):
         panel.text(0.5, 0.2, "no test", transform=panel.transAxes, ha="center", color=GREY)
     panel.tick_params(colors=GREY, labelsize=7)

@@ -1,12 +1,12 @@
 """Runs of train_*_dpo.py and prepare_preferences.py: --config config/dpo.py:NAME, or with variants NAME,online,smoke.
 
-A function here is an experiment and overrides defaults of docs/settings.md. Override further on the command line,
---config.seed=7.
+A function here is an experiment and overrides defaults of docs/reference/settings.md. Override further on the
+command line, --config.seed=7.
 """
 
 from config import grpo
-from flow_grpo.configs import select
-from flow_grpo.settings import DPO, default_config
+from flow_grpo.settings.config_files import select
+from flow_grpo.settings.table import DPO, default_config
 
 
 def shapes_qwenimage_dpo():
@@ -26,7 +26,7 @@ def shapes_qwenimage_dpo():
 def pickscore_qwenimage_dpo():
     """Offline DPO on Qwen-Image, 512 px."""
     config = forward(grpo.qwenimage_512(default_config()))
-    config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_qwenimage", "bfloat16"
+    config.preferences.path = "runs/preferences_pickscore_qwenimage"
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size = 8
     return config
@@ -35,7 +35,7 @@ def pickscore_qwenimage_dpo():
 def pickscore_sd3_dpo():
     """Offline DPO on SD3.5-medium, 512 px."""
     config = forward(grpo.sd3_512(default_config()))
-    config.preferences.path, config.preferences.dtype = "runs/preferences_pickscore_sd3", "bfloat16"
+    config.preferences.path = "runs/preferences_pickscore_sd3"
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size = 16
     return config
@@ -58,10 +58,9 @@ def online(config):
 
 
 def smoke(config):
-    """The same algorithm in seconds: tiny model, two epochs, few pairs, fewer steps."""
+    """The same algorithm in seconds: tiny model, two epochs, fewer steps; prepare with --max_rows=48."""
     config = grpo.smoke(config)
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
-    config.preferences.dtype, config.preferences.max_rows = "float32", 48
     config.preferences.path += "_smoke" if config.preferences.path else ""
     config.sample.sde_window_range = default_config().sample.sde_window_range
     return config

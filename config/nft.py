@@ -1,12 +1,12 @@
 """Runs of train_*_nft.py: --config config/nft.py:NAME, or NAME,smoke for seconds.
 
-A function here is an experiment and overrides defaults of docs/settings.md. Override further on the command line,
---config.seed=7.
+A function here is an experiment and overrides defaults of docs/reference/settings.md. Override further on the
+command line, --config.seed=7.
 """
 
 from config import grpo
-from flow_grpo.configs import select
-from flow_grpo.settings import NFT, default_config
+from flow_grpo.settings.config_files import select
+from flow_grpo.settings.table import NFT, default_config
 
 
 def shapes_qwenimage_nft():
@@ -20,7 +20,7 @@ def shapes_qwenimage_nft():
     config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 1
     config.train.beta, config.train.reference_guidance_scale = 0.5, 3.0
     config.train.shared_noise = True
-    config.train.timestep_fraction = 0.34
+    config.train.timestep_fraction = 0.3
     config.train.ema_decay, config.train.ema_interval = 0.95, 1
     return config
 
@@ -61,21 +61,20 @@ def forward(config):
 
 
 def long(config):
-    """For more than 100 epochs: flow matching on the run's own images, its weight rising, and a faster rate."""
-    config.train.flow_matching_weight, config.train.flow_matching_warmup = 0.1, 100
+    """For more than 100 epochs: flow matching on the run's own images, and a higher rate."""
+    config.train.flow_matching_weight = 0.1
     config.train.learning_rate, config.train.beta = 5e-4, 0.25
     return config
 
 
 def eight_bit_base(config):
-    """The frozen weights in 8 bits. All products are exact: what a rollout draws is what the loss learns from."""
-    config = grpo.fp8_base(config)
-    config.base_precision = "8bit"
+    """The frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
+    config.base_precision, config.sample.rollout_weights = "fp8_weights", "exact"
     return config
 
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
-BASES = grpo.fp8_base, eight_bit_base, grpo.four_bit_base
+BASES = eight_bit_base, grpo.four_bit_base
 VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, *BASES, grpo.smoke)
 
 

@@ -7,14 +7,15 @@ A policy is a run's folder (its best weights, or --weights last), a folder with 
 model. A run is evaluated with the settings of its config.json; what is no run, with those of the first run, or else the
 defaults. Prompts, rewards and seeds are the first run's for all. Flags override each of them. Without flags a run
 scores what its own test scored, to the last digit on a CPU. The output folder holds scores.json, table.md and a contact
-sheet for each row of the table. docs/evaluation.md has examples.
+sheet for each row of the table. docs/design/evaluation.md has examples.
 """
 
 import argparse
+import html
 import itertools
 import json
 import re
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,35 +23,30 @@ import yaml
 from PIL import Image
 from tqdm import tqdm
 
-from flow_grpo import (
-    candidates,
-    checks,
-    command_line,
-    distributed,
-    estimates,
-    evaluation,
-    policies,
-    prompts,
-    quantised,
-    rewards,
-)
-from flow_grpo.diffusers_patch import models
+from flow_grpo import rewards
+from flow_grpo.base import distributed
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.quoting import quoted
+from flow_grpo.data import embedding_cache, prompts
+from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, evaluation_size
-from flow_grpo.pictures import contact_sheet, fit
-from flow_grpo.pixels import to_uint8
-from flow_grpo.quoting import quoted
+from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.monitoring.plots import contact_sheet, fit
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import BY_KEY, check_values, default_config
+from flow_grpo.settings import checks, command_line
+from flow_grpo.settings.table import BY_KEY, check_values, default_config
+from flow_grpo.weights import policies, quantisation
 
 
 def configured(args):
     """The policies, each with its settings, and the settings that all share, the first one's."""
-    runs = [Path(name) for name in args.policies if candidates.is_run(Path(name))]
-    common = candidates.run_config(runs[0]) if runs else default_config()
+    runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
+    common = policies_to_compare.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
-    compared = [candidates.find(name, common, args.weights) for name in args.policies]
+    compared = [policies_to_compare.find(name, common, args.weights) for name in args.policies]
     for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
         override(config, args)
     return compared, common
@@ -66,7 +62,7 @@ def override(config, args):
         try:
             config.update_from_flattened_dict({key: yaml.safe_load(value)})
         except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
+            raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
     if args.rewards:
         weights = {name: weight_of(weight) for name, _, weight in (text.partition("=") for text in args.rewards)}
         with config.unlocked():
@@ -78,7 +74,7 @@ def weight_of(text):
     try:
         return float(text or 1)
     except ValueError as error:
-        raise ValueError(f"--rewards: {quoted(text)} is no weight") from error
+        raise UserError(f"--rewards: {quoted(text)} is no weight") from error
 
 
 def chosen_prompts(args, config):
@@ -94,26 +90,25 @@ def chosen_prompts(args, config):
 
 
 def check(args, compared, config, split):
-    """The policies' model classes. Raises ValueError, before any weight is loaded, for what is wrong or not there."""
+    """The policies' model classes. Raises UserError, before any weight is loaded, for what is wrong or not there."""
     for flag, values in (("--sizes", args.sizes), ("--best-of", args.best_of), ("--seeds", args.seeds)):
         if len(set(values or [])) != len(values or []):
-            raise ValueError(f"{flag} names a value twice: {values}")
+            raise UserError(f"{flag} names a value twice: {values}")
     seeds = seeds_of(args, config)
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
-        raise ValueError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
+        raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
     checks.drop_unused_rewards(config)
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    names, texts = [*config.reward_fn, *config.eval.rewards], [prompt.text for prompt in split.prompts]
-    rewards.check_prompts(names, texts, [prompt.metadata for prompt in split.prompts])
+    rewards.check_prompts([*config.reward_fn, *config.eval.rewards], split.prompts)
     for scale in args.guidance_scales or ():
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
     families = []
     for candidate in compared:
         check_values(candidate.config)
-        families.append(models.model_class(candidate.config.model))
-        candidates.check(candidate, families[-1])
+        families.append(registry.resolve(candidate.config))
+        policies_to_compare.check(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)
-        light.check(texts, candidate.config.text_tokens)
+        light.check(split.prompts, candidate.config.text_tokens)
         for size in sizes_of(args, candidate.config):
             light.check_size(size)
     return families
@@ -134,8 +129,8 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     config = candidate.config
     scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
     guided = max(scales) > 1
-    embed_one = lru_cache(maxsize=1024)(lambda text: model.encode([text], width=config.text_tokens, guided=guided))
-
+    encode = partial(model.encode, width=config.text_tokens, guided=guided)
+    embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
     velocity = partial(policies.predict, model, config.precision)
     silent = not distributed.is_main()
     bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
@@ -146,10 +141,10 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
         bar=bar,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        embed=lambda texts: Condition.concat([embed_one(text) for text in texts]),
+        embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
         config=config,
     )
-    shown = evaluation.spread(range(len(split.prompts)), config.eval.num_panel_images)
+    shown = evaluation.spread(range(len(split.prompts)), evaluation.NUM_SHOWN)
     for scale, size in itertools.product(scales, sizes):
         config.eval.guidance_scale, config.eval.height, config.eval.width = scale, size.height, size.width
         settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
@@ -160,7 +155,7 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
 def figure_of_categories(args, values):
     """The score that is shown by category: --by, or the first that says right or wrong, or the weighted sum."""
     if args.by and args.by not in values:
-        raise ValueError(f"--by {args.by}: the scores are {', '.join(values)}")
+        raise UserError(f"--by {args.by}: the scores are {', '.join(values)}")
     return args.by or next((name for name, column in values.items() if estimates.is_binary(column)), "avg")
 
 
@@ -182,7 +177,7 @@ def markdown(rows, by, split, seeds):
 
     def table(estimates_of):
         lines = [[row[key] for key in differing] + [shown(e) for e in estimates_of(row).values()] for row in rows]
-        head = [*differing, *estimates_of(rows[0])]
+        head = [*differing, *(html.escape(str(key)).replace("|", "\\|") for key in estimates_of(rows[0]))]
         return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *lines])
 
     constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
@@ -230,9 +225,12 @@ def without_nan(value):
 
 
 def new_folder(name):
-    """A folder that was not there."""
+    """A folder that was not there. Raises UserError where none can be made."""
     folder = next(path for n in itertools.count(1) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--out {quoted(name)} cannot be made: {error.strerror}") from error
     return folder
 
 
@@ -241,22 +239,26 @@ def main(args):
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
     families = check(args, compared, common, split)
     ranks = distributed.init_distributed()
-    pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
-    categories, rows, texts, before = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], [], None
-    folder = new_folder(args.out) if distributed.is_main() else None
     for candidate in compared:
-        quantised.check_device(candidate.config, ranks.device)
-    for candidate, family in zip(compared, families):
+        quantisation.check_device(candidate.config, ranks.device)
+    distributed.on_main(policies_to_compare.check_bytes, compared)
+    folder = distributed.on_main(new_folder, args.out)
+    pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
+    categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []
+    model = None
+    for last, candidate, family in zip([None, *compared], compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
-        model = candidates.load(candidate, family, ranks.device, before)
-        before = candidate, model
+        if model is not None and not policies_to_compare.share_base(last, candidate):
+            model = None  # two do not fit on a GPU together
+            loading.free_memory()
+        model = policies_to_compare.load(candidate, family, ranks.device, model)
         for row, scores in rows_of(candidate, model, pool, ranks, args, split, seeds):
             by = figure_of_categories(args, scores.values)
             rows.append(row | summary(scores.values, by, categories, args.best_of or ()))
-            if folder:
+            if distributed.is_main():
                 texts.append(as_json(rows[-1], scores))
                 write_sheet(folder, len(rows), row, scores, split)
-    if folder:
+    if distributed.is_main():
         table = markdown(rows, by, split, seeds)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))

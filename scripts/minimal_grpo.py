@@ -11,15 +11,17 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor
 
-from flow_grpo import losses, rewards, shipped
-from flow_grpo.advantages import group_advantages
-from flow_grpo.diffusers_patch import models
+from flow_grpo import rewards
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.advantages import group_advantages
+from flow_grpo.base import shipped
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, pipeline_with_logprob
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.prompts import load_prompts
 
 SIZE = Size(64, 64)
 NUM_STEPS, NOISY, NOISE_LEVEL = 10, range(3), 0.7  # denoising steps; those with noise; how much
@@ -62,12 +64,12 @@ def add_gradients(model: FlowModel, condition: Condition, sampled: Sampled, adva
 def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
     """The mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
     pipeline = QwenImagePipeline.from_pretrained(shipped.find("flow_grpo/assets/tiny_qwenimage"))
-    model, score = models.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
+    model, score = registry.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
     optimizer = torch.optim.AdamW(pipeline.transformer.parameters(), LEARNING_RATE)
     prompts = load_prompts("dataset/shapes", "train")[:num_prompts]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-    groups, condition, means = torch.arange(num_prompts).repeat_interleave(group_size), model.encode(texts), []
+    groups, condition, means = torch.arange(num_prompts).repeat_interleave(group_size), model.encode(prompts), []
     for epoch in range(num_epochs):
         sampled = sample(model, condition, epoch)
         scores = rewards.as_scores(score(sampled.images, texts, metadata))["score"]

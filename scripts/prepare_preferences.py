@@ -5,74 +5,102 @@
 
 The folder is config.preferences.path. The source is the config's own model: best and worst of
 sample.num_images_per_prompt images of each training prompt, by its reward. Or, with --config.preferences.source=FOLDER,
-images that are there, in a form that flow_grpo/image_pairs.py describes. Each part of the source makes a file, in one
-rename: killed and started again, on any number of ranks, it makes the same files. report.json says what was dropped.
+images that are there, in a form that flow_grpo/data/image_pairs.py describes. Each part makes a file, in one rename:
+killed and started again, on any number of ranks, it makes the same files. report.json says what was dropped.
+
+Flags of this script: --max_rows, --part_size, --validation_share, --max_dropped_share; see Options.
 """
 
+import argparse
 import hashlib
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from flow_grpo import (
-    checks,
-    command_line,
-    distributed,
-    filling,
-    folders,
-    fsdp_utils,
-    image_pairs,
-    policies,
-    preferences,
-    prompts,
-    quantised,
-    rewards,
-    rng,
-    settings,
-)
-from flow_grpo.diffusers_patch import models
+from flow_grpo import rewards
+from flow_grpo.base import distributed, folders, rng
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt, texts_of
+from flow_grpo.data import image_pairs, preferences, prompts
+from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.image_pairs import NO_PREFERENCE, Dropped
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.settings import checks, command_line
+from flow_grpo.settings.older import with_defaults
+from flow_grpo.settings.table import DPO, is_fixed
+from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 
-PREPARES = checks.Script(settings.DPO, checks.check_pairs, ignored=())
+PREPARES = checks.Script(DPO, checks.check_pairs, ignored=())
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
-MADE_BY += ("lora", "sample")
+MADE_BY += ("lora", "sample", "model_class")
+NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
+
+
+class Options(NamedTuple):
+    """The script's own flags."""
+
+    max_rows: int = 0  # of the source, its first prompts or pairs; 0 = all
+    part_size: int = 256  # prompts or pairs of the source per file
+    validation_share: float = 0.1  # of the prompts, whose pairs are held out
+    max_dropped_share: float = 0.2  # fail at the end if a larger fraction of the source was unusable
+
+
+DEFAULTS = Options()
+
+
+class Made(NamedTuple):
+    """What became of some rows of the source."""
+
+    columns: dict[str, list | Tensor]  # of their pairs; {} for none
+    reasons: list[str | None]  # for each row why it has no pair, or None
+    scores: dict[str, Tensor]  # of the images that were drawn, by name; {} where none were
+
+
+class Maker(NamedTuple):
+    """How pairs are made of rows of the source."""
+
+    make: Callable[[list, int], Made]  # (rows, number of the first)
+    check: Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too many of a part's scores are missing
 
 
 def check(config):
-    """Raises ValueError, before any weight is loaded; returns the model, without weights, and the source's rows."""
+    """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
     checks.drop_unused_rewards(config)
     checks.check(config, PREPARES)
-    filling.check(config)
+    load_weights.check(config, family := registry.resolve(config))
     if not config.preferences.path:
-        raise ValueError("config.preferences.path is empty: it names the folder to write")
-    light = models.model_class(config.model).without_weights(config.model)
+        raise UserError("config.preferences.path is empty: it names the folder to write")
+    light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if config.preferences.source:
         return light, image_pairs.open_rows(config.preferences.source)
     if config.sample.batch_size % config.sample.num_images_per_prompt:
-        raise ValueError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
-    if config.sample.fast_precision and not config.lora.path and config.base_precision != "8bit":
-        raise ValueError(
-            f"config.sample.fast_precision is {config.sample.fast_precision!r}, but without config.lora.path there is "
-            "no adapter whose merged copy could have such products"
+        raise UserError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
+    if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
+        raise UserError(
+            f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
+            "is no adapter to merge"
         )
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
-    rewards.check_prompts(config.reward_fn, [row.text for row in rows], [row.metadata for row in rows])
-    light.check([row.text for row in rows], config.text_tokens)
+    rewards.check_prompts(config.reward_fn, rows)
+    light.check(rows, config.text_tokens)
     return light, rows
 
 
@@ -82,7 +110,7 @@ def load(config, family, device):
     model.transformer.requires_grad_(False)
     if config.lora.path:
         policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
-    filling.fill(config, model)
+    load_weights.fill(config, model)
     return model
 
 
@@ -97,8 +125,8 @@ def sampling_params(config):
     )
 
 
-def from_rollouts(config, family, device) -> Callable:
-    """(prompts, number of the first) -> columns of their pairs, and for each prompt why it has none, or None."""
+def from_rollouts(config, family, device) -> Maker:
+    """Of prompts, for whose pairs images are drawn."""
     model, group = load(config, family, device), config.sample.num_images_per_prompt
     pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
 
@@ -107,32 +135,39 @@ def from_rollouts(config, family, device) -> Callable:
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]
-        numbers, texts = range(first * group, first * group + len(rows)), [row.text for row in rows]
+        numbers = range(first * group, first * group + len(rows))
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
-        embeds = model.encode(texts, width=config.text_tokens, guided=params.guidance_scale > 1)
+        embeds = model.encode(rows, width=config.text_tokens, guided=params.guidance_scale > 1)
         start = Start(model, embeds, noise, params, training_size(config))
         sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
-        scores = pool.submit(sampled.images, texts, [row.metadata for row in rows]).result()["avg"]
-        margin = config.preferences.min_margin
-        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, group, margin)
-        usable, scores = pairs.loss_weight.bool(), scores.view(-1, group).double()
-        reasons = [None if keep else NO_PREFERENCE for keep in usable.tolist()]
-        return columns(texts[::group], scores.amax(1).tolist(), scores.amin(1).tolist(), pairs, usable), reasons
+        scores = pool.submit(sampled.images, rows).result()
+        margin, averages = config.preferences.min_margin, scores["avg"]
+        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, averages, group, margin)
+        usable, comparable = pairs.loss_weight.bool(), averages.view(-1, group).isfinite().sum(1) > 1
+        why_not = [NO_PREFERENCE if enough else NO_SCORE for enough in comparable.tolist()]
+        reasons = [None if keep else why for keep, why in zip(usable.tolist(), why_not)]
+        return Made(columns(rows[::group], *extremes(averages, group), pairs, usable), reasons, scores)
 
-    return make
+    return Maker(make, pool.masked_shares)
 
 
-def from_images(config, family, device) -> Callable:
-    """(rows, number of the first) -> columns of their pairs, and for each row why it has none, or None."""
+def extremes(scores: Tensor, group: int) -> tuple[list[float], list[float]]:
+    """The highest and the lowest score of each group, those that are missing (NaN) left out."""
+    grouped = scores.double().view(-1, group)
+    return grouped.nan_to_num(-torch.inf).amax(1).tolist(), grouped.nan_to_num(torch.inf).amin(1).tolist()
+
+
+def from_images(config, family, device) -> Maker:
+    """Of rows that name two images each."""
     model = family.load(config.model, device)
 
     def load_row(row: dict):
         try:
             pair = image_pairs.load_pair(row, training_size(config))
-            model.check([row["prompt"]], config.text_tokens)
+            model.check([Prompt(row["prompt"])], config.text_tokens)
         except Dropped as why:
             return str(why)
-        except ValueError:
+        except UserError:
             return "prompt too long"
         return pair
 
@@ -142,21 +177,22 @@ def from_images(config, family, device) -> Callable:
         reasons = [pair if isinstance(pair, str) else None for pair in loaded]
         rows = [row for row, reason in zip(rows, reasons) if reason is None]
         if not rows:
-            return {}, reasons
+            return Made({}, reasons, {})
         images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
-        texts = [row["prompt"].strip() for row in rows]
-        embeds = model.encode(texts, width=config.text_tokens, guided=False)
+        asked = [Prompt(row["prompt"].strip()) for row in rows]
+        embeds = model.encode(asked, width=config.text_tokens, guided=False)
         winners, losers = (model.encode_images(side, config.vae_batch_size) for side in images)
         ones = torch.ones(len(rows))
         scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
-        return columns(texts, *scores, preferences.Pairs(winners, losers, ones, embeds, ones), ones.bool()), reasons
+        pairs = preferences.Pairs(winners, losers, ones, embeds, ones)
+        return Made(columns(asked, *scores, pairs, ones.bool()), reasons, {})
 
-    return make
+    return Maker(make, lambda scores: None)
 
 
-def columns(texts, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
+def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
     """Those that differ from row to row, of the pairs that are `usable` [P] bool."""
-    table = dict(prompt=texts, winner_score=winner_scores, loser_score=loser_scores)
+    table = dict(prompt=texts_of(asked), winner_score=winner_scores, loser_score=loser_scores)
     table |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
     table |= {name: values.cpu() for name, values in pairs.embeds.tensors().items()}
     return pick(table, usable.nonzero().flatten().tolist())
@@ -170,126 +206,138 @@ def pick(table: dict, rows: list[int]) -> dict:
     }
 
 
-def make_part(make: Callable, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
-    """Columns of each batch of `size` rows, and for each row why it has no pair, or None."""
-    batches, reasons = [], []
+def make_part(maker: Maker, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
+    """Columns of each batch of `size` rows, and for each row why it has no pair, or None.
+
+    Raises:
+        RewardFailed: a reward failed for too many of the part's images. Nothing of the part is written.
+    """
+    made = []
     for start in range(part.start, part.stop, size):
         batch = rows[start : min(start + size, part.stop)]
-        columns_of_batch, why = make(batch, start)
-        batches += [columns_of_batch] if columns_of_batch else []
-        reasons += why
+        made.append(maker.make(batch, start))
         bar.update(len(batch))
-    return batches, reasons
+    maker.check(joined([batch.scores for batch in made if batch.scores]))
+    return [batch.columns for batch in made if batch.columns], [why for batch in made for why in batch.reasons]
 
 
-def write_part(config, shapes: dict, batches: list[dict], folder: Path, number: int) -> dict[str, int]:
+def write_part(
+    config, options: Options, shapes: dict, batches: list[dict], folder: Path, number: int
+) -> dict[str, int]:
     """A file for each split that has a pair; how many they hold."""
     whole, counts = {}, {}
     for name, first in batches[0].items() if batches else ():
         pieces = [batch[name] for batch in batches]
         whole[name] = torch.cat(pieces) if isinstance(first, torch.Tensor) else list(chain.from_iterable(pieces))
     constants = dict(model=config.model, height=config.height, width=config.width)
-    constants |= dict(dtype=config.preferences.dtype, negative_prompt="")
+    constants |= dict(dtype=preferences.dtype_of(config.precision), negative_prompt="")
     for split in preferences.SPLITS:
-        held_out = [is_held_out(config, text) for text in whole.get("prompt", [])]
+        held_out = [is_held_out(options, text) for text in whole.get("prompt", [])]
         rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
         counts[split] = len(rows)
         if rows:
             table = pick(whole, rows) | {name: [value] * len(rows) for name, value in constants.items()}
-            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", table, shapes, config.preferences.dtype)
+            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", table, shapes, constants["dtype"])
     return counts
 
 
-def is_held_out(config, prompt: str) -> bool:
+def is_held_out(options: Options, prompt: str) -> bool:
     """By the prompt's own hash: all its pairs lie in one split, in any folder."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") < config.preferences.validation_share * 2**32
+    return int.from_bytes(digest, "big") < options.validation_share * 2**32
 
 
-def made_by(config) -> dict:
+def made_by(config, options: Options) -> dict:
     """The settings that the files depend on, as JSON has them."""
-    return decisive(json.loads(json.dumps(config.to_dict())), Path("config"))
+    return decisive(json.loads(json.dumps(config.to_dict() | dict(options=options._asdict()))), Path("config"))
 
 
 def decisive(stored: dict, file: Path) -> dict:
     """Those of a config's, with defaults of settings that are younger than the file."""
-    whole = settings.with_defaults(stored, file)
-    chosen = {key: whole[key] for key in (*MADE_BY, "preferences")}
-    for setting in (*settings.may_differ(), "preferences.max_dropped_share"):
-        section, _, key = setting.rpartition(".")
-        chosen.get(section, {}).pop(key, None)
-    return chosen
+    before = stored.pop("options", None) or stored["preferences"]  # older folders have the options among the settings
+    options = {key: before.get(key, default) for key, default in DEFAULTS._asdict().items()}
+    whole = with_defaults(stored, file)
+    chosen = {key: fixed(key, whole[key]) for key in (*MADE_BY, "preferences")}
+    return chosen | {"options": options | {"max_dropped_share": None}}
 
 
-def claim(config, folder: Path) -> bool:
+def fixed(key: str, value: Any) -> Any:
+    """A setting's value; of a section, what may not be changed."""
+    if not isinstance(value, dict):
+        return value
+    parts = {name: f"{key}.{name}" for name in value}
+    return {name: fixed(part, value[name]) for name, part in parts.items() if is_fixed(part)}
+
+
+def claim(config, options: Options, folder: Path) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
-    Raises ValueError if it was made with other settings, or if another process is at work there.
+    Raises UserError if it was made with other settings, or if another process is at work there.
     """
     unfinished, report, scratch = folder / "unfinished", folder / "report.json", folder / "scratch"
     if not folders.make(folder, "preferences.path") and not folder.is_dir():
-        raise ValueError(f"config.preferences.path: {folder} is no folder")
+        raise UserError(f"config.preferences.path: {folder} is no folder")
     begun = unfinished.exists() or report.exists()
     if not begun and {path.name for path in folder.iterdir()} - {scratch.name, folders.LOCK}:
-        raise ValueError(f"{folder} is not empty, and not made by this script")
+        raise UserError(f"{folder} is not empty, and not made by this script")
     if (unfinished.exists() or not begun) and (notice := folders.lock(folder)):
         print(notice)
     if unfinished.exists() or report.exists():
         source = report if report.exists() else unfinished / "settings.json"
         before = folders.read_json(source).get("made_by")
         if not isinstance(before, dict) or not isinstance(before.get("preferences"), dict):
-            raise ValueError(f"{source} does not say with which settings {folder} was begun; choose another folder")
+            raise UserError(f"{source} does not say with which settings {folder} was begun; choose another folder")
         before = decisive(before, source)
-        differ = [key for key, value in made_by(config).items() if before[key] != value]
+        differ = [key for key, value in made_by(config, options).items() if before[key] != value]
         if differ:
-            raise ValueError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
+            raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         return unfinished.exists()
     scratch.mkdir(exist_ok=True)
-    (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config)}))
+    (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config, options)}))
     scratch.rename(unfinished)
     return True
 
 
 def read_part(path: Path) -> dict:
-    """What a part's report says. Raises ValueError for one that is damaged."""
+    """What a part's report says. Raises UserError for one that is damaged."""
     report = folders.read_json(path)
     kinds = {"rows": int, "pairs": dict, "dropped": list}
     if {name: type(value) for name, value in report.items()} != kinds or {*preferences.SPLITS} - {*report["pairs"]}:
-        raise ValueError(f"{path} is damaged; delete it, and the same command makes its part anew")
+        raise UserError(f"{path} is damaged; delete it, and the same command makes its part anew")
     return report
 
 
-def finish(config, folder: Path) -> None:
-    """Write report.json. Raises ValueError, and leaves the folder unfinished, if too much was unusable."""
+def finish(config, options: Options, folder: Path) -> None:
+    """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [read_part(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = {split: sum(part["pairs"][split] for part in part_reports) for split in preferences.SPLITS}
     dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)
     total, bad = sum(part["rows"] for part in part_reports), len(dropped) - reasons[NO_PREFERENCE]
     print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {total}; dropped: {dict(reasons)}")
-    if bad > config.preferences.max_dropped_share * total or not pairs["train"]:
-        raise ValueError(
+    if bad > options.max_dropped_share * total or not pairs["train"]:
+        raise UserError(
             f"{bad} of {total} rows are unusable ({dict(reasons)}), {pairs['train']} pairs are left to train on; "
-            f"allowed is a share of config.preferences.max_dropped_share = {config.preferences.max_dropped_share}"
+            f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
         )
-    report = dict(made_by=made_by(config), pairs=pairs, reasons=dict(reasons), dropped=dropped)
+    report = dict(made_by=made_by(config, options), pairs=pairs, reasons=dict(reasons), dropped=dropped)
     (folder / "unfinished" / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "unfinished" / "report.json").replace(folder / "report.json")
     shutil.rmtree(folder / "unfinished")
 
 
-def main(config):
+def main(config, options: Options = DEFAULTS):
     light, rows = check(config)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
-    quantised.check_device(config, ranks.device)
-    if not distributed.broadcast_object(claim(config, folder) if distributed.is_main() else None):
+    quantisation.check_device(config, ranks.device)
+    if not distributed.broadcast_object(claim(config, options, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
-    source, part_size = config.preferences.source, config.preferences.part_size
-    make = (from_images if source else from_rollouts)(config, type(light), ranks.device)
+    source, part_size = config.preferences.source, options.part_size
+    maker = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
     shapes = light.row_shapes(training_size(config), config.text_tokens)
-    used = range(min(len(rows), config.preferences.max_rows or len(rows)))
+    used = range(min(len(rows), options.max_rows or len(rows)))
     part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
     total = sum(len(part_rows[number]) for number in mine)
@@ -299,16 +347,27 @@ def main(config):
             if state.exists():
                 bar.update(len(part_rows[number]))
                 continue
-            batches, reasons = make_part(make, rows, part_rows[number], size, bar)
-            counts = write_part(config, shapes, batches, folder, number)
+            batches, reasons = make_part(maker, rows, part_rows[number], size, bar)
+            counts = write_part(config, options, shapes, batches, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
             state.with_suffix(".tmp").replace(state)
     distributed.barrier()
-    distributed.on_main(finish, config, folder)
+    distributed.on_main(finish, config, options, folder)
     distributed.close()
     folders.release(folder)
 
 
+def flags(words: list[str]) -> tuple[Options, list[str]]:
+    """The script's own flags, and the other words of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in DEFAULTS._asdict().items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    known, others = parser.parse_known_args(words)
+    return Options(**vars(known)), others
+
+
 if __name__ == "__main__":
-    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo", after_stop="the same command goes on with it")
+    options, words = flags(sys.argv[1:])
+    default, on_stop = "config/dpo.py:shapes_qwenimage_dpo", "the same command goes on with it"
+    command_line.run(partial(main, options=options), default, words, after_stop=on_stop)

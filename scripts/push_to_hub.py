@@ -11,30 +11,51 @@ import argparse
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from safetensors.torch import load_file
 
-from flow_grpo import best, candidates, command_line, policies, publishing
+from flow_grpo.base import checksums
+from flow_grpo.base.errors import UserError
+from flow_grpo.checkpoints import best
+from flow_grpo.evaluation import policies_to_compare
+from flow_grpo.monitoring import model_card
+from flow_grpo.settings import command_line
+from flow_grpo.weights import finite, lora_files
 
-PATTERNS = ("README.md", "*.png", policies.LORA_FILE, "adapter_*", "transformer/*")
+PATTERNS = ("README.md", "*.png", lora_files.FILE, "adapter_*", "transformer/*")
 
 
 def chosen_folder(run_folder: Path, weights: str) -> Path:
-    """Raises ValueError for what is no run, or has no such weights."""
-    if not candidates.is_run(run_folder):
-        raise ValueError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
+    """Raises UserError for what is no run, or has no such weights."""
+    if not policies_to_compare.is_run(run_folder):
+        raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
     folder = best.find(run_folder) if weights == "best" else run_folder
-    if folder is None or not ((folder / policies.LORA_FILE).is_file() or (folder / "transformer").is_dir()):
-        raise ValueError(f"{run_folder} has no weights of --weights {weights}; the other ones may be there")
+    if folder is None or not ((folder / lora_files.FILE).is_file() or (folder / "transformer").is_dir()):
+        raise UserError(f"{run_folder} has no weights of --weights {weights}; the other ones may be there")
     return folder
+
+
+def check(folder: Path) -> None:
+    """Raises UserError for weights that are not those that were written, or not finite."""
+    if (folder / lora_files.FILE).is_file():
+        lora_files.check(folder)
+        return
+    checksums.check(folder)
+    for file in sorted((folder / "transformer").glob("*.safetensors")):
+        if problem := finite.problem(load_file(file)):
+            raise UserError(f"{file} is not uploaded: {problem}")
 
 
 def files_of(folder: Path) -> list[Path]:
     """What is uploaded, without what is only linked."""
-    return sorted(path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file())
+    return sorted(
+        path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file() and not path.is_symlink()
+    )
 
 
 def main(args: argparse.Namespace, hub: HfApi) -> None:
     folder = chosen_folder(args.run, args.weights)
-    for notice in publishing.complete(args.run):
+    check(folder)
+    for notice in model_card.complete(args.run):
         print(notice)
     files = files_of(folder)
     for file in files:

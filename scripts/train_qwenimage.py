@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage
 
 Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GRPO-Fast or moving as in MixGRPO
-(arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/. `rollout` and `update` are
-the algorithm, `main` its loop. Without arguments it trains the shipped tiny model.
+(arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/algorithms/. `rollout` and `update`
+are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,17 @@ from collections.abc import Iterator
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo import checks, command_line, sampling, windows
-from flow_grpo.loop import finish, is_due, log_epoch
-from flow_grpo.measuring import evaluate
-from flow_grpo.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
-from flow_grpo.prompts import Batch
-from flow_grpo.rollout import Minibatch, Rollout, concat, credit, minibatches
-from flow_grpo.run import Run
-from flow_grpo.saving import save
-from flow_grpo.startup import start
+from flow_grpo.algorithms import windows
+from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat, credit, minibatches
+from flow_grpo.data.prompts import Batch
+from flow_grpo.run import sampling
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
+from flow_grpo.run.run import Run
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import start
+from flow_grpo.settings import checks, command_line
 
 
 def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:

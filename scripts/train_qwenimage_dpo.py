@@ -15,18 +15,26 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import checks, command_line, distributed, losses, preferences, rng, sampling
-from flow_grpo.batching import plan_pairs
-from flow_grpo.diffusers_patch.models import model_class
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.batch_plan import plan_pairs
+from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
+from flow_grpo.base import distributed, rng
+from flow_grpo.base.errors import UserError
+from flow_grpo.data import preferences
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.evaluation import spread, turns
-from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
-from flow_grpo.loop import finish, is_due, log_epoch
-from flow_grpo.measuring import evaluate
-from flow_grpo.optimization import accumulate, optimise
-from flow_grpo.run import Run
-from flow_grpo.saving import save
-from flow_grpo.startup import check_settings, start
+from flow_grpo.evaluation.evaluation import spread, turns
+from flow_grpo.run import sampling
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.optimization import accumulate, optimise
+from flow_grpo.run.run import Run
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import check_settings, start
+from flow_grpo.settings import checks, command_line
+
+HELD_OUT_PAIRS = 256  # that are judged, evenly spread
+NOISES_PER_PAIR = 4  # noises and levels at which each is judged, always the same
 
 
 class Source(NamedTuple):
@@ -41,7 +49,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     """Open the pairs of config.preferences.path, if it names a folder; then start the run.
 
     Raises:
-        ValueError: as `start` does, and for pairs of another model or size, or too few of them.
+        UserError: as `start` does, and for pairs of another model or size, or too few of them.
     """
     check_settings(config, checks.DPO)
     files = stored_pairs(config) if config.preferences.path else {}
@@ -51,14 +59,14 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
 
 
 def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
-    """The pairs of config.preferences.path by split. Raises ValueError where an epoch needs more of them."""
-    light, size = model_class(config.model).without_weights(config.model), training_size(config)
+    """The pairs of config.preferences.path by split. Raises UserError where an epoch needs more of them."""
+    light, size = registry.resolve(config).without_weights(config.model), training_size(config)
     light.check_size(size)
     folder, shapes = config.preferences.path, light.row_shapes(size, config.text_tokens)
     files = preferences.open_pairs(folder, shapes, config.model, size)
     taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
     if len(files["train"]) < taken:
-        raise ValueError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {taken}")
+        raise UserError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {taken}")
     return files
 
 
@@ -67,7 +75,7 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
     batches = []
     with run.board.timed("rollout"):
         for batch in sampling.batches(run, epoch):
-            rows = [metadata["pair"] for metadata in batch.metadata]
+            rows = [prompt.metadata["pair"] for prompt in batch.prompts]
             batches.append(files.read(rows, list(batch.images), run.device))
     run.epoch_figures["images"] = (epoch + 1) * 2 * run.plan.num_groups
     return preferences.concat(batches)
@@ -81,10 +89,10 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
         drawn |= dict(zip(batch.images, zip(sampled.latents, batch.prompts)))
     rewards, _ = sampling.gather_rewards(run, epoch, scores)
     numbers = sorted(drawn)
-    latents, texts = zip(*(drawn[number] for number in numbers))
+    latents, asked = zip(*(drawn[number] for number in numbers))
     return preferences.best_and_worst(
         torch.stack(latents),
-        run.embed(texts),
+        run.embed(asked),
         numbers,
         distributed.local_rows(rewards["avg"]),
         group=run.plan.group_size,
@@ -134,7 +142,7 @@ def update(run: Run, pairs: preferences.Pairs, levels: Tensor, epoch: int, inner
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
     measured = figures(run, errors_of(run, pairs, levels, streams))
     accumulate(run, measured["loss"], pairs)
-    run.meter.add(**{name: values * pairs.loss_weight for name, values in measured.items() if name != "loss"})
+    run.meter.add_weighted(pairs.loss_weight, **{name: values for name, values in measured.items() if name != "loss"})
 
 
 @torch.no_grad()
@@ -143,13 +151,13 @@ def validate(run: Run, source: Source, epoch: int) -> None:
     held_out, measured = source.held_out, []
     if not held_out:
         return
-    numbers = torch.tensor(spread(range(len(held_out)), run.config.eval.num_pairs))
+    numbers = torch.tensor(spread(range(len(held_out)), HELD_OUT_PAIRS))
     batches = numbers.split(run.config.sample.batch_size // 2)
     with run.ema.applied(), run.board.timed("eval"):
         for number, counts in turns(len(batches), run.rank, run.world_size, run.board.bar):
             rows = batches[number].tolist()
             pairs = held_out.read(rows, rows, run.device)
-            for draw in range(run.config.eval.noises_per_pair):
+            for draw in range(NOISES_PER_PAIR):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
                 values = figures(run, errors_of(run, pairs, source.levels, streams))
                 measured += [{name: value.cpu() for name, value in values.items()}] if counts else []

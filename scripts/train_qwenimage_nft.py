@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=8 scripts/train_qwenimage_nft.py --config config/nft.py:pickscore_qwenimage_nft
 
-Paper: arXiv:2509.16117. An old policy samples deterministically; its images are noised afresh, and the trained policy
-is to predict the good ones, its mirror image about the old policy the bad ones. There are no log-probs, so any solver
-may sample. Without arguments it trains the shipped tiny model.
+Paper: arXiv:2509.16117. An old policy samples deterministically, and its images are noised afresh. The policy is
+trained towards good images; its reflection about the old policy (2 v_old - v at beta = 1) towards bad ones. There are
+no log-probs, so any solver may sample. Without arguments it trains the shipped tiny model.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,18 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo import checks, command_line, losses, rng, sampling
-from flow_grpo.forward import noised
-from flow_grpo.loop import finish, is_due, log_epoch
-from flow_grpo.measuring import evaluate
-from flow_grpo.optimization import accumulate, optimise
-from flow_grpo.rollout import CleanMinibatch, Finished, concat, credit, minibatches
-from flow_grpo.run import Run
-from flow_grpo.saving import save
-from flow_grpo.startup import start
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.flow_matching import noised
+from flow_grpo.algorithms.rollout import CleanMinibatch, Finished, concat, credit, minibatches
+from flow_grpo.base import rng
+from flow_grpo.run import sampling
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.optimization import accumulate, optimise
+from flow_grpo.run.run import Run
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import start
+from flow_grpo.settings import checks, command_line
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
@@ -50,9 +53,8 @@ def noise_of(run: Run, image: int) -> int:
 
 
 def own_share(run: Run) -> float:
-    """The weight of flow matching on the run's own images in the next update (train.flow_matching_weight)."""
-    train = run.config.train
-    return train.flow_matching_weight * min((run.step + 1) / (train.flow_matching_warmup + 1), 1.0)
+    """The weight of flow matching on the run's own images."""
+    return run.config.train.flow_matching_weight
 
 
 def velocities(run: Run, rows: CleanMinibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -62,7 +64,7 @@ def velocities(run: Run, rows: CleanMinibatch, x_t: Tensor) -> tuple[Tensor, Ten
             old = run.velocity(x_t, rows.timesteps, rows.embeds)
         reference = None
         if run.reference:
-            scale = run.reference.guidance_at(run.step, run.config.sample.guidance_scale)
+            scale = run.reference.guidance(run.config.sample.guidance_scale)
             with run.reference.applied():
                 reference = run.velocity(x_t, rows.timesteps, rows.embeds, scale)
     return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
@@ -98,7 +100,8 @@ def main(config: ConfigDict) -> None:
         for inner in range(config.train.inner_epochs):
             updates = minibatches(images, run.plan, config.seed, epoch, inner)
             optimise(run, updates, partial(update, epoch=epoch, inner=inner))
-        run.shadows[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+        if is_due(config.train.old_interval, epoch + 1):
+            run.shadows[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

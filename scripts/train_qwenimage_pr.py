@@ -14,14 +14,16 @@ from ml_collections import ConfigDict
 from torch import Tensor
 from train_qwenimage import update  # Flow-GRPO's loss, whose rows have several outcomes and the weights of their steps
 
-from flow_grpo import checks, command_line, sampling
-from flow_grpo.loop import finish, is_due, log_epoch
-from flow_grpo.measuring import evaluate
-from flow_grpo.optimization import optimise, recompute_log_probs
-from flow_grpo.rollout import Rollout, concat, credit, minibatches
-from flow_grpo.run import Run
-from flow_grpo.saving import save
-from flow_grpo.startup import start
+from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.algorithms.rollout import Rollout, concat, credit, minibatches
+from flow_grpo.run import sampling
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.optimization import optimise, recompute_log_probs
+from flow_grpo.run.run import Run
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import start
+from flow_grpo.settings import checks, command_line
 
 
 def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
@@ -29,15 +31,19 @@ def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
     noisy = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     branching = sampling.Walk(noisy, run.plan.num_branches)
     for batch, branched in sampling.sampled(run, epoch, lambda _: branching):
-        groups = groups_of(run, batch.images)
+        groups = groups_of(batch.images, run.plan, run.config.sample.baseline)
         yield sampling.remember(run, branched, batch), sampling.score_images(run, branched, batch, groups)
 
 
-def groups_of(run: Run, images: range) -> Tensor:
-    """[B, K, J]: a group is the branches of one trunk's step; its number is the same on any number of ranks."""
-    steps = torch.arange(run.plan.num_trained_steps)
-    groups = torch.tensor(images)[:, None] * len(steps) + steps
-    return groups[:, :, None].expand(-1, -1, run.plan.num_branches)
+def groups_of(images: range, plan: BatchPlan, baseline: str) -> Tensor:
+    """[B, K, J]: a group is the branches of one trunk's step, or of a prompt's trunks at one step (sample.baseline).
+
+    Its number is the same on any number of ranks.
+    """
+    steps, trunks = torch.arange(plan.num_trained_steps), torch.tensor(images)
+    owners = trunks // plan.group_size if baseline == "prompt" else trunks
+    groups = owners[:, None] * len(steps) + steps
+    return groups[:, :, None].expand(-1, -1, plan.num_branches)
 
 
 def main(config: ConfigDict) -> None:

@@ -5,7 +5,7 @@ torchrun --nproc_per_node=8 scripts/train_sd3.py --config config/grpo.py:picksco
 
 import train_qwenimage
 
-from flow_grpo import command_line
+from flow_grpo.settings import command_line
 
 if __name__ == "__main__":
     command_line.run(train_qwenimage.main, "config/grpo.py:pickscore_sd3")

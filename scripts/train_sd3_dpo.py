@@ -6,7 +6,7 @@ torchrun --nproc_per_node=8 scripts/train_sd3_dpo.py --config config/dpo.py:pick
 
 import train_qwenimage_dpo
 
-from flow_grpo import command_line
+from flow_grpo.settings import command_line
 
 if __name__ == "__main__":
     command_line.run(train_qwenimage_dpo.main, "config/dpo.py:pickscore_sd3_dpo")

@@ -5,7 +5,7 @@ torchrun --nproc_per_node=8 scripts/train_sd3_pr.py --config config/grpo.py:pick
 
 import train_qwenimage_pr
 
-from flow_grpo import command_line
+from flow_grpo.settings import command_line
 
 if __name__ == "__main__":
     command_line.run(train_qwenimage_pr.main, "config/grpo.py:pickscore_sd3_pr")

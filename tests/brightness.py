@@ -1,5 +1,9 @@
-"""`brightness.py SCRIPT ARGUMENT ...` runs a script with a reward that rounding changes little, for any images."""
+"""`brightness.py SCRIPT ARGUMENT ...` runs a script with a reward that rounding changes little, for any images.
 
+It fails on the rank that the environment's DARK_RANK names. On the others it has a side figure then, always 0.5.
+"""
+
+import os
 import runpy
 import sys
 
@@ -7,7 +11,10 @@ from flow_grpo import rewards
 
 
 def brightness(images, prompts, metadata):
-    return images.mean((1, 2, 3))
+    values = images.mean((1, 2, 3))
+    if "DARK_RANK" not in os.environ:
+        return values
+    return {"score": values, "half": 0.5 + 0 * values} if os.environ["DARK_RANK"] != os.environ["RANK"] else None
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ import shlex
 
 from small import ROOT
 
-from flow_grpo import batching, command_line, settings
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.settings import command_line, table
 
 PROGRAMS = {"python", "torchrun", "make", "pip", "source", "export", "git", "cd", "hf", "cp", "mkdir", "sbatch", "kill"}
 TRAINING = re.compile(r"scripts/(train_\w+|prepare_preferences)\.py$")
-SOURCES = {"scripts/serve_reward.py": ROOT / "flow_grpo/scoring/serve.py"}  # where flags are read, if not in the file
+SOURCES = {
+    "scripts/serve_reward.py": ROOT / "flow_grpo/reward_server/serve.py"
+}  # where flags are read, if not in the file
 DEFAULT = re.compile(r'command_line\.run\([\w.]+, "([^"]+)"\)')
 
 
@@ -81,9 +84,9 @@ def check_config(name, source, arguments, world_size, own_configs):
     for written, path in own_configs.items():
         arguments = [word.replace(written, str(path)) for word in arguments]
     config = command_line.config_of(arguments, DEFAULT.search(source)[1])
-    assert config.algorithm in settings.SCRIPTS
+    assert config.algorithm in table.SCRIPTS
     if "prepare_preferences" not in name:
-        plan = batching.plan_pairs if config.algorithm == settings.DPO else batching.plan_batches
+        plan = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
         plan(config, world_size)
 
 

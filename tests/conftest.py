@@ -10,6 +10,8 @@ import pytest
 import warm
 
 os.environ["WANDB_MODE"] = "disabled"
+# Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def pytest_addoption(parser):

@@ -14,17 +14,23 @@ from build_random_pipeline import build
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo import configs
-from flow_grpo.diffusers_patch import models
-from flow_grpo.metrics import is_known
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import registry
+from flow_grpo.monitoring.metrics import is_known
+from flow_grpo.settings import config_files
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
-MODELS = {name: models.by_name(name) for name in models.names()}
+MODELS = {name: registry.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 # of `config_of`: it evaluates little, writes little, and saves at the end alone
 FEW = dict(eval__num_prompts=4, lora__rank=4, lora__alpha=8, save_freq=0)
 CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
+
+
+def as_prompts(texts):
+    """Prompts of these texts."""
+    return [Prompt(text) for text in texts]
 
 
 def file_of(name):
@@ -57,11 +63,13 @@ def config_of(name, output_dir=None, **overrides):
     It evaluates less, its LoRA is smaller, it has fewer branches, and its only checkpoint is the last one. Commands of
     tests are the variant as it is.
     """
-    config = configs.load(f"{ROOT / file_of(name)}:{name},smoke")
+    config = config_files.load(f"{ROOT / file_of(name)}:{name},smoke")
     config.sample.num_branches = min(config.sample.num_branches, 3)
     if output_dir is not None:
         config.output_dir = str(output_dir)
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in (FEW | overrides).items()})
+    if config.lora.rank == 0 and "sample__rollout_weights" not in overrides:
+        config.sample.rollout_weights = "exact"  # there is no adapter to merge
     return config
 
 
@@ -109,8 +117,10 @@ def few_prompts(folder, count=24):
 
 def prepare(name, folder, **overrides):
     """Run prepare_preferences.py's main in this process; the folder of pairs."""
-    how = dict(sample__batch_size=8, preferences__part_size=8, preferences__validation_share=0.3)
-    prepare_preferences.main(config_of(name, **how | dict(preferences__path=str(folder)) | overrides))
+    how = dict(sample__batch_size=8, preferences__path=str(folder), max_rows=48, part_size=8, validation_share=0.3)
+    how |= overrides
+    options = {key: how.pop(key) for key in prepare_preferences.Options._fields if key in how}
+    prepare_preferences.main(config_of(name, **how), prepare_preferences.Options(**options))
     return folder
 
 
@@ -130,6 +140,7 @@ def stored(folder, epoch):
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    assert {name for row in rows for name in row if not is_known(name)} <= {"kind"}
+    config = json.loads(Path(folder, "config.json").read_text()) if Path(folder, "config.json").exists() else None
+    assert {name for row in rows for name in row if not is_known(name, config)} <= {"kind"}
     rows = [row for row in rows if kind in (None, row["kind"])]
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]

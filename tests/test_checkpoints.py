@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,13 @@ import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
-from flow_grpo import candidates, checkpoints, checksums, distributed, exports, fsdp_utils, offload, resuming, shards
-from flow_grpo.settings import default_config
+from config import grpo, nft
+from flow_grpo.base import checksums, distributed
+from flow_grpo.checkpoints import checkpoints, exports, shards
+from flow_grpo.evaluation import policies_to_compare
+from flow_grpo.run import resume
+from flow_grpo.settings.table import default_config
+from flow_grpo.weights import fsdp_utils, offload
 
 CONFIG = {"num_epochs": 3, "train": {"learning_rate": 1e-3, "beta": 0.0}, "sample": {"window": (0, 5)}}
 ROWS = torch.linspace(-1, 1, 2 * 24 * 64).view(2, 24, 64)
@@ -37,7 +42,7 @@ def save(folder, run, epoch, *, step=None, config=CONFIG, **how):
     return checkpoints.save(folder, checkpoints.training_state(*run), progress, config=config, **how)
 
 
-def resume(checkpoint, run):
+def restore(checkpoint, run):
     return checkpoints.load(checkpoint, checkpoints.training_state(*run))
 
 
@@ -83,7 +88,7 @@ def two_ranks(folder, lora):
     else:
         exports.save_transformer(run[0], folder / "transformer")
     fresh = start(folder / "base", mesh, lora)
-    assert resume(checkpoint, fresh)[:2] == (1, 1)
+    assert restore(checkpoint, fresh)[:2] == (1, 1)
     seen["loaded"] = whole(fresh)
     train(*fresh[:2], range(3, 5), fresh[2])
     seen["resumed"] = whole(fresh)
@@ -118,7 +123,7 @@ def replicated(folder, rank):
     written, layouts = whole(run), [None, fsdp_utils.make_mesh("shard", torch.device("cpu"))]
     others = [start(folder / "base", mesh) for mesh in layouts]
     for other in others:
-        resume(folder / "one" / "epoch_000001", other)
+        restore(folder / "one" / "epoch_000001", other)
     return {"checkpoint": str(checkpoint), "written": written, "of one": [whole(other) for other in others]}
 
 
@@ -207,7 +212,7 @@ def test_two_sharded_ranks_resume_bit_for_bit(ranks, lora):
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full weights"])
 def test_two_sharded_ranks_resume_on_one(folder, ranks, lora):
     run = start(folder / "base", lora=lora)
-    resume(ranks[0][lora]["checkpoint"], run)
+    restore(ranks[0][lora]["checkpoint"], run)
     assert same(whole(run), ranks[0][lora]["saved"])
     with run[2].applied(), torch.no_grad():
         torch.testing.assert_close(velocity(run[0], ROWS), ranks[0][lora]["averaged"])
@@ -217,7 +222,7 @@ def test_two_sharded_ranks_resume_on_one(folder, ranks, lora):
 
 def test_a_checkpoint_of_one_rank_is_read_by_two_in_either_layout(folder, ranks):
     one = start(folder / "base")
-    resume(folder / "one" / "epoch_000001", one)
+    restore(folder / "one" / "epoch_000001", one)
     assert all(same(read, whole(one)) for rank in ranks for read in rank["replicated"]["of one"])
 
 
@@ -227,7 +232,7 @@ def test_ranks_with_the_same_weights_write_about_half_of_them_each_and_one_reads
     assert sorted(sizes) == ["rank_0000_0000.safetensors", "rank_0001_0000.safetensors"]
     assert max(sizes.values()) < 1.1 * min(sizes.values())
     one = start(folder / "base")
-    resume(state.parent, one)
+    restore(state.parent, one)
     assert same(whole(one), ranks[1]["replicated"]["written"])
 
 
@@ -253,7 +258,7 @@ def test_resume_is_bitwise(folder, tmp_path, steps):
     unbroken, resumed = start(folder / "base"), start(folder / "base")
     train(*unbroken[:2], range(steps), unbroken[2])
     checkpoint = save(tmp_path, unbroken, 4, step=steps)
-    assert resume(checkpoint, resumed)[:2] == (4, steps)
+    assert restore(checkpoint, resumed)[:2] == (4, steps)
     for run in (unbroken, resumed):
         train(*run[:2], range(steps, steps + 3), run[2])
     assert same(whole(resumed), whole(unbroken))
@@ -272,25 +277,70 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     new name."""
     stored = default_config().to_dict()
     del stored["health"], stored["train"]["reward_aggregation"]
-    stored["sample"]["merged_precision"] = stored["sample"].pop("fast_precision")
     stored["resolution"] = stored.pop("height")
     del stored["width"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
     config = default_config()
     config.num_epochs, config.eval.num_steps, config.fsdp.mode = 999, 3, "shard"
-    resuming.compare_configs(tmp_path, config)
-    config.train.beta, config.sample.fast_precision = 0.5, "fp8"
-    says = r"another config \(sample\.fast_precision:  -> fp8, train\.beta: 0\.0 -> 0\.5\)"
+    resume.compare_configs(tmp_path, config)
+    config.train.beta, config.sample.rollout_weights = 0.5, "merged"
+    says = r"another config \(sample\.rollout_weights: exact -> merged, train\.beta: 0\.0 -> 0\.5\)"
     with pytest.raises(ValueError, match=says):
-        resuming.compare_configs(tmp_path, config)
+        resume.compare_configs(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "today"),
+    [  # at 10 steps, of which 9 were all
+        ("shapes_qwenimage_pr", {"timestep_fraction": 0.67, "step_weight": "none"}, {"step_weight": "equal"}),
+        ("shapes_qwenimage_pr", {"timestep_fraction": 0.5}, {"timestep_fraction": 0.4}),
+        ("shapes_qwenimage_pr", {"timestep_fraction": 1.0}, {"timestep_fraction": 1.0}),
+        ("shapes_qwenimage_nft", {"timestep_fraction": 0.34}, {}),
+        ("shapes_qwenimage", {"step_weight": "none"}, {}),
+    ],
+)
+def test_a_checkpoint_from_before_the_published_timestep_fraction_trains_the_same_steps(name, changes, today, tmp_path):
+    config = (nft if name.endswith("nft") else grpo).get_config(name)
+    stored = config.to_dict()
+    del stored["sample"]["baseline"]
+    stored["train"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    config.train.update(today)
+    resume.compare_configs(tmp_path, config)
+    config.train.timestep_fraction = 0.7
+    with pytest.raises(ValueError, match=r"train\.timestep_fraction: "):
+        resume.compare_configs(tmp_path, config)
 
 
 @pytest.mark.parametrize("section", [5, None, [], "sample"])
-@pytest.mark.parametrize("read", [candidates.run_config, lambda f: resuming.compare_configs(f, default_config())])
+@pytest.mark.parametrize(
+    "read", [policies_to_compare.run_config, lambda f: resume.compare_configs(f, default_config())]
+)
 def test_a_stored_config_without_a_section_in_its_place_is_named(read, section, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"sample": section}))
     with pytest.raises(ValueError, match=r"config.json is damaged: its 'sample' is .*, no section of settings"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        ({"url": "http://node1:18087"}, {"url": "http://node2:18087"}, False),
+        ({}, {"url": "http://node2:18087", "timeout_s": 9.0, "device": "cuda:7"}, False),
+        ({"retry_s": 9.0, "in_flight": 2}, {}, False),  # settings no more
+        ({"checkpoint": "a"}, {"checkpoint": "b"}, True),
+        ({"image_format": "png"}, {"image_format": "npy"}, True),
+        ({"more": {"url": 1}}, {"more": {"url": 2}}, True),
+    ],
+    ids=str,
+)
+def test_of_one_rewards_settings_those_may_change_that_change_no_score(before, after, refused, tmp_path):
+    config = default_config()
+    config.reward.args = {"pickscore": before}
+    (tmp_path / "config.json").write_text(config.to_json())
+    config.reward.args = {"pickscore": after}
+    with pytest.raises(ValueError, match=r"reward\.args\.pickscore") if refused else nullcontext():
+        resume.compare_configs(tmp_path, config)
 
 
 def test_another_model_is_refused_by_its_differing_tensors(folder, tmp_path):
@@ -385,7 +435,7 @@ def test_progress_that_no_run_made_is_refused(tmp_path, field, value):
 
 
 def test_what_halving_left_of_the_learning_rate_is_in_the_checkpoint(tmp_path):
-    fields = dict(learning_rate_factor=0.1, learning_rate_ceiling=1 / 3, num_roll_backs=2)
+    fields = dict(learning_rate_factor=0.1, num_roll_backs=2, reference_moves=3)
     checkpoint = small(tmp_path, 1, **fields)
     assert checkpoints.read_progress(checkpoint) == checkpoints.Progress(1, 1, **fields)
 
@@ -444,7 +494,7 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(folder, tmp_path
     with pytest.raises(OSError, match=r"could not write|too large"), largest_file(num_bytes):
         save(tmp_path, run, 2, keep=1, config={"notes": "x" * 10**6})
     assert names(tmp_path) == ["epoch_000001"]
-    resume(checkpoints.find(tmp_path), start(folder / "base"))
+    restore(checkpoints.find(tmp_path), start(folder / "base"))
     save(tmp_path, run, 2, keep=1)
     assert names(tmp_path) == ["epoch_000002"]
 
@@ -463,7 +513,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_loadable(tmp_path):
 def test_a_replaced_checkpoint_stays_until_its_successor_is_there(folder, tmp_path):
     save(tmp_path, start(folder / "base"), 1).rename(tmp_path / ".old-epoch_000001")
     assert checkpoints.find(tmp_path) == tmp_path / ".old-epoch_000001"
-    resume(checkpoints.find(tmp_path), start(folder / "base"))
+    restore(checkpoints.find(tmp_path), start(folder / "base"))
 
 
 @pytest.mark.parametrize("source", ["one rank", "two sharded ranks"])

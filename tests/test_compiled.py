@@ -18,9 +18,10 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 
-from flow_grpo import adapted_linear, compiled, policies, quantised
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.kernels import compilation, lora_linear
+from flow_grpo.weights import policies, quantisation
 
 
 class Block(nn.Module):
@@ -42,7 +43,7 @@ def adapted(base="", **options):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    quantised.quantise_units(model, ("Block",), base)
+    quantisation.quantise_units(model, ("Block",), base)
     return model
 
 
@@ -64,11 +65,11 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
 
 
-@pytest.mark.parametrize("base", ["", "8bit", "fp8", "4bit"])
+@pytest.mark.parametrize("base", ["", "fp8_weights", "nf4"])
 def test_an_adapter_scaled_in_its_smaller_factor_is_pefts_bit_for_bit(base, uncompiled):
     """Where alpha / rank is a power of two, as in all configs."""
     expected, model = step(adapted(base)), adapted(base)
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     assert all(type(layer) is not Linear for layer in adapted_layers(model))
     for one, other in zip(step(model), expected, strict=True):
         assert torch.equal(one, other)
@@ -76,18 +77,18 @@ def test_an_adapter_scaled_in_its_smaller_factor_is_pefts_bit_for_bit(base, unco
 
 def test_an_adapter_of_any_scale_is_pefts_to_rounding(uncompiled):
     expected, model = step(adapted(lora_alpha=7)), adapted(lora_alpha=7)
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     found = step(model)
     assert not all(map(torch.equal, found, expected))
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_results_keep_the_dtype_of_the_base_without_autocast(uncompiled):
     model, plain = (adapted() for _ in range(2))
     for layer in adapted_layers(model) + adapted_layers(plain):
         layer.base_layer.bfloat16()
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     x = torch.randn(2, 5, 32).bfloat16()
     assert model(x).dtype == torch.bfloat16
     assert torch.equal(model(x), plain(x))
@@ -95,7 +96,7 @@ def test_results_keep_the_dtype_of_the_base_without_autocast(uncompiled):
 
 def test_an_adapter_is_left_out_where_it_is_off_or_merged(uncompiled):
     model, plain = adapted(), adapted()
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
         for change in (policies.adapters_off, lambda transformer: policies.merged(transformer)()):
@@ -115,7 +116,7 @@ def test_an_adapter_of_another_kind_stays_pefts(kind, uncompiled):
     for layer in adapted_layers(model) if kind == "merged" else []:
         layer.merge()
     before = model(torch.ones(1, 2, 32)) if kind != "dropout" else None
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     assert all(type(layer) is Linear for layer in adapted_layers(model))
     assert before is None or torch.equal(model(torch.ones(1, 2, 32)), before)
 
@@ -141,9 +142,9 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
             nn.init.normal_(parameter, std=0.1)
     model.fuse("flash_4")
     plain, without = drawn(model), drawn(model, adapter_on=False)
-    compiled.compile_units(model.transformer, model.SHARD_UNITS)
-    products, product = [], adapted_linear._product
-    monkeypatch.setattr(adapted_linear, "_product", lambda x, down: products.append(len(down)) or product(x, down))
+    compilation.compile_units(model.transformer, model.SHARD_UNITS)
+    products, product = [], lora_linear._product
+    monkeypatch.setattr(lora_linear, "_product", lambda x, down: products.append(len(down)) or product(x, down))
     found = drawn(model)
     rank, blocks = config_of("shapes_qwenimage").lora.rank, len(model.transformer.transformer_blocks)
     of_a_block = [3 * rank] * 2 + [rank] * 6  # image and text: queries, keys and values; attention's result; two layers
@@ -153,20 +154,20 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
     found += drawn(model, adapter_on=False)
     assert not products
     for one, other in zip(found, [*plain, *without], strict=True):
-        assert (one - other).norm() <= 1e-5 * other.norm()
+        assert (one - other).norm() <= 1e-4 * other.norm()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["", "fp8", None], ids=["merged", "merged, 8 bits", "adapters beside"])
-def test_four_blocks_of_a_transformer_are_compiled_once(precision, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fp8", [False, True, None], ids=["merged", "merged, 8 bits", "adapters beside"])
+def test_four_blocks_of_a_transformer_are_compiled_once(fp8, tmp_path, monkeypatch):
     model = loaded("qwenimage", tmp_path, torch_dtype=torch.bfloat16)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     model.fuse("flash_4")
-    merged = nullcontext if precision is None else policies.merged(model.transformer, precision)
+    merged = nullcontext if fp8 is None else policies.merged(model.transformer, fp8)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
-    compiled.compile_units(model.transformer, model.SHARD_UNITS)
+    compilation.compile_units(model.transformer, model.SHARD_UNITS)
     with merged():
         policies.predict(model, "bf16", *bench_blocks.inputs(model, 8, Size(64, 64), 8, True))
     assert len(model.transformer.transformer_blocks) == 4
@@ -186,7 +187,7 @@ def modes():
 def test_no_graph_has_sums_that_were_chosen_by_their_time(modes):
     """torch itself resets the setting when it has read a first forward: that one, and its backward."""
     model = adapted()
-    compiled.compile_units(model, ("Block",))
+    compilation.compile_units(model, ("Block",))
     model(torch.randn(2, 5, 32)).square().mean().backward()
     assert modes == [True] * 2
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flow_grpo import rng
+from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, joined, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import beginning_of_groups
@@ -157,6 +157,11 @@ def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
     assert solver.sigmas[-1] == 0
     assert solver.sigmas[0] == SIGMAS[window.stop]
     assert found.isfinite().all()
+
+
+def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
+    sigmas = torch.linspace(1, 0, 51)
+    assert len(dpm_solver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps) == 29
 
 
 def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():

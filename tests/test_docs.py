@@ -1,13 +1,17 @@
 """Every code block of README and docs/ is run, or its commands are looked up and its Python is read."""
 
+import importlib
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import commands
-import fit_table
+import evaluate
+import make_docs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,29 +19,38 @@ import split_prompts
 import torch
 import train_qwenimage
 import train_qwenimage_nft
-from small import ROOT, config_of, lines_of
+from diffusers import FlowMatchEulerDiscreteScheduler
+from small import ROOT, config_of, lines_of, train
 
-from flow_grpo import prompts, rewards, settings
-from flow_grpo.diffusers_patch import models
+from config import grpo
+from flow_grpo import rewards
+from flow_grpo.algorithms import losses
+from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch.loading import schedule
+from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+from flow_grpo.monitoring import metrics
+from flow_grpo.settings import published, table
 
-PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = sorted((ROOT / "scripts/reproduce").glob("*.sh"))
 SHELL = [*RECIPES, *sorted((ROOT / "scripts/single_node").glob("*.sh"))]
 
 
 RUN = {  # Python blocks, and the tests that run them; another one is marked "<!-- not run: why -->"
     "README.md": ["test_the_examples_run"] * 2,  # of test_readme.py
-    "docs/own_config.md": ["own_configs"],
-    "docs/rewards.md": ["test_the_reward_of_a_notebook_trains"],
-    "docs/your_own.md": [f"test_the_{what}_of_ones_own" for what in ("reward", "loss", "model")],
+    "docs/howto/own_config.md": ["own_configs"],
+    "docs/howto/own_reward.md": ["test_the_reward_of_ones_own_scores", "test_the_reward_of_a_notebook_trains"],
+    "docs/howto/own_loss.md": ["test_the_loss_of_ones_own_on_noisy_steps_trains", "test_the_loss_of_ones_own_trains"],
+    "docs/howto/own_advantage.md": ["test_the_advantage_of_ones_own_trains"],
+    "docs/howto/own_model.md": ["test_the_model_of_ones_own"],
 }
 
 
 @pytest.fixture(scope="module")
 def own_configs(tmp_path_factory):
-    """docs/own_config.md's file, where its commands are to find it."""
+    """docs/howto/own_config.md's file, where its commands are to find it."""
     path = tmp_path_factory.mktemp("experiments") / "mine.py"
-    (code,) = python_of("own_config")
+    (code,) = python_of("howto/own_config")
     path.write_text(code)
     return {"~/experiments/mine.py": path}
 
@@ -45,6 +58,12 @@ def own_configs(tmp_path_factory):
 def python_of(page):
     """The Python blocks of a page of docs/."""
     return [code for language, code in commands.blocks((ROOT / f"docs/{page}.md").read_text()) if language == "python"]
+
+
+@pytest.mark.parametrize("page", make_docs.pages(), ids=lambda path: path.stem)
+def test_what_the_program_writes_into_a_page_is_there(page):
+    text = page.read_text()
+    assert make_docs.made(text) == text, "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -122,14 +141,8 @@ def test_every_recipe_is_in_the_table_with_a_level_and_only_what_was_run_is_clai
     assert all("arXiv" in result or "not available" in result for _, result, _ in rows)
 
 
-def test_the_tables_of_what_fits_are_the_programs():
-    page = fit_table.PAGE.read_text()
-    written = page.split(fit_table.BEGIN)[1].split(fit_table.END)[0]
-    assert written == fit_table.tables(fit_table.recorded_lines()), "run python benchmarks/fit_table.py"
-
-
 def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
-    reward, *_ = python_of("your_own")
+    reward, _ = python_of("howto/own_reward")
     (tmp_path / "brightness.py").write_text(reward)
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "flow_grpo.rewards.brightness", raising=False)  # of another test
@@ -148,34 +161,83 @@ def test_the_reward_of_a_notebook_trains(tmp_path, monkeypatch):
     for name in ("config", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    (code,) = python_of("rewards")
+    _, code = python_of("howto/own_reward")
     exec(code.replace("train_qwenimage.main(", "config.num_epochs, config.eval_freq = 1, 0\ntrain_qwenimage.main("), {})
     assert "reward/redness" in lines_of(tmp_path / "runs/shapes_qwenimage_smoke", "epoch")[0]
 
 
+def test_the_loss_of_ones_own_on_noisy_steps_trains(tmp_path, monkeypatch):
+    """Its first ratios are 1, and its second ones have moved towards clip_range times the advantage."""
+    monkeypatch.setattr(train_qwenimage, "update", train_qwenimage.update)  # to be put back
+    loss, _ = python_of("howto/own_loss")
+    names = {"__name__": "train_penalty"}
+    exec(loss, names)
+    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0))
+    first, second = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")
+    assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
+    assert second["ratio_std"] > 0
+
+
+def test_the_advantage_of_ones_own_trains(tmp_path, monkeypatch):
+    advantage, _ = python_of("howto/own_advantage")
+    names = {}
+    exec(advantage, names)
+    run = SimpleNamespace(config=SimpleNamespace(reward_fn={"shapes": 2.0}))
+    scores, groups = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 4.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    values, weights = names["rank_advantages"](run, {"shapes": scores}, groups)
+    assert values.tolist() == [1.0, -1.0, 0.0, 0.5, 0.5, -1.0]
+    assert weights.tolist() == [1.0] * 6
+    monkeypatch.setattr(train_qwenimage.sampling, "advantages", names["rank_advantages"])
+    train_qwenimage.main(config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0))
+    line = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")[0]
+    assert line["advantage_abs_mean"] > 0
+    assert line["grad_norm"] > 0
+
+
 def test_the_loss_of_ones_own_trains(tmp_path, monkeypatch):
+    """Its first ratios are 1, its second ones are not; DiffusionNFT's own settings are refused."""
     monkeypatch.setattr(train_qwenimage_nft, "update", train_qwenimage_nft.update)  # to be put back
-    _, loss, _ = python_of("your_own")
-    exec(loss, {"__name__": "train_awfm"})
-    how = dict(num_epochs=1, eval_freq=0, train__beta=0.0, train__reference_guidance_scale=0.0)
-    train_qwenimage_nft.main(config_of("shapes_qwenimage_nft", tmp_path, **how))
-    (update,) = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")[:1]
-    assert update["grad_norm"] > 0
-    assert "old_distance" not in update, "DiffusionNFT's own update logs it"
+    _, loss = python_of("howto/own_loss")
+    names = {"__name__": "train_awm"}
+    exec(loss, names)
+    how = dict(num_epochs=1, eval_freq=0, train__old_decay_schedule=0, train__updates_per_epoch=2)
+    names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how))
+    first, second = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
+    assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
+    assert second["ratio_std"] > 0
+    for wrong in (dict(nft_beta=0.3), dict(flow_matching_weight=5.0), dict(updates_per_epoch=1)):
+        config = config_of("shapes_qwenimage_nft", tmp_path, **how)
+        config.train.update(wrong)
+        with pytest.raises(ValueError, match="AWM"):
+            names["main"](config)
 
 
-def test_the_model_of_ones_own_trains_with_its_own_guidance(tmp_path, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "QwenImagePipeline", models.MODELS["QwenImagePipeline"])
-    how = dict(num_epochs=1, eval_freq=0, sample__guidance_scale=3.0)
-    train_qwenimage.main(config_of("shapes_qwenimage", tmp_path / "theirs", **how))
-    *_, model = python_of("your_own")
-    exec(model, {"__name__": "train_plain_guidance"})
-    train_qwenimage.main(config_of("shapes_qwenimage", tmp_path / "own", **how))
-    theirs, own = (lines_of(tmp_path / name / "shapes_qwenimage_smoke", "epoch")[0] for name in ("theirs", "own"))
-    assert own["health/latent_rms"] > theirs["health/latent_rms"], "which is rescaled"
-    update = lines_of(tmp_path / "own" / "shapes_qwenimage_smoke", "update")[0]
-    assert update["parity/log_prob_abs_diff_max"] == 0
-    assert update["ratio_std"] == 0
+def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(tmp_path, monkeypatch):
+    """By its name, from Python's path: a changed or missing class is an error, and none is read from the run."""
+    (model,) = python_of("howto/own_model")
+    path = tmp_path / "own_model" / "plain_guidance.py"
+    path.parent.mkdir()
+    path.write_text(model)
+    monkeypatch.syspath_prepend(path.parent)
+    how = dict(num_epochs=1, sample__guidance_scale=3.0, eval__guidance_scale=7.0)
+    scores = {}
+    for name in ("", "plain_guidance:PlainGuidance"):
+        run = train("shapes_qwenimage", tmp_path / f"runs_{name}", model_class=name, **how)
+        out = tmp_path / f"scores_{name}"
+        evaluate.main(evaluate.parser().parse_args([str(run), "--weights", "last", "--out", str(out)]))
+        (row,) = json.loads((out / "scores.json").read_text())["rows"]
+        scores[name] = row["all"]["avg"]["mean"]
+        assert scores[name] == [line["test/avg"] for line in lines_of(run, "test") if "test/avg" in line][-1]
+        assert lines_of(run, "update")[0]["parity/log_prob_abs_diff_max"] == 0
+    assert len(set(scores.values())) == 2
+    arguments = evaluate.parser().parse_args([str(run), "--weights", "last", "--out", str(out)])
+    path.write_text(model.replace("positive - negative", "negative - positive"))
+    with pytest.raises(ValueError, match="'plain_guidance:PlainGuidance' was stored with the digest"):
+        evaluate.main(arguments)
+    path.unlink()
+    monkeypatch.delitem(sys.modules, "plain_guidance")
+    with pytest.raises(ValueError, match="Python finds no module 'plain_guidance'"):
+        evaluate.main(arguments)
 
 
 def test_prompts_are_split_by_their_own_text(tmp_path, capsys):
@@ -205,11 +267,60 @@ def test_prompts_with_metadata_keep_it(tmp_path):
     assert sorted(p.metadata["target"] for p in found) == [str(i) for i in range(10)]
 
 
-def test_the_settings_that_other_code_bases_name_are_settings_here():
-    rows = [
-        line.split(" | ") for line in (ROOT / "docs/coming_from.md").read_text().splitlines() if line.startswith("| ")
-    ]
-    ours = " ".join(row[1] for row in rows if len(row) >= 3)
-    named = set(re.findall(r"`((?:train|sample|eval|lora|fsdp|reward|health|preferences)\.\w+)`", ours))
-    assert len(named) > 20
-    assert {name for name in named if name not in settings.BY_KEY} == set()
+def coming_from(section):
+    """The rows of a section of docs/reference/coming_from.md, as lists of cells."""
+    text = (ROOT / "docs/reference/coming_from.md").read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line[:2] == "| "]
+    return rows[1:]
+
+
+def test_the_tables_of_published_settings_are_the_programs():
+    rows = [row for source in published.SOURCES for row in source.rows]
+    assert len(rows) > 100
+    assert {key for row in rows for key in row.ours} <= set(table.BY_KEY)
+    assert [row.theirs for row in rows if not row.ours and not row.note] == []
+    for place in published.RECIPES.values():
+        file, _, run = place.partition(",")[0].partition(":")
+        assert (ROOT / file).exists()
+        assert f"def {run}()" in (ROOT / file).read_text() or not run
+
+
+def test_the_metrics_that_other_code_bases_name_are_metrics_here():
+    ours = [name for row in coming_from("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(ours) > 15
+    assert [name for name in ours if not metrics.is_known(name)] == []
+
+
+def test_the_functions_that_take_the_place_of_published_ones_are_there():
+    named = [name for row in coming_from("Python") for name in re.findall(r"`(\w+_with_logprob)\.(\w+)`", row[1])]
+    assert len(named) == 4
+    for module, name in named:
+        assert hasattr(importlib.import_module(f"flow_grpo.diffusers_patch.{module}"), name)
+
+
+def test_every_reward_is_listed_once_with_what_it_needs():
+    page = (ROOT / "docs/reference/rewards.md").read_text()
+    needs = page.split("| needs | rewards |")[1].split("\n\n")[0]
+    listed = [name for name in re.findall(r"`(\w+)`", needs) if name in rewards.known()]
+    assert sorted(listed) == [name for name in rewards.known() if f"| `{name}` |" in page] == sorted(set(listed))
+
+
+def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stronger_the_kl_is_here():
+    """At SD3.5's 10 steps, where velocities differ alike at all of them."""
+    scheduler = schedule(FlowMatchEulerDiscreteScheduler(shift=3.0), 10, 1024, torch.device("cpu"), sigmas=False)
+    ours, theirs, stds, x = 0.0, 0.0, [], torch.zeros(1, 4)
+    for t in scheduler.timesteps[:-1]:
+        how = dict(noise_level=0.7, prev_sample=x)
+        mean, reference = (sde_step_with_logprob(scheduler, x + v, t[None], x, **how) for v in (0.0, 0.1))
+        means = mean.prev_sample_mean, reference.prev_sample_mean
+        ours += losses.gaussian_kl(*means, mean.transition_std)
+        theirs += losses.gaussian_kl(*means, mean.std_dev_t)
+        stds.append(mean.transition_std.item())
+    assert 1 / statistics.fmean(stds) == pytest.approx(2.252, abs=1e-3)  # TempFlow-GRPO's 2.25, as the pages say
+    ratio = (ours / theirs).item()
+    assert ratio == pytest.approx(4.39, abs=5e-3)
+    assert grpo.pickscore_sd3().train.beta == pytest.approx(0.01 / ratio, rel=0.02)
+    for recipe in RECIPES:
+        if beta := re.search(r"train\.beta=([\d.]+)", recipe.read_text()):
+            published = 0.004 if "tempflow" in recipe.stem else 0.04 / ratio  # TempFlow-GRPO's KL is ours
+            assert float(beta[1]) == pytest.approx(published, rel=0.01)

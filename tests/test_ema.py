@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.ema import Ema, decay_at
+from flow_grpo.weights.ema import Ema, decay_at
 
 
 def linear(value):

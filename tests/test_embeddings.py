@@ -1,17 +1,21 @@
 """Prompt embeddings from a disk are those of the text encoders, bit for bit, and a second run needs no encoder."""
 
+import os
 import shutil
 from dataclasses import fields
 
 import pytest
 import torch
-from small import MODELS, lines_of, loaded, train
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small import MODELS, as_prompts, lines_of, loaded, train
 
+from flow_grpo.base import folders
+from flow_grpo.data.embedding_cache import Cache, remembered
 from flow_grpo.diffusers_patch import loading
-from flow_grpo.embeddings import Cache
 
 TINY, CPU = "flow_grpo/assets/tiny_qwenimage", torch.device("cpu")
-TEXTS = ["a photo of a red circle", "two blue squares"]
+PROMPTS = as_prompts(["a photo of a red circle", "two blue squares"])
 
 
 def assert_same(ours, theirs):
@@ -30,15 +34,15 @@ def assert_same(ours, theirs):
 def test_what_is_read_is_what_was_encoded(name, guided, tmp_path):
     model = loaded(name, tmp_path)
     cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 24, CPU)
-    assert cache.missing([*TEXTS, TEXTS[0]]) == TEXTS
+    assert cache.missing([*PROMPTS, PROMPTS[0]]) == PROMPTS
 
-    def encode(text):
-        return model.encode([text], width=24, guided=guided)
+    def encode(prompt):
+        return model.encode([prompt], width=24, guided=guided)
 
-    cache.fill(TEXTS, encode)
-    assert cache.missing(TEXTS) == []
-    for text in TEXTS:
-        assert_same(cache.read(text), encode(text))
+    cache.fill(PROMPTS, encode)
+    assert cache.missing(PROMPTS) == []
+    for prompt in PROMPTS:
+        assert_same(cache.read(prompt), encode(prompt))
 
 
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_nft"])
@@ -66,27 +70,91 @@ def test_a_second_run_loads_no_text_encoder_and_logs_the_same(name, tmp_path, mo
 def test_another_user_may_read_what_the_umask_lets_others_read(tmp_path):
     model, plain = loaded("qwenimage", tmp_path), tmp_path / "plain"
     cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
-    cache.fill(TEXTS[:1], lambda text: model.encode([text], width=24, guided=False))
+    cache.fill(PROMPTS[:1], lambda prompt: model.encode([prompt], width=24, guided=False))
     plain.touch()
     assert {file.stat().st_mode for file in cache.folder.glob("*.safetensors")} == {plain.stat().st_mode}
 
 
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):
-    other = tmp_path / "model"
+    """One of as many bytes, too, as old as the one whose place it takes."""
+    other, cache = tmp_path / "model", str(tmp_path / "cache")
     shutil.copytree(TINY, other)
-    assert loading.text_version(str(other)) == loading.text_version(TINY)
+    first = loading.text_version(str(other), tmp_path / "digests.json")
+    assert first == loading.text_version(TINY)
+    (file,) = (other / "text_encoder").glob("*.safetensors")
+    status = file.stat()
+    save_file({name: weight * 1.5 for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_size == status.st_size
+    second = loading.text_version(str(other), tmp_path / "digests.json")
     (other / "tokenizer" / "added.json").write_text("{}")
-    versions = [loading.text_version(folder) for folder in (TINY, str(other))]
-    one, two = (Cache(str(tmp_path / "cache"), version, 24, CPU).folder for version in versions)
-    assert one != two
-    assert Cache(str(tmp_path / "cache"), versions[0], 32, CPU).folder != one
+    versions = [first, second, loading.text_version(str(other), tmp_path / "digests.json")]
+    places = {Cache(cache, version, width, CPU).folder for version in versions for width in (24, 32)}
+    assert len(places) == 6
 
 
-def test_what_a_kill_left_behind_is_no_embedding(tmp_path):
+def changed(path, change):
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+    save_file(change(load_file(path)), path, header)
+
+
+DAMAGE = dict(
+    half=lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    zeros=lambda path: changed(path, lambda tensors: {name: part * 0 for name, part in tensors.items()}),
+    one_bit=lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+    more_tokens=lambda path: changed(path, lambda tensors: dict(text=tensors["text"].repeat(1, 9, 1))),
+    another_type=lambda path: changed(path, lambda tensors: dict(text=tensors["text"].double())),
+    other_tensors=lambda path: changed(path, lambda tensors: dict(words=tensors["text"])),
+    no_header=lambda path: save_file(load_file(path), path),
+    a_folder=lambda path: (path.unlink(), path.mkdir()),
+    another_prompts=lambda path: shutil.copy(path.parent / "other.safetensors", path),
+    another_encoders=lambda path: shutil.copy(path.parents[1] / "other.safetensors", path),
+)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_was_not_written_for_a_prompt_is_refused(kind, tmp_path):
+    model = loaded("qwenimage", tmp_path)
+    cache, other = (Cache(str(tmp_path / "cache"), dict(encoder=name), 24, CPU) for name in "ab")
+    for each in (cache, other):
+        each.fill(PROMPTS, lambda prompt: model.encode([prompt], width=24, guided=False))
+    path = cache._path(PROMPTS[0])
+    shutil.copy(cache._path(PROMPTS[1]), path.parent / "other.safetensors")
+    shutil.copy(other._path(PROMPTS[0]), path.parents[1] / "other.safetensors")
+    DAMAGE[kind](path)
+    with pytest.raises(ValueError, match=str(path)):
+        cache.read(PROMPTS[0])
+
+
+@pytest.mark.parametrize("name", ["qwenimage", "sd3"])
+def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_path):
+    model, asked = loaded(name, tmp_path), []
+
+    def encode(prompt):
+        asked.append(prompt)
+        return model.encode([prompt], width=24, guided=True)
+
+    cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
+    cache.fill(PROMPTS, encode)
+    assert cache.missing(PROMPTS) == []
+    cache._path(None).unlink()
+    assert cache.missing(PROMPTS) == PROMPTS[:1]
+    cache.fill(PROMPTS[:1], encode)
+    for embed in (remembered(cache.read), remembered(encode)):
+        one, two = (embed(prompt) for prompt in PROMPTS)
+        assert one.negative is two.negative
+        assert_same(one, encode(PROMPTS[0]))
+        assert embed(PROMPTS[0]) is one
+
+
+def test_what_a_kill_left_behind_is_no_embedding_and_goes_an_hour_later(tmp_path):
     cache = Cache(str(tmp_path), {}, 24, CPU)
     cache.folder.mkdir()
-    cache._path(TEXTS[0]).with_suffix(".123").write_bytes(b"half of a file")
-    assert cache.missing(TEXTS) == TEXTS
-    cache._path(TEXTS[0]).write_bytes(b"half of a file")
-    with pytest.raises(ValueError, match=r"safetensors is damaged .*; delete it"):
-        cache.read(TEXTS[0])
+    old, young = (folders.scratch_beside(cache._path(prompt)) for prompt in PROMPTS)
+    for scratch in (old, young):
+        scratch.write_bytes(b"half of a file")
+    os.utime(old, (0, 0))
+    assert cache.missing(PROMPTS) == PROMPTS
+    cache.fill([], None)
+    assert [path.name for path in cache.folder.iterdir()] == [young.name]

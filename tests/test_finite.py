@@ -5,13 +5,19 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import train
+from small import as_prompts, train
 
-from flow_grpo import finite, health
+from flow_grpo import rewards
+from flow_grpo.checkpoints import checkpoints
+from flow_grpo.monitoring import health
+from flow_grpo.run import sampling
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.settings import default_config
+from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.settings.table import default_config
+from flow_grpo.weights import finite
 
 NAN, INF = math.nan, math.inf
+WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 
 
 @pytest.mark.parametrize(
@@ -58,14 +64,44 @@ def test_an_image_that_is_not_finite_is_not_scored(on_failure):
     pool = Pool(torch.device("cpu"), {"jpeg_compressibility": 1.0}, (), settings)
     images = torch.full((3, 3, 16, 16), 0.5)
     images[1, 2, 5, 5] = NAN
-    pending = pool.submit(images, ["a", "b" * 5000, "c"], [{}] * 3)
+    pending = pool.submit(images, as_prompts(["a", "b" * 5000, "c"]))
     with pytest.raises(FloatingPointError, match=r"1 of 3 images hold NaN or infinities, the first of 'b+\.\.\.b+'"):
         pending.result()
-    assert pool.submit(images[:1], ["a"], [{}]).result()["avg"].isfinite().all()
+    assert pool.submit(images[:1], as_prompts(["a"])).result()["avg"].isfinite().all()
 
 
 def test_a_sign_of_health_that_is_no_number_is_beyond_its_limit(monkeypatch):
     limits = default_config().health
-    for value, alarms in ((NAN, ["loss_rise"]), (limits.loss_rise, []), (INF, ["loss_rise"])):
-        monkeypatch.setattr(health, "SIGNS", {"loss_rise": lambda epochs, value=value: health.Sign(value, "it rose")})
+    for value, alarms in ((NAN, ["reward_drop"]), (limits.reward_drop, []), (INF, ["reward_drop"])):
+        monkeypatch.setattr(health, "SIGNS", {"reward_drop": lambda epochs, value=value: health.Sign(value, "it fell")})
         assert [alarm.name for alarm in health.judge([health.Epoch(0)], limits).alarms] == alarms
+
+
+def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(
+        '"""NaN for every circle."""\n\n\ndef load(device):\n'
+        '    return lambda images, prompts, metadata: [float("nan") if "a" in p else 1.0 for p in prompts]\n'
+    )
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    with pytest.raises(RewardFailed, match=r"reward 'broken' \(thread\): reward 'broken' is nan for 'a"):
+        train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0})
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, tmp_path, monkeypatch):
+    plain = sampling.advantages
+
+    def spoilt(run, *args):
+        values, loss_weight = plain(run, *args)
+        return values.where(values.new_tensor(run.epoch == 0).bool(), torch.nan), loss_weight
+
+    monkeypatch.setattr(sampling, "advantages", spoilt)
+    with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
+        train(name, tmp_path / "runs", eval_freq=0, save_freq=1)
+    run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
+    checkpoint = checkpoints.find(run.folder / "checkpoints")
+    assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")
+    state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
+    after = {key: tensor.clone() for key, tensor in state.items()}
+    assert checkpoints.load(checkpoint, state) == checkpoints.Progress(1, 2, reference_moves=0)
+    torch.testing.assert_close(after, state, rtol=0, atol=0)

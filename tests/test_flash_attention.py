@@ -11,26 +11,26 @@ import torch
 from small import config_of
 
 from config import grpo
-from flow_grpo import startup
-from flow_grpo.diffusers_patch import models
-from flow_grpo.diffusers_patch.flash_attention import (
+from flow_grpo.diffusers_patch import registry
+from flow_grpo.kernels.flash_attention import (
     NAME,
     attend_first,
     attend_first_backward,
     check_capability,
     check_package,
 )
+from flow_grpo.run import startup
 
 ROWS, TOKENS, HEADS, WIDTH = 3, 70, 2, 128
 LENGTHS = [70, 41, 66]
 
 
-def drawn(dtype=torch.float32, device="cpu"):
-    """Queries, keys, values, and a gradient of what they make."""
+def drawn(dtype=torch.float32, device="cpu", times=1):
+    """Queries, keys, values, and a gradient of what they make; `times` as many tokens."""
     draw = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(ROWS, TOKENS, HEADS, WIDTH, generator=draw) for _ in range(4)]
+    tensors = [torch.randn(ROWS, times * TOKENS, HEADS, WIDTH, generator=draw) for _ in range(4)]
     *tokens, of_result = [tensor.to(device, dtype) for tensor in tensors]
-    return tokens, of_result, torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    return tokens, of_result, times * torch.tensor(LENGTHS, dtype=torch.int32, device=device)
 
 
 def expected(query, key, value, lengths):
@@ -85,7 +85,7 @@ def test_no_gradient_leads_through_the_sums():
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_run_gives_it_to_every_block(compiles):
     config = config_of("shapes_qwenimage", precision="bf16", attention=NAME, lora__rank=4, compile=compiles)
-    family = models.model_class(config.model)
+    family = registry.model_class(config.model)
     model = family.load(config.model, torch.device("cpu"), alone=True)
     startup._load_learner(config, model, None, (), False)
     assert all(block.attn.processor.attention == NAME for block in model.transformer.transformer_blocks)
@@ -129,8 +129,9 @@ def test_the_kernels_agree():
         assert (one.double() - other).norm() < 5e-3 * other.norm()
     behind = torch.arange(TOKENS, device="cuda") >= lengths[:, None]
     assert all(not grad[behind].any() for grad in ours[2:])
-    for _ in range(3):
-        assert all(map(torch.equal, gradients(attended, tokens, of_result, lengths), ours))
+    for inputs in ((tokens, of_result, lengths), drawn(torch.bfloat16, "cuda", times=50)):  # one block of keys; many
+        first, *others = [gradients(attended, *inputs) for _ in range(4)]
+        assert all(torch.equal(one, other) for again in others for one, other in zip(again, first, strict=True))
     last = gradients(attended, [x[1:] for x in tokens], of_result[1:], lengths[1:])
     assert all(torch.equal(one, other[1:]) for one, other in zip(last, ours, strict=True))
     out, sums = attend_first(*tokens, lengths)

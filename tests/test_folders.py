@@ -1,19 +1,21 @@
 """One run, one folder, one writer."""
 
 import errno
+import json
 import os
 import select
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Barrier
+from threading import Barrier, Timer
 
 import pytest
 from safetensors import SafetensorError
-from small import train
+from small import config_of, train
 
-from flow_grpo import distributed, folders
+from flow_grpo.base import checksums, distributed, folders
 
 NAME = "shapes_qwenimage"
 
@@ -57,12 +59,13 @@ def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
         with ThreadPoolExecutor(8) as pool:
             taken = list(pool.map(take_at_once, [first] * 8, [together] * 8))
         assert {path.name for path in taken} == {first.name, *(f"{first.name}-{number}" for number in range(2, 9))}
-        assert folders.newest(first) == tmp_path / f"{attempt}-8"
+        assert folders.family(first)[-1] == tmp_path / f"{attempt}-8"
 
 
 def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tmp_path):
     folder = tmp_path / f"{NAME}_smoke"
     folder.mkdir()
+    (folder / "config.json").write_text(config_of(NAME, tmp_path).to_json())
     with child(lambda: folders.lock(folder)) as (pid, _):
         for resume_from in ("latest", str(folder / "checkpoints" / "epoch_000001")):
             (folder / "checkpoints" / "epoch_000001").mkdir(parents=True, exist_ok=True)
@@ -70,6 +73,33 @@ def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tm
                 train(NAME, tmp_path, resume_from=resume_from)
     assert folders.lock(folder) == ""
     folders.release(folder)
+
+
+def test_one_that_waited_for_a_holder_that_went_on_is_refused(tmp_path, monkeypatch):
+    """A killed holder writes nothing more; what a living one wrote meanwhile would be given up."""
+    monkeypatch.setattr(folders, "WAIT_S", 60.0)
+
+    def go_on(writes):
+        folders.lock(tmp_path)
+        if os.fork() == 0:  # keeps the lock open
+            time.sleep(0.5)
+            (tmp_path / "metrics.jsonl").write_text(writes)
+            os._exit(0)
+        folders.release(tmp_path)
+
+    (tmp_path / "metrics.jsonl").write_text("1")
+    os.utime(tmp_path / "metrics.jsonl", ns=(0, 0))
+    with child(lambda: go_on("12")), pytest.raises(ValueError, match=f"is writing to {tmp_path}"):
+        folders.lock(tmp_path)
+    with child(lambda: folders.lock(tmp_path)) as (pid, _):
+        Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        assert folders.lock(tmp_path) == ""
+    os.link(tmp_path / folders.LOCK, tmp_path / "backup")
+    (tmp_path / "backup").write_text("its holder")
+    assert folders.lock(tmp_path) == ""  # releases it first
+    assert json.loads((tmp_path / folders.LOCK).read_text())["pid"] == os.getpid()
+    assert (tmp_path / "backup").read_text() == "its holder"
+    folders.release(tmp_path)
 
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
@@ -140,3 +170,26 @@ def rank(writing):
         os.write(writing, b"!")
         signal.alarm(40)
         signal.pause()
+
+
+def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, monkeypatch):
+    file, memory, read = tmp_path / "weights", tmp_path / "digests.json", []
+    real = checksums.hashlib.file_digest
+    monkeypatch.setattr(checksums.hashlib, "file_digest", lambda *how: read.append(how) or real(*how))
+    file.write_bytes(b"1" * 2**20)
+    first = checksums.file_digest(file, memory)
+    os.link(memory, tmp_path / "backup")
+    for _ in range(2):
+        assert checksums.file_digest(tmp_path / ".." / tmp_path.name / "weights", memory) == first
+        checksums._digests.clear()  # another process
+    assert len(read) == 1
+    before = file.stat()
+    file.write_bytes(b"2" * 2**20)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as cp -p does
+    changed = checksums.file_digest(file, memory)
+    assert changed != first
+    assert json.loads((tmp_path / "backup").read_text())[str(file)][-1] == first
+    assert memory.stat().st_mode & 0o777 == file.stat().st_mode & 0o777
+    memory.write_text("[1")
+    checksums._digests.clear()
+    assert checksums.file_digests([file, file], memory) == [changed] * 2

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from flow_grpo import rng
-from flow_grpo.forward import logit_normal_timesteps, noised, velocity_error
+from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
+from flow_grpo.base import rng
 
 
 def test_the_line_goes_from_the_image_to_the_noise():

@@ -6,8 +6,9 @@ from diffusers.models.attention import FeedForward
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from flow_grpo import compiled, frozen_linear, quantised
-from flow_grpo.frozen_linear import NF4_LEVELS, EightBitLinear, Float8Linear, NF4Linear, quantise, unpacked
+from flow_grpo.kernels import compilation, quantised_linear
+from flow_grpo.kernels.quantised_linear import NF4_LEVELS, EightBitLinear, Float8Linear, NF4Linear, quantise, unpacked
+from flow_grpo.weights import quantisation
 
 
 def layer_of(kind, weight, bias=None):
@@ -67,18 +68,15 @@ def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
     assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokens"), [(Float8Linear, 101), (Float8Linear, 5), (EightBitLinear, 101), (NF4Linear, 5)]
-)
+@pytest.mark.parametrize(("kind", "tokens"), [(EightBitLinear, 101), (NF4Linear, 5)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
 def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
-    """To rounding where W is unpacked; products of 8 bits round the result's gradient, and of few rows are bfloat16."""
     layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     call(x.requires_grad_()).backward(grad)
     weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
     error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
-    assert error < (0.04 if tokens == 101 else 0.003 if kind is Float8Linear else 1e-6)
+    assert error < 1e-5
     assert all(p.grad is None for p in layer.parameters())
 
 
@@ -86,14 +84,14 @@ def test_layers_of_8_bits_round_x_in_the_context_alone():
     weight, x = draw(64, 128), draw(1, 200, 128, seed=1)
     stored, rounding = (nn.ModuleList([layer_of(kind, weight)]) for kind in (EightBitLinear, Float8Linear))
     before = stored[0](x)
-    with quantised.products_of_8_bits(stored), quantised.products_of_8_bits(rounding):
+    with quantisation.products_of_8_bits(stored), quantisation.products_of_8_bits(rounding):
         assert torch.equal(stored[0](x), rounding[0](x))
     assert torch.equal(stored[0](x), before)
     assert (rounding[0](x) - before).norm() > 0.01 * before.norm()
 
 
 def test_a_small_step_of_x_moves_the_result_by_itself_unless_x_is_rounded():
-    """Why ratios of two near policies are noisier on "fp8": numbers jump to the next level, or stay."""
+    """Why no log-prob is of such products: numbers jump to the next level, or stay."""
     weight, x, step = draw(64, 128), draw(1, 2000, 128, seed=1), 1e-3 * draw(1, 2000, 128, seed=2)
     errors = {}
     for kind in (EightBitLinear, Float8Linear):
@@ -122,11 +120,11 @@ def test_a_merged_copy_of_a_base_of_8_bits_has_the_adapter_however_small(size):
     """A copy of the nearest rows has 4 % of the smallest one."""
     base = layer_of(EightBitLinear, draw(512, 1024) * 0.02)
     change, weight = change_of(base, size)
-    copy = quantised.merged_copy(base, change)
+    copy = quantisation.merged_copy(base, change)
     moved = unpacked(copy.rows, copy.scale, torch.float32) - weight
     assert (moved * change).sum() / change.square().sum() == pytest.approx(1, abs=0.06)
     assert (moved - change).norm() < 0.04 * (weight.norm() + change.norm())
-    again = quantised.merged_copy(base, change)
+    again = quantisation.merged_copy(base, change)
     assert torch.equal(again.rows.float(), copy.rows.float())
     assert torch.equal(again.scale, copy.scale)
     nearest = unpacked(*quantise(weight + change), torch.float32) - weight
@@ -137,7 +135,7 @@ def test_a_row_just_beyond_a_power_of_two_stays_within_8_bits(monkeypatch):
     """16 + 2^-19 times 448; log2 of the first is rounded to 4. What 8 bits do not hold is NaN in torch 2.11."""
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))  # every number that can goes up
     base = layer_of(EightBitLinear, torch.eye(16) * 448)
-    copy = quantised.merged_copy(base, torch.eye(16) * (15 * 448 + 2**-11))
+    copy = quantisation.merged_copy(base, torch.eye(16) * (15 * 448 + 2**-11))
     assert torch.equal(unpacked(copy.rows, copy.scale, torch.float32), torch.eye(16) * 16 * 448)
 
 
@@ -148,7 +146,7 @@ def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
     base = layer_of(EightBitLinear, draw(16, 32))
     base.rows[3] = 0
     weight = unpacked(base.rows, base.scale, torch.float32)
-    copy = quantised.merged_copy(base, weight * (times - 1))
+    copy = quantisation.merged_copy(base, weight * (times - 1))
     largest = weight.abs().amax(1) * times
     torch.testing.assert_close(
         unpacked(copy.rows, copy.scale, torch.float32).abs().amax(1), largest, rtol=2**-3, atol=0
@@ -163,14 +161,15 @@ def test_a_merged_copy_of_weights_of_bf16_has_the_adapter_that_their_steps_would
     linear.weight.copy_(draw(512, 1024) * 0.02)
     change = draw(512, 8, seed=3) @ draw(8, 1024, seed=4)
     change *= 1e-3 * linear.weight.norm().item() / change.norm()
-    copies = [quantised.merged_copy(linear, factor * change) for factor in (0, 1)]
+    copies = [quantisation.merged_copy(linear, factor * change) for factor in (0, 1)]
     without, moved = (unpacked(copy.rows, copy.scale, torch.float32) for copy in copies)
     assert ((moved - without) * change).sum() / change.square().sum() == pytest.approx(1, abs=0.15)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(adapted, monkeypatch):
-    """Results and gradients keep their bits; in rows of small numbers, and of negative ones, errors are no larger."""
+    """Results keep their bits; in rows of small numbers, and of negative ones, errors are no larger."""
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
     module = FeedForward(64, 64, activation_fn="gelu-approximate").requires_grad_(False)
     for layer in (module.net[0].proj, module.net[2]):
@@ -186,23 +185,17 @@ def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(adapted, 
     negative[..., 0] = -40
     x = torch.cat([plain_rows, small, negative])
 
-    def run(forward):
-        leaf = x.clone().requires_grad_()
-        out = forward(leaf)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
-
-    module.net[0].gelu = compiled.gelu
-    plain = run(module)
-    compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
+    module.net[0].gelu = compilation.gelu
+    plain = module(x)
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     given = []
     noting = lambda x, largest=None: given.append(largest) or quantise(x, largest)  # noqa: E731
-    monkeypatch.setattr(frozen_linear, "quantise", noting)
-    found = run(module)
-    assert [largest is not None for largest in given] == [False, True, False, False]  # the last two in the backward
-    for one, other in zip(found, plain, strict=True):
-        assert torch.equal(one[:4], other[:4])
-        for rows in (slice(4, 8), slice(8, 12)):
-            assert (one[rows] - other[rows]).norm() < 0.06 * other[rows].norm()
+    monkeypatch.setattr(quantised_linear, "quantise", noting)
+    found = module(x)
+    assert [largest is not None for largest in given] == [False, True]
+    assert torch.equal(found[:4], plain[:4])
+    for rows in (slice(4, 8), slice(8, 12)):
+        assert (found[rows] - plain[rows]).norm() < 0.06 * plain[rows].norm()
 
 
 @pytest.mark.parametrize("layer", ["dropout", "final dropout", "exact GELU"])
@@ -213,5 +206,5 @@ def test_a_feed_forward_of_another_kind_is_left_as_it_is(layer):
         "exact GELU": dict(activation_fn="gelu"),
     }
     module = FeedForward(16, 16, **kinds[layer])
-    compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     assert type(module) is FeedForward

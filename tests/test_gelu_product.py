@@ -16,8 +16,8 @@ from small import FEW, config_of, lines_of, train
 from torch import nn
 from torch.nn import functional as F
 
-from flow_grpo import compiled, gelu_product
-from flow_grpo.frozen_linear import LARGEST, EightBitLinear, Float8Linear, quantise, unpacked
+from flow_grpo.kernels import compilation, fused_mlp
+from flow_grpo.kernels.quantised_linear import LARGEST, EightBitLinear, Float8Linear, quantise, unpacked
 
 WIDTH, INNER = 64, 208
 ROWS = 2, 70  # 140 rows, no multiple of 16
@@ -58,7 +58,7 @@ def test_its_error_is_that_of_rounding_in_turn(size, outlier, biggest):
     x = draw(*ROWS, WIDTH, seed=5) * size
     x[..., 3] *= outlier
     reference = exact(x, first, last)
-    found, other = gelu_product.feed_forward(x, first, last), in_turn(x, first, last)
+    found, other = fused_mlp.feed_forward(x, first, last), in_turn(x, first, last)
     assert found.shape == x.shape
     assert found.dtype == last.dtype
     errors = [(out.double() - reference).norm() / reference.norm() for out in (found, other)]
@@ -73,22 +73,22 @@ def test_no_number_is_cut_off_however_a_row_lies():
     weight = unpacked(first.rows, first.scale, torch.float32)
     x = F.normalize(weight)[:160, None].expand(-1, 2, -1) * torch.tensor([1.0, 1e4])[:, None]
     reference = exact(x, first, last)
-    assert ((gelu_product.feed_forward(x, first, last) - reference).norm(dim=-1) < 0.08 * reference.norm(dim=-1)).all()
+    assert ((fused_mlp.feed_forward(x, first, last) - reference).norm(dim=-1) < 0.08 * reference.norm(dim=-1)).all()
 
 
 def test_rows_of_zeros_without_a_bias_stay_zeros():
     first, last = layers()
     first.bias.zero_()
     last.bias.zero_()
-    assert not gelu_product.feed_forward(torch.zeros(*ROWS, WIDTH), first, last).any()
+    assert not fused_mlp.feed_forward(torch.zeros(*ROWS, WIDTH), first, last).any()
 
 
 def test_a_row_has_the_same_bits_wherever_it_stands():
     first, last = layers()
     x = draw(*ROWS, WIDTH, seed=6)
-    out = gelu_product.feed_forward(x, first, last)
-    assert torch.equal(gelu_product.feed_forward(x.flip(0, 1), first, last), out.flip(0, 1))
-    assert torch.equal(gelu_product.feed_forward(x.flatten(0, 1), first, last), out.flatten(0, 1))
+    out = fused_mlp.feed_forward(x, first, last)
+    assert torch.equal(fused_mlp.feed_forward(x.flip(0, 1), first, last), out.flip(0, 1))
+    assert torch.equal(fused_mlp.feed_forward(x.flatten(0, 1), first, last), out.flatten(0, 1))
 
 
 def test_the_operation_is_what_it_says():
@@ -99,10 +99,10 @@ def test_the_operation_is_what_it_says():
     x = unpacked(rows, scale, torch.float32)
     y = F.linear(x.double(), unpacked(first.rows, first.scale, torch.float32).double(), first.bias.double())
     expected = F.gelu(y, approximate="tanh") * factor
-    found = gelu_product.gelu_of_product(*inputs).double()
+    found = fused_mlp.gelu_of_product(*inputs).double()
     assert ((found - expected).abs() <= expected.abs() * 2**-4 * 1.01 + 2**-10).all()
     checks = "test_autograd_registration", "test_faketensor"  # the schema's compares numbers, and not those of 8 bits
-    torch.library.opcheck(gelu_product.gelu_of_product, inputs, test_utils=checks)
+    torch.library.opcheck(fused_mlp.gelu_of_product, inputs, test_utils=checks)
 
 
 @pytest.mark.parametrize("kind", [EightBitLinear, Float8Linear])
@@ -127,22 +127,22 @@ def adapted_feed_forward(fuse_gelu):
     module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
     module.net[0].proj, module.net[2] = (adapted(layer) for layer in layers())
     torch._dynamo.reset()
-    compiled.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), fuse_gelu=fuse_gelu)
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), fuse_gelu=fuse_gelu)
     return module
 
 
 def adapted(layer):
     holder = nn.ModuleDict(dict(only=nn.Linear(layer.in_features, layer.out_features)))
     found = inject_adapter_in_model(LoraConfig(r=4, target_modules=["only"], init_lora_weights=False), holder)["only"]
-    found.base_layer, found._disable_adapters, layer.rounds_freely = layer, True, True
+    found.base_layer, found._disable_adapters = layer, True
     return found
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """Grows with each call."""
-    calls, whole = [], gelu_product.feed_forward
-    monkeypatch.setattr(gelu_product, "feed_forward", lambda *inputs: calls.append(True) or whole(*inputs))
+    calls, whole = [], fused_mlp.feed_forward
+    monkeypatch.setattr(fused_mlp, "feed_forward", lambda *inputs: calls.append(True) or whole(*inputs))
     return calls
 
 
@@ -169,7 +169,6 @@ def test_it_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
             for owner, name, value in (
                 (layer, "_disable_adapters", False),
                 (layer.base_layer, "rounds_x", False),
-                (layer.base_layer, "rounds_freely", False),
             ):
                 setattr(owner, name, value)
                 assert not takes(x)
@@ -180,17 +179,17 @@ def test_it_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
 
 def on_cpu(*inputs):
     """What the kernel would compute, for a GPU without the package and for sides that its tiles do not suit."""
-    return gelu_product.gelu_of_product(*(x.cpu() for x in inputs)).to(inputs[0].device)
+    return fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).to(inputs[0].device)
 
 
 def test_a_run_takes_it_for_images_and_not_for_log_probs_or_losses(shallow, tmp_path, taken, monkeypatch):
     """Else the first ratios would not be 1, and the reference would not be the policy that it is at first."""
-    monkeypatch.setattr(gelu_product, "available", lambda attention, device: True)
-    monkeypatch.setattr(gelu_product, "_kernels", lambda: SimpleNamespace(gelu_of_product=on_cpu))
+    monkeypatch.setattr(fused_mlp, "available", lambda attention, device: True)
+    monkeypatch.setattr(fused_mlp, "_kernels", lambda: SimpleNamespace(gelu_of_product=on_cpu))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     how = FEW | shallow | dict(num_epochs=1, eval_freq=0, sample__batch_size=8, train__beta=0.01, compile=True)
-    how |= dict(base_precision="fp8", sample__merge_adapter=True, sample__fast_precision="fp8")
+    how |= dict(base_precision="fp8_weights", sample__rollout_weights="merged_fp8")
     folder = train("shapes_qwenimage", tmp_path, **how)
     assert taken
     first = lines_of(folder, "update")[0]
@@ -210,9 +209,9 @@ def test_compiled_it_is_one_operation_and_a_product_and_as_good():
         return graph
 
     found = torch.compile(module.forward, backend=note)(x)
-    assert torch.equal(found, gelu_product.feed_forward(x, first, last))
+    assert torch.equal(found, fused_mlp.feed_forward(x, first, last))
     (graph,) = graphs
-    operation = torch.ops.flow_grpo.gelu_of_product_1
+    operation = getattr(torch.ops.flow_grpo, f"gelu_of_product_{fused_mlp.VERSION}")
     (node,) = [node for node in graph.graph.nodes if node.target in (operation, operation.default)]
     assert len(node.meta["example_value"]) == 144  # 140 rows, in multiples of 16, which cuBLAS asks for
     reference = exact(x, first, last)
@@ -225,20 +224,20 @@ def test_compiled_it_is_one_operation_and_a_product_and_as_good():
 )
 def test_it_is_used_with_flash_attention_4_on_hopper_alone(attention, capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert gelu_product.available(attention, SimpleNamespace(type="cuda")) == expected
-    assert not gelu_product.available(attention, torch.device("cpu"))
+    assert fused_mlp.available(attention, SimpleNamespace(type="cuda")) == expected
+    assert not fused_mlp.available(attention, torch.device("cpu"))
 
 
 @pytest.mark.skipif(find_spec("quack") is not None, reason="the package is installed")
-@pytest.mark.parametrize("unused", [{}, dict(attention=""), dict(compile=False), dict(sample__fast_precision="")])
+@pytest.mark.parametrize("unused", [{}, dict(attention=""), dict(compile=False), dict(sample__rollout_weights="exact")])
 def test_a_missing_package_is_named_by_runs_that_use_it(unused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    how = dict(attention="flash_4", compile=True, sample__fast_precision="fp8") | unused
+    how = dict(attention="flash_4", compile=True, sample__rollout_weights="merged_fp8") | unused
     config, gpu = config_of("shapes_qwenimage", **how), SimpleNamespace(type="cuda")
     message = r"needs quack.epilogue \(No module .*: pip install 'flow_grpo\[flash4\]'"
     with nullcontext() if unused else pytest.raises(ValueError, match=message):
-        gelu_product.check_package(config, gpu)
-    gelu_product.check_package(config, torch.device("cpu"))
+        fused_mlp.check_package(config, gpu)
+    fused_mlp.check_package(config, torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")
@@ -249,11 +248,11 @@ def test_the_kernel_computes_what_the_operation_says(num_rows):
     weight, of_weight = quantise(draw(12288, 3072, seed=1).cuda() / 55)
     bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, num_rows, device="cuda")[:, None]
     inputs = rows, scale, weight, of_weight, bias, factor
-    found = gelu_product.gelu_of_product(*inputs).float()
-    expected = gelu_product.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
+    found = fused_mlp.gelu_of_product(*inputs).float()
+    expected = fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
     sums = 2**-6 * factor  # whose 14 bits are those of a row's largest part
     assert ((found - expected).abs() <= expected.abs() * 2**-3 + sums).all()
     assert (found - expected).norm() < 0.03 * expected.norm()
     order = torch.randperm(num_rows, device="cuda")
-    moved = gelu_product.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
+    moved = fused_mlp.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
     assert torch.equal(moved.float(), found[order])

@@ -1,26 +1,22 @@
 """A study of all algorithms: what it runs, what it does not run again, and what it draws."""
 
 import json
-import shutil
 
-import baselines
-import finetune_on_renders
 import learn
 import learn_record
 import pytest
-import torch
-from finetune_on_renders import RENDERS, plan_renders
 from PIL import Image
-from small import ROOT, config_of, lines_of
+from small import ROOT
 
-from flow_grpo import batching, checks, configs, policies
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.settings import checks, config_files
+from flow_grpo.weights import policies
 
 CHECKS = {  # script -> what it ignores, its check of config.sample and its plan
-    learn.GRPO: (checks.GRPO, batching.plan_batches),
-    learn.PR: (checks.PR, batching.plan_batches),
-    learn.NFT: (checks.NFT, batching.plan_batches),
-    learn.DPO: (checks.DPO, batching.plan_pairs),
-    "benchmarks/finetune_on_renders.py": (RENDERS, plan_renders),
+    learn.GRPO: (checks.GRPO, batch_plan.plan_batches),
+    learn.PR: (checks.PR, batch_plan.plan_batches),
+    learn.NFT: (checks.NFT, batch_plan.plan_batches),
+    learn.DPO: (checks.DPO, batch_plan.plan_pairs),
 }
 CATEGORIES = ("counting", "colors")
 
@@ -57,9 +53,6 @@ def made_up(folder):
     up_and_down = [*test_of(0, 0.4, 0.3), *epochs[:2], *test_of(2, 0.6, 0.5), *epochs[2:], *test_of(4, 0.5, 0.4), LAST]
     write(folder / "grpo_seed1", up_and_down)
     write(folder / "grpo_seed2", [*test_of(0, 0.4, 0.3), *epochs[:2], *test_of(2, 0.7, 0.2), epochs[2]])
-    plain, guided, passed = (test_of(0, accuracy, 0)[1] for accuracy in (0.41, 0.64, 0.97))
-    plain["guidance_scale"], guided["guidance_scale"] = 1.0, 3.0
-    write(folder / "base", [plain, guided, passed | {"guidance_scale": 1.0, "pass_at": 64}])
     write(folder / "pairs", [epoch(0, 800, 0, 12.0, 0.0)])
 
 
@@ -71,7 +64,7 @@ def cells(text, title):
 @pytest.mark.parametrize("gpu", [[], ["--gpu"]], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("run", learn.RUNS, ids=lambda run: run.name)
 def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tmp_path):
-    config = configs.load(f"{ROOT / run.config}")
+    config = config_files.load(f"{ROOT / run.config}")
     config.update_from_flattened_dict(learn.settings_of(run, 2, arguments("--out", tmp_path, *gpu)))
     script, plan = CHECKS[run.script]
     checks.check(config, script)
@@ -82,7 +75,7 @@ def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tm
 
 
 def test_no_two_runs_share_a_name_and_folder():
-    assert len({run.name for run in learn.RUNS} | {learn.BASE, learn.PAIRS}) == len(learn.RUNS) + 2
+    assert len({run.name for run in learn.RUNS} | {learn.PAIRS}) == len(learn.RUNS) + 1
     assert len({run.title for run in learn.RUNS}) == len(learn.RUNS)
 
 
@@ -90,32 +83,23 @@ def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
     """Last 0.5 and 0.7; best 0.55, measured, and 0.4, the test where validation was best; highest 0.6 and 0.7. An epoch
     trains for 3 s, whatever evaluation and saving take, on 10 images and 40 rows; there are 4 epochs, and 3."""
     made_up(tmp_path)
-    study = learn_record.compact(tmp_path, [("grpo", "one"), ("nft", "two")], (1, 2, 3))
+    study = learn_record.read(tmp_path, [("grpo", "one"), ("nft", "two")], (1, 2, 3))
     text = learn_record.table(study)
     state = "1 of 3; seed 2 ended early, after 3 epochs; seed 3 missing"
     spreads = ["0.600 (0.500 to 0.700)", "0.475 (0.400 to 0.550)", "0.650 (0.600 to 0.700)"]
     assert cells(text, "one") == [state, *spreads, "35", "140", "10"]
     assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"------"]
-    assert cells(text, "base")[1] == "0.410"
-    assert cells(text, "base, guidance 3, the best on validation prompts")[1] == "0.640"
-    assert cells(text, "base, pass@64")[1] == "0.970"
     assert cells(text, "pairs for offline DPO, made once")[4:] == ["800", "-", "12"]
     by_category = learn_record.category_table(study)
     assert cells(by_category, "one") == ["0.500", "0.700"]
-    assert cells(by_category, "base, pass@64") == ["0.870", "1.070"]
     assert cells(by_category, "two") == ["-", "-"]
 
 
 def test_a_test_lies_behind_the_epochs_before_it(tmp_path):
     made_up(tmp_path)
-    study = learn_record.compact(tmp_path, [("grpo", "one")], (1,))
+    study = learn_record.read(tmp_path, [("grpo", "one")], (1,))
     points = learn_record.seed_of(study["runs"][0]["seeds"]["1"]).points
     assert points == [(0, 0.4, 0, 0, 0), (2, 0.6, 20, 80, 6), (4, 0.5, 40, 160, 12)]
-
-
-def test_baselines_that_were_not_measured_are_rows_that_say_so(tmp_path):
-    text = learn_record.table(learn_record.compact(tmp_path, [("grpo", "one")], (1,)))
-    assert [cells(text, title)[0] for title in ("base", "guided base", "base, pass@k")] == ["missing"] * 3
 
 
 def test_the_band_ends_with_the_shortest_seed_and_lies_between_the_seeds():
@@ -130,19 +114,12 @@ def test_the_band_ends_with_the_shortest_seed_and_lies_between_the_seeds():
     assert mean == pytest.approx((low + high) / 2)
 
 
-def test_everything_is_drawn_again_from_the_compact_copy_alone(tmp_path):
-    made_up(tmp_path / "study")
-    record = tmp_path / "benchmarks" / "learn_cpu"
-    learn.main(learn.parser().parse_args(["draw", "--out", str(tmp_path / "study"), "--record", str(record)]))
-    files = [record.with_name(record.name + suffix) for suffix in ("_table.md", ".png", ".json.gz")]
-    before = [path.read_bytes() for path in files]
-    shutil.rmtree(tmp_path / "study")
-    for path in files[:2]:
-        path.unlink()
-    learn.main(learn.parser().parse_args(["draw", "--record", str(record)]))
-    assert [path.read_bytes() for path in files] == before
-    assert all(f"| {run.title} |" in files[0].read_text() for run in learn.RUNS)
-    assert Image.open(files[1]).height > 100 * len(learn.RUNS)
+def test_every_run_has_a_row_and_a_panel(tmp_path):
+    made_up(tmp_path)
+    learn.main(learn.parser().parse_args(["draw", "--out", str(tmp_path)]))
+    text = (tmp_path / "table.md").read_text()
+    assert all(f"| {run.title} |" in text for run in learn.RUNS)
+    assert Image.open(tmp_path / "curves.png").height > 100 * len(learn.RUNS)
 
 
 def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, capfd):
@@ -150,7 +127,7 @@ def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, ca
     made_up(tmp_path)
     monkeypatch.setattr(learn.sys, "executable", "/bin/echo")
     before = (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes()
-    words = ["--out", tmp_path, "--only", "base", "grpo", "--seconds", 30]
+    words = ["--out", tmp_path, "--only", "grpo", "--seconds", 30]
     assert learn.train(arguments(*words)) == 2, "seeds 2 and 3"
     assert (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes() == before
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["grpo_seed2.log", "grpo_seed3.log"]
@@ -173,38 +150,6 @@ def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").write_text("{}")
     assert hours() == pytest.approx(22 / 3600)
-
-
-def test_baselines_are_lines_of_an_accuracy_and_of_a_chance_to_be_right_once():
-    """Two noises of three prompts: right 2, 1 and 0 times."""
-    values, tags = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), ["colors", "counting", "counting"]
-    name = "test/shapes_accuracy"
-    tested = baselines.line("test", values, tags, guidance_scale=3.0)
-    assert [tested[key] for key in (name, f"{name}/colors", f"{name}/counting")] == [0.5, 1.0, 0.25]
-    passed = baselines.pass_line(values, tags, 2)
-    assert [passed[key] for key in (f"{name}/colors", f"{name}/counting")] == [1.0, 0.5]
-    assert passed[name] == pytest.approx(2 / 3)
-    assert not learn_record.is_finished([tested])
-    assert learn_record.is_finished([tested, passed])
-
-
-def test_fine_tuning_on_renders_is_a_run_like_any_other(tmp_path):
-    """3 updates of 8 renders an epoch."""
-    how = dict(lora__rank=0, sample__batch_size=8, train__updates_per_epoch=3, eval__test_freq=1, sample__num_steps=4)
-    config = config_of("shapes_qwenimage", tmp_path, **how)
-    finetune_on_renders.main(config)
-    folder = tmp_path / "shapes_qwenimage_smoke"
-    epochs, updates = lines_of(folder, "epoch"), lines_of(folder, "update")
-    assert [(line["images"], line["forwards"]) for line in epochs] == [(24, 24), (48, 24)]
-    assert all(0 < line["loss"] < 2 and line["grad_norm"] > 0 for line in updates)
-    assert len({line["loss"] for line in updates}) == len(updates) == 6
-    assert learn_record.is_finished(lines_of(folder))
-    assert len({line["test/shapes"] for line in lines_of(folder, "test")[:-1]}) > 1
-
-
-def test_fine_tuning_on_renders_refuses_a_second_gpu():
-    with pytest.raises(ValueError, match="one GPU, not on 2"):
-        plan_renders(config_of("shapes_qwenimage"), 2)
 
 
 @pytest.mark.parametrize("words", [["--only", "grop"], ["--seconds", "0"], ["--parallel", "0"], ["--noises", "0"]])

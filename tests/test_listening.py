@@ -10,11 +10,11 @@ import pytest
 import torch
 from starlette.exceptions import HTTPException
 
-from flow_grpo.scoring import requests, serve
-from flow_grpo.scoring.listening import serve as listen
-from flow_grpo.scoring.requests import Hold, Limits, Memory
-from flow_grpo.scoring.server import make_app
-from flow_grpo.scoring.wire import pack_image
+from flow_grpo.reward_server import requests, serve
+from flow_grpo.reward_server.listening import serve as listen
+from flow_grpo.reward_server.requests import Hold, Limits, Memory
+from flow_grpo.reward_server.server import make_app
+from flow_grpo.rewards.clients.wire import pack_image
 
 IMAGE = ("images", ("0", pack_image(torch.zeros(3, 16, 16), "png")))
 ONE = dict(data={"request": '{"prompts": ["a"]}'}, files=[IMAGE])
@@ -117,24 +117,6 @@ def test_the_address_is_announced_when_it_can_be_connected_to():
     app = make_app("mean", torch.mean, Limits())
     with pytest.raises(InterruptedError):
         asyncio.run(listen(app, "127.0.0.1", 0, connect, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["jpeg_compresibility"], "no reward 'jpeg_compresibility' .* nearest: jpeg_compressibility"),
-        (["shapes", "--port", "99999"], "--port is 99999; it may be 0 to 65535"),
-        (["shapes", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines connect, and there is no token"),
-        (["shapes", "--host", "::"], "there is no token"),
-        (["shapes", "--host", "no such host"], "which is no address"),
-        (["shapes", "--device", "warp:9"], "--device is 'warp:9'"),
-        (["shapes", "--token-file", "no/such/file"], "no token in token_file 'no/such/file'"),
-        (["shapes", "--host", "0.0.0.0", "--without-token", "--device", "warp:9"], "--device is 'warp:9'"),
-    ],
-)
-def test_what_serve_reward_refuses(words, says):
-    with pytest.raises(ValueError, match=says):
-        serve.main(words)
 
 
 @pytest.mark.parametrize(("host", "is_loopback"), [("127.0.0.1", True), ("::1", True), ("::", False)])

@@ -7,8 +7,11 @@ import torch
 import train_qwenimage_nft as script
 from small import config_of, lines_of, stored, train
 
-from flow_grpo import checks, losses, policies, startup
-from flow_grpo.rollout import concat
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.rollout import concat
+from flow_grpo.run import startup
+from flow_grpo.settings import checks
+from flow_grpo.weights import policies
 
 NAME = "shapes_qwenimage_nft"
 PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published
@@ -90,20 +93,13 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     run.board.finish()
 
 
-def test_flow_matching_on_own_images_joins_the_loss_with_a_weight_that_rises(tmp_path):
-    how = dict(num_epochs=2, eval_freq=0, **PLAIN)
-    plain, whole, rising = (
-        lines_of(train(NAME, tmp_path / f"{weight}_{warmup}", **how, **settings(weight, warmup)), "update")
-        for weight, warmup in ((0.0, 0), (0.5, 0), (0.5, 3))
-    )
-    first = [lines[0]["policy_loss"] for lines in (plain, rising, whole)]
-    assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 4, rel=1e-4)  # the first of 4 equal parts
+def test_flow_matching_on_own_images_joins_the_loss_by_its_weight(tmp_path):
+    how = dict(num_epochs=1, eval_freq=0, **PLAIN)
+    weights = 0.0, 0.125, 0.5
+    runs = [train(NAME, tmp_path / str(weight), **how, train__flow_matching_weight=weight) for weight in weights]
+    first = [lines_of(folder, "update")[0]["policy_loss"] for folder in runs]
+    assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 4, rel=1e-4)
     assert first[2] > first[0] + 0.1
-    assert rising[3]["policy_loss"] > rising[0]["policy_loss"]
-
-
-def settings(weight, warmup):
-    return dict(train__flow_matching_weight=weight, train__flow_matching_warmup=warmup)
 
 
 def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
@@ -122,20 +118,19 @@ def test_the_reference_is_guided_until_it_becomes_the_policy(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
-@pytest.mark.parametrize("schedule", [0, 1, 2])
-def test_the_old_policy_follows_its_schedule(schedule, rank, tmp_path):
-    how = dict(
-        train__old_decay_schedule=schedule, lora__rank=rank, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9
-    )
+@pytest.mark.parametrize(("schedule", "interval"), [(0.25, 2), (1, 1), (2, 1)])
+def test_the_old_policy_follows_its_schedule(schedule, interval, rank, tmp_path):
+    how = dict(lora__rank=rank, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9)
+    how |= dict(train__old_decay_schedule=schedule, train__old_interval=interval)
     folder = train(NAME, tmp_path, num_epochs=3, eval_freq=0, **how, **PLAIN)
     states = [stored(folder, epoch) for epoch in (1, 2, 3)]
     names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
     assert names
     for number, (before, after) in enumerate(itertools.pairwise(states), start=2):
-        decay = losses.old_policy_decay(2 * number, schedule)
+        decay = 1 if number % interval else losses.old_policy_decay(2 * number, schedule)
         for name in names:
             expected = decay * before[f"old/{name}"] + (1 - decay) * after[f"model/{name}"]
-            torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-5)
 
 
 def test_the_reference_never_changes(tmp_path, monkeypatch):
@@ -147,7 +142,7 @@ def test_the_reference_never_changes(tmp_path, monkeypatch):
     def fingerprint(run):
         x, t = torch.ones(1, 16, 64), torch.tensor([500.0])
         with policies.adapters_off(run.pipeline.transformer):
-            return run.velocity(x, t, run.embed([run.train_prompts[0].text]))
+            return run.velocity(x, t, run.embed(run.train_prompts[:1]))
 
     train(NAME, tmp_path, train__learning_rate=1e-2, eval_freq=0)
     assert len(seen) > 2
@@ -183,7 +178,7 @@ def test_a_resumed_run_logs_what_an_unbroken_one_logs(interval, tmp_path):
         dict(sample__flash_ratio=0.5),
         dict(train__nft_beta=0.1, train__reward_aggregation="gdpo", train__filter_groups=True),
         dict(train__inner_epochs=2, train__timestep_fraction=1.0),
-        dict(precision="bf16", fsdp__activation_checkpointing=True, train__beta=0.0) | PLAIN,
+        dict(precision="bf16", fsdp__activation_checkpointing=1.0, train__beta=0.0) | PLAIN,
     ],
     ids=["second order", "small beta", "inner epochs", "bf16"],
 )
@@ -191,22 +186,3 @@ def test_options_run(how, tmp_path):
     updates = lines_of(train(NAME, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
     assert len(updates) == 2 * how.get("train__inner_epochs", 1)
     assert all(line["grad_norm"] > 0 for line in updates)
-
-
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        (dict(sample__sde_window_size=2), r"sde_window_size is 2 .* neither window nor branch"),
-        (dict(sample__noise_level=0.9), r"sample.noise_level is set to 0.9, but this script would ignore it"),
-        (dict(train__objective="guard"), r"train.objective is set to 'guard', but this script would ignore it"),
-        (dict(train__old_decay_schedule=3), r"old_decay_schedule is 3; it may be 0, 1, 2"),
-        (dict(train__nft_beta=0.0), r"nft_beta is 0.0"),
-        (dict(train__beta=0.0), r"reference_guidance_scale is 3.0, but config.train.beta 0"),
-        (dict(train__reference_interval=-1), r"reference_interval is -1"),
-        (dict(sample__num_images_per_prompt=1, sample__batch_size=2), r"num_images_per_prompt is 1"),
-    ],
-)
-def test_settings_are_checked(how, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        train(NAME, tmp_path / "runs", **how)
-    assert not (tmp_path / "runs").exists()

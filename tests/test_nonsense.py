@@ -8,14 +8,17 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from config import dpo, grpo, nft
-from flow_grpo import batching, checks, policies, settings, startup
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.run import startup
 from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.settings import checks, table
+from flow_grpo.weights import policies
 
 RUNS = {
-    settings.GRPO: (checks.GRPO, grpo.get_config, "shapes_qwenimage,smoke", batching.plan_batches),
-    settings.PR: (checks.PR, grpo.get_config, "shapes_qwenimage_pr,smoke", batching.plan_batches),
-    settings.NFT: (checks.NFT, nft.get_config, "shapes_qwenimage_nft,smoke", batching.plan_batches),
-    settings.DPO: (checks.DPO, dpo.get_config, "shapes_qwenimage_dpo,online,smoke", batching.plan_pairs),
+    table.GRPO: (checks.GRPO, grpo.get_config, "shapes_qwenimage,smoke", batch_plan.plan_batches),
+    table.PR: (checks.PR, grpo.get_config, "shapes_qwenimage_pr,smoke", batch_plan.plan_batches),
+    table.NFT: (checks.NFT, nft.get_config, "shapes_qwenimage_nft,smoke", batch_plan.plan_batches),
+    table.DPO: (checks.DPO, dpo.get_config, "shapes_qwenimage_dpo,online,smoke", batch_plan.plan_pairs),
 }
 HUGE = 10**5000  # of more digits than Python writes out
 NUMBERS = (
@@ -70,7 +73,12 @@ TUPLES = (
 )
 DICTS = (
     *({}, {"shapes": 5}, {"shapes": None}, {"shapes": {"batch_size": 1.5}}, {"shapes": {"batch_size": HUGE}}, {"": {}}),
-    *({"shapes": {"threads": 1}}, {"shapes": {"timeout_s": math.nan}}, {"shapes": {"in_flight": True}}, {"shapes": ()}),
+    *(
+        {"shapes": {"threads": 1}},
+        {"shapes": {"timeout_s": math.nan}},
+        {"shapes": {"batch_size": True}},
+        {"shapes": ()},
+    ),
     *(
         {"shapes": {"device": "warp:9"}},
         {"shapes": {"url": 5}},
@@ -87,7 +95,7 @@ BY_DEFAULT = {bool: st.booleans(), int: st.integers(), float: st.floats(), str: 
 def near_limits(setting):
     """Numbers at a setting's limits and beyond them, and one between."""
     steps = (0, 1) if isinstance(setting.default, int) else (0.0, 1e-9, 0.5)
-    sides = [(setting.least, 1), (setting.most, -1)]
+    sides = [(setting.min, 1), (setting.max, -1)]
     kind = type(setting.default)
     return [kind(limit + direction * sign * step) for limit, direction in sides for step in steps for sign in (1, -1)]
 
@@ -103,13 +111,13 @@ def values_of(setting):
     return st.one_of(parts)
 
 
-SET = st.sampled_from(settings.SETTINGS).flatmap(lambda setting: st.tuples(st.just(setting.key), values_of(setting)))
+SET = st.sampled_from(table.SETTINGS).flatmap(lambda setting: st.tuples(st.just(setting.key), values_of(setting)))
 
 
 def put(config, key, value):
     """Set any value, as a user's Python could."""
     section, _, name = key.rpartition(".")
-    if type(value) is int and type(settings.BY_KEY[key].default) is float:
+    if type(value) is int and type(table.BY_KEY[key].default) is float:
         value = float(value) if abs(value) < 1e300 else math.inf  # as ml_collections would, if it could
     with config.ignore_type(), config.unlocked():
         (config[section] if section else config)[name] = value
@@ -140,7 +148,7 @@ def test_the_configs_that_are_spoilt_are_sound(algorithm):
 
 
 def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or_beyond_its_limits():
-    for setting in settings.SETTINGS:
+    for setting in table.SETTINGS:
         for value in (*VALUES, *(near_limits(setting) if type(setting.default) in (int, float) else ())):
             if message := refusal(setting.check, value, setting.key):
                 assert message.startswith(f"config.{setting.key} is ")
@@ -148,22 +156,20 @@ def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or
             else:
                 assert type(value) is type(setting.default) or (type(setting.default), type(value)) == (float, int)
                 if type(value) in (int, float):
-                    assert setting.least <= value <= setting.most
+                    assert setting.min <= value <= setting.max
                     assert math.isfinite(value)
 
 
 @hypothesis_settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(SET, st.integers(0, 3))
 @example(("sample.sde_window_range", (0,)), 0)
-@example(("train.adam_beta1", 1.0), 0)
 @example(("fsdp.shard_size", 7), 0)
 @example(("run_name", "../a"), 0)
 @example(("lora.path", "a\nb"), 0)
-@example(("project", "a/b?c"), 0)
 @example(("reward.device", "warp:9"), 0)
 def test_any_value_of_any_setting_is_accepted_or_refused_by_its_name(key_and_value, number):
     key, value = key_and_value
-    scripts = settings.BY_KEY[key].scripts
+    scripts = table.BY_KEY[key].used_by
     algorithm = scripts[number % len(scripts)]
     _, get_config, name, _ = RUNS[algorithm]
     config = get_config(name)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flow_grpo.prompts import load_prompts
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,7 @@
 """A rollout whose log-probs are not the update's is noticed, and check_parity.py says where they part and why."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from functools import lru_cache, partial, partialmethod
@@ -11,9 +12,11 @@ import pytest
 import torch
 from small import MODELS, config_of, lines_of, train
 
-from flow_grpo import policies, sampling
-from flow_grpo import run as runs
-from flow_grpo.parity import StepGaps
+from flow_grpo.algorithms.ratio_statistics import Disagreement, Limits, ParityError, StepGaps, exceeded, record
+from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.run import run as runs
+from flow_grpo.run import sampling
+from flow_grpo.weights import policies
 
 QWEN = MODELS["qwenimage"]
 AFTER = ", after a change of the weights"
@@ -61,12 +64,12 @@ def test_latents_stored_in_bf16_are_named(compared, monkeypatch):
         assert found["first"] == "latents: stored in bf16, not as the policy saw them"
 
 
-def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch, tmp_path):
-    """Positions and width from the mask's length while sampling, from the padded width in the update."""
+def condition_while_sampling(monkeypatch, changed):
+    """Rollouts, and no updates, are conditioned on changed(condition)."""
     predict, sampled, drawing = QWEN.velocity, sampling.sampled, []
 
-    def cut(model, x, t, condition, scale, size):
-        return predict(model, x, t, condition.trimmed(1) if drawing else condition, scale, size)
+    def velocity(model, x, t, condition, scale, size):
+        return predict(model, x, t, changed(condition) if drawing else condition, scale, size)
 
     def draw(*args):
         drawing.append(True)
@@ -74,7 +77,12 @@ def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch
         drawing.clear()
 
     monkeypatch.setattr(sampling, "sampled", draw)
-    monkeypatch.setattr(QWEN, "velocity", cut)
+    monkeypatch.setattr(QWEN, "velocity", velocity)
+
+
+def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch, tmp_path):
+    """Positions and width from the mask's length while sampling, from the padded width in the update."""
+    condition_while_sampling(monkeypatch, lambda condition: condition.trimmed(1))
     for split in ("train", "test"):  # of one length: a rollout's batches and the update's are cut alike
         lines = [{"prompt": f"a photo of a {color} circle"} for color in ("red", "blue")]
         (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -149,7 +157,7 @@ def eager(shallow, tmp_path_factory):
 
     @lru_cache
     def lines(guidance):
-        how = dict(sample__guidance_scale=guidance, sample__merge_adapter=False, eval_freq=0)
+        how = dict(sample__guidance_scale=guidance, sample__rollout_weights="exact", eval_freq=0)
         return lines_of(train("shapes_qwenimage_pr", tmp_path_factory.mktemp("eager"), **shallow, **how))
 
     return lines
@@ -162,13 +170,13 @@ GRAPHS = "aot_eager_decomp_partition"  # all that compiling does but the kernels
     ("backend", "guidance", "fast"),
     [
         pytest.param(
-            *("inductor", 1.0, dict(fsdp__activation_checkpointing=True, sample__merge_adapter=False)),
+            *("inductor", 1.0, dict(fsdp__activation_checkpointing=1.0, sample__rollout_weights="exact")),
             marks=pytest.mark.skipif(
                 "ATEN_CPU_CAPABILITY" in os.environ,
                 reason="inductor (torch 2.13) writes for the CPU's own instructions, ATen's headers for that setting's",
             ),
         ),
-        (GRAPHS, 2.0, dict(fsdp__activation_memory=0.5, sample__text_multiple=16)),
+        (GRAPHS, 2.0, dict(fsdp__activation_checkpointing=0.5, sample__text_multiple=16)),
     ],
     ids=["checkpointed", "part of activations, short text, merged"],
 )
@@ -189,12 +197,35 @@ def test_compiled_blocks_see_the_weights_of_the_last_update(
             assert ours[key] == pytest.approx(theirs[key], rel=2e-2)
 
 
-def test_gaps_are_counted_by_denoising_step():
+def test_the_statistics_of_a_ratio_are_their_closed_forms():
+    meter, ratio = Meter(), torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
+    record(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
+    assert meter.pop(one_rank) == pytest.approx(
+        {
+            "ratio_mean": ratio.mean().item(),
+            "ratio_std": ratio.std(correction=0).item(),
+            "approx_kl": (0.1**2 + 0.2**2 + 0.4**2) / 8,
+            "clip_fraction_high": 2 / 4,
+            "clip_fraction_low": 1 / 4,
+            "parity/log_prob_abs_diff_mean": 0.7 / 4,
+            "parity/log_prob_abs_diff_max": 0.4,
+            "parity/ratio_minus_one_e4": 1e4 * 0.075 / 4,
+        },
+        rel=1e-5,
+    )
+
+
+def one_rank(sums, maxima):
+    return sums, maxima
+
+
+def test_gaps_are_counted_by_denoising_step_and_summed_up_in_clip_ranges_of_the_objectives_log_ratio():
     gaps = StepGaps(4, "cpu")
-    old = torch.tensor([-1.0, -1.0, -1.0, -2.0])
-    gaps.add(torch.tensor([0, 0, 2, 2]), torch.tensor([-1.0, -1.1, -1.0, -2.0]), old, clip_range=0.01)
-    gaps.add(torch.tensor([0]), torch.tensor([-1.0]), torch.tensor([-1.0]), clip_range=0.01)
-    found = gaps.pop(lambda sums, maxima: (sums, maxima))
+    gap = torch.tensor([0.0, -0.1, 0.0, 0.0])
+    gaps.add(torch.tensor([0, 0, 2, 2]), gap, gap, clip_range=0.01)
+    gaps.add(torch.tensor([0]), torch.zeros(1), torch.zeros(1), clip_range=0.01)
+    found, disagreement = gaps.pop(one_rank, clip_range=0.01)
+    assert disagreement == pytest.approx((10, 2, 1 / 5, 0))
     assert {name.split("_")[1] for name in found} == {"0", "2"}
     ratio = torch.tensor(-0.1).exp().item()
     assert found["parity/step_0_log_prob_abs_diff_mean"] == pytest.approx(0.1 / 3)
@@ -202,7 +233,73 @@ def test_gaps_are_counted_by_denoising_step():
     assert found["parity/step_0_ratio_minus_one_e4"] == pytest.approx(1e4 * (1 - ratio) / 3)
     assert found["parity/step_0_clip_fraction"] == pytest.approx(1 / 3)
     assert not any(value for name, value in found.items() if name.startswith("parity/step_2"))
-    assert gaps.pop(lambda sums, maxima: (sums, maxima)) == {}
+    assert gaps.pop(one_rank, clip_range=0.01) == ({}, None)
+    gaps.add(torch.tensor([1]), torch.tensor([0.02]), torch.tensor([5.0]), clip_range=0.01)
+    assert gaps.pop(one_rank, clip_range=0.01)[1] == pytest.approx((2, 2, 1, 1))
+    gaps.add(torch.tensor([1]), torch.tensor([0.02]), torch.tensor([5.0]), clip_range=0.0)
+    assert gaps.pop(one_rank, clip_range=0.0)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("found", "limits", "count"),
+    [
+        ((1.0, 0.1, 0.01), (1.0, 0.1, 0.01), 0),
+        ((1.1, 0.2, 0.02), (1.0, 0.1, 0.01), 3),
+        ((1.1, 0.2, 0.02), (0.0, 0.1, 0.0), 1),
+        ((1.1, 0.2, 0.02), (0.0, 0.0, 0.0), 0),
+        ((math.nan, math.nan, 0.0), (1.0, 0.1, 0.01), 0),
+    ],
+    ids=["at the limits", "beyond all", "one limit alone", "no limits", "not finite: another error names the row"],
+)
+def test_limits_of_parity(found, limits, count):
+    assert len(exceeded(Disagreement(*found, step=0), Limits(*limits))) == count
+
+
+def noisy_log_probs(monkeypatch):
+    plain = sampling.from_trace
+
+    def noisy(*args, **options):
+        rollout = plain(*args, **options)
+        rollout.log_probs += 1e-3 * torch.randn(rollout.log_probs.shape, generator=torch.Generator().manual_seed(0))
+        return rollout
+
+    monkeypatch.setattr(sampling, "from_trace", noisy)
+
+
+def another_mask(monkeypatch):
+    """Rollouts see the padding, too."""
+    condition_while_sampling(monkeypatch, lambda seen: replace(seen, mask=torch.ones_like(seen.mask)))
+
+
+def stale_adapter(monkeypatch):
+    """From the second epoch on the rollout has the weights of the first."""
+    plain, first = sampling.sampled, []
+
+    def draw(run, *args):
+        first.extend(p.detach().clone() for p in run.parameters[len(first) :])
+        present = [p.detach().clone() for p in run.parameters]
+        torch._foreach_copy_([p.data for p in run.parameters], first)
+        for batch in plain(run, *args):
+            torch._foreach_copy_([p.data for p in run.parameters], present)
+            yield batch
+            torch._foreach_copy_([p.data for p in run.parameters], first)
+        torch._foreach_copy_([p.data for p in run.parameters], present)
+
+    monkeypatch.setattr(sampling, "sampled", draw)
+
+
+@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage,guard", "shapes_qwenimage_pr"])
+@pytest.mark.parametrize(("disturb", "epochs"), [(noisy_log_probs, 0), (another_mask, 0), (stale_adapter, 1)])
+def test_a_rollout_that_the_update_disagrees_with_ends_the_run_before_the_step(
+    disturb, epochs, name, tmp_path, monkeypatch
+):
+    disturb(monkeypatch)
+    with pytest.raises(ParityError):
+        train(name, tmp_path, num_epochs=3, eval_freq=0, save_freq=0, sample__num_prompts_per_epoch=2)
+    (folder,) = tmp_path.iterdir()
+    assert len(lines_of(folder, "epoch")) == epochs
+    assert len(lines_of(folder, "update")) == epochs * 2
+    assert len(list(folder.glob("checkpoints/epoch_*"))) == epochs  # saved by the end alone
 
 
 def test_an_epoch_logs_the_gaps_of_every_trained_step(tmp_path):
@@ -210,24 +307,3 @@ def test_an_epoch_logs_the_gaps_of_every_trained_step(tmp_path):
     steps = {name.split("_")[1] for name in line if name.startswith("parity/step_")}
     assert {"0", "1"} <= steps <= {"0", "1", "2"}
     assert all(line[name] == 0 for name in line if name.startswith("parity/step_"))
-
-
-def test_truncated_importance_weights_weigh_what_the_rollout_was_wrong_about(tmp_path, monkeypatch):
-    plain = sampling.from_trace
-
-    def wrong(*args, **options):
-        rollout = plain(*args, **options)
-        signs = (-1.0) ** torch.arange(rollout.log_probs.numel(), device=rollout.log_probs.device)
-        rollout.log_probs += 0.2 * signs.view(rollout.log_probs.shape)
-        return rollout
-
-    monkeypatch.setattr(sampling, "from_trace", wrong)
-    how = dict(num_epochs=1, eval_freq=0, train__old_log_prob="recompute", train__importance_cap=1.1)
-    line = lines_of(train("shapes_qwenimage_pr", tmp_path, **how), "epoch")[0]
-    expected = (torch.tensor(-0.2).exp() + 1.1) / 2
-    assert line["parity/importance_weight_mean"] == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_importance_weights_need_recomputed_log_probs(tmp_path):
-    with pytest.raises(ValueError, match=r"importance_cap is 2\.0 with config\.train\.old_log_prob"):
-        train("shapes_qwenimage", tmp_path, train__importance_cap=2.0)

@@ -2,7 +2,7 @@
 
 import torch
 
-from flow_grpo.pixels import to_uint8
+from flow_grpo.base.pixels import to_uint8
 
 
 def test_every_byte_comes_back_from_its_float_with_colours_last():

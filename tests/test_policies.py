@@ -1,6 +1,7 @@
 """The policies that share a transformer: each is what it was when one comes back to it."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,15 @@ import torch
 from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from flow_grpo import exports, fsdp_utils, policies
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import QwenImage
+from flow_grpo.base import checksums
+from flow_grpo.checkpoints import exports
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+from flow_grpo.evaluation import policies_to_compare
+from flow_grpo.settings import table
+from flow_grpo.weights import fsdp_utils, load_weights, lora_files, policies
 
 TINY = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"
 
@@ -78,16 +85,15 @@ def test_adapters_off_is_the_base_and_leaves_everything_as_it_was(base):
     assert flags(transformer) == trained
 
 
-@pytest.mark.parametrize(("precision", "bound", "atol"), [("", 1e-5, 1e-4), ("fp8", 0.05, 0.3)])
-def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(precision, bound, atol, base):
+@pytest.mark.parametrize(("fp8", "bound"), [(False, 1e-5), (True, 0.1)])
+def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp8, bound, base):
     transformer = pipeline_with(lora()).transformer
     move(transformer)
     before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
-    inside = policies.merged(transformer, precision)
+    inside = policies.merged(transformer, fp8)
     for _ in range(2):
         with inside():
             fast = velocity(transformer)
-        torch.testing.assert_close(fast, before, rtol=0, atol=atol)
         assert 0 < (fast - before).norm() < bound * before.norm()
         assert torch.equal(velocity(transformer), before)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in transformer.state_dict().items())
@@ -151,7 +157,7 @@ def test_a_moving_reference_is_the_policy_of_the_last_interval_and_guided_only_a
         with reference.applied():
             assert torch.equal(velocity(transformer), base if step < 2 else seen[1] if step < 4 else seen[3])
         assert torch.equal(velocity(transformer), seen[-1])
-        assert reference.guidance_at(step, 1.5) == (3.0 if step < 2 else 1.5)
+        assert reference.guidance(1.5) == (3.0 if step < 2 else 1.5)
 
 
 def test_an_adapters_first_weights_follow_from_seed_and_name():
@@ -163,7 +169,7 @@ def test_an_adapters_first_weights_follow_from_seed_and_name():
     assert not torch.equal(init(a.replace("to_q", "to_k"), shape), first)
     assert not torch.equal(policies.adapter_init(lora(), seed=1)(a, shape), first)
     assert torch.equal(init(b, shape), torch.zeros(shape))
-    assert first.std().item() == pytest.approx(1 / 4, rel=0.3)
+    assert first.std().item() == pytest.approx(1 / 4, rel=0.5)
 
 
 def test_a_saved_adapter_is_where_the_next_run_starts(tmp_path):
@@ -183,12 +189,154 @@ def test_a_saved_adapter_is_where_the_next_run_starts(tmp_path):
         policies.check_lora(lora(alpha=4, path=tmp_path))
 
 
-def test_what_a_lora_setting_can_get_wrong(tmp_path):
-    policies.check_lora(lora())
-    policies.check_lora(lora(rank=0))
-    with pytest.raises(ValueError, match=r"lora\.path: .*pytorch_lora_weights\.safetensors does not exist"):
-        policies.check_lora(lora(path=tmp_path))
-    with pytest.raises(ValueError, match=r"lora\.rank is 0 with lora\.path 'somewhere'"):
-        policies.check_lora(lora(rank=0, path="somewhere"))
-    with pytest.raises(ValueError, match=r"lora\.rank is -1"):
-        policies.check_lora(lora(rank=-1))
+def with_header(**changes):
+    """Changes the settings in a LoRA file's header."""
+
+    def change(tensors, header):
+        table = json.loads(header) | {f"transformer.{key}": value for key, value in changes.items()}
+        return tensors, json.dumps(table)
+
+    return change
+
+
+def with_names(change):
+    return lambda tensors, header: ({change(name): tensor for name, tensor in tensors.items()}, header)
+
+
+def with_tensors(change):
+    return lambda tensors, header: ({name: change(name, tensor) for name, tensor in tensors.items()}, header)
+
+
+def of_layers(keep):
+    return lambda tensors, header: ({name: tensor for name, tensor in tensors.items() if keep(name)}, header)
+
+
+def with_more(layer, width, height, rank=4):
+    more = {f"transformer.{layer}.lora_A.weight": torch.ones(rank, width) / 50}
+    more[f"transformer.{layer}.lora_B.weight"] = torch.ones(height, rank) / 50
+    return lambda tensors, header: (tensors | more, header)
+
+
+A, B = "0.attn.to_q.lora_A.weight", "0.attn.to_q.lora_B.weight"
+RIGHT = dict(
+    saved=with_header(),
+    dropout=with_header(lora_dropout=0.5),
+    another_alpha=with_header(lora_alpha=6),
+    no_header=lambda tensors, header: (tensors, None),
+    no_header_of_rank_2=lambda tensors, header: (
+        {name: tensor[:2].clone() if ".lora_A" in name else tensor[:, :2].clone() for name, tensor in tensors.items()},
+        None,
+    ),
+    attention_alone=of_layers(lambda name: ".attn." in name),
+    without_one_layer=of_layers(lambda name: "0.attn.to_q." not in name),
+    in_half_precision=with_tensors(lambda name, tensor: tensor.half()),
+)
+RIGHT_BUT_NOT_TRAINED = dict(
+    output=with_more("proj_out", 128, 64),
+    time=with_more("time_text_embed.timestep_embedder.linear_1", 256, 128),
+)
+WRONG = dict(
+    rslora=with_header(use_rslora=True),
+    dora=with_header(use_dora=True),
+    bias=with_header(lora_bias=True),
+    pissa=with_header(init_lora_weights="pissa"),
+    loha=with_header(peft_type="LOHA"),
+    several_alphas=with_header(alpha_pattern={"to_q": 1.0}),
+    several_ranks=with_header(rank_pattern={"to_q": 2}),
+    what_peft_has_not=with_header(scale_of_the_future=2.0),
+    header_of_rank_32=with_header(r=32),
+    rank_in_words=with_header(r="4"),
+    alpha_in_words=with_header(lora_alpha="8"),
+    alpha_of_0=with_header(lora_alpha=0),
+    alpha_of_nan=with_header(lora_alpha=float("nan")),
+    header_of_a_list=lambda tensors, header: (tensors, "[1]"),
+    header_cut=lambda tensors, header: (tensors, header[:-9]),
+    header_empty=lambda tensors, header: (tensors, "{}"),
+    header_of_a_text_encoder=lambda tensors, header: (tensors, header.replace("transformer.", "text_encoder.")),
+    names_of_comfyui=with_names(lambda name: name.replace("transformer.", "diffusion_model.", 1)),
+    names_of_kohya=with_names(lambda name: name.replace("lora_A", "lora_down").replace("lora_B", "lora_up")),
+    names_of_peft=with_names(lambda name: name.replace(".weight", ".default.weight")),
+    alphas_as_tensors=lambda tensors, header: (tensors | {"transformer.x.alpha": torch.ones(1)}, header),
+    no_tensors=lambda tensors, header: ({}, header),
+    without_a_B=of_layers(lambda name: not name.endswith(B)),
+    without_an_A=of_layers(lambda name: not name.endswith(A)),
+    one_layer_of_rank_2=with_tensors(lambda name, tensor: tensor[:2].clone() if name.endswith(A) else tensor),
+    a_column_short=with_tensors(lambda name, tensor: tensor[:, 1:].clone() if name.endswith(A) else tensor),
+    a_row_short=with_tensors(lambda name, tensor: tensor[1:].clone() if name.endswith(B) else tensor),
+    a_vector=with_tensors(lambda name, tensor: tensor[0].clone() if name.endswith(A) else tensor),
+    rank_0=with_tensors(lambda name, tensor: tensor[:0] if ".lora_A" in name else tensor[:, :0]),
+    too_deep=with_more("transformer_blocks.90.attn.to_q", 32, 32),
+    not_finite=with_tensors(lambda name, tensor: tensor / 0 if name.endswith(B) else tensor),
+    whole_numbers=with_tensors(lambda name, tensor: tensor.to(torch.int8)),
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """(tensors, header) of an adapter."""
+    folder, pipeline = tmp_path_factory.mktemp("lora"), pipeline_with(lora())
+    move(pipeline.transformer)
+    exports.save_lora(pipeline, folder)
+    with safe_open(folder / lora_files.FILE, "pt") as file:
+        return load_file(folder / lora_files.FILE), file.metadata()[lora_files.METADATA]
+
+
+def written(folder, stored, change):
+    """A folder with a changed copy of a LoRA file."""
+    tensors, header = change(*stored)
+    save_file(tensors, folder / lora_files.FILE, {"format": "pt"} | ({lora_files.METADATA: header} if header else {}))
+    return folder
+
+
+def by_evaluate(folder):
+    """The transformer as scripts/evaluate.py loads it."""
+    config = table.default_config()
+    candidate = policies_to_compare.find(str(folder), config, "best")
+    policies_to_compare.check(candidate, QwenImage)
+    return policies_to_compare.load(candidate, QwenImage, torch.device("cpu")).transformer
+
+
+def by_a_run(folder):
+    """As a run begins with it, whose rank and alpha the file has."""
+    adapter = lora_files.read(folder)
+    config = table.default_config()
+    config.lora.update(rank=adapter.rank, alpha=adapter.alpha, path=str(folder))
+    load_weights.check(config, QwenImage)
+    model = QwenImage.load(config.model, torch.device("cpu"))
+    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    load_weights.fill(config, model)
+    return model.transformer
+
+
+@pytest.mark.parametrize("kind", RIGHT | RIGHT_BUT_NOT_TRAINED)
+def test_a_lora_file_computes_what_it_does_in_diffusers(kind, stored, base, tmp_path):
+    folder = written(tmp_path, stored, (RIGHT | RIGHT_BUT_NOT_TRAINED)[kind])
+    pipeline = QwenImagePipeline.from_pretrained(TINY)
+    pipeline.load_lora_weights(folder)
+    expected = velocity(pipeline.transformer.eval())  # diffusers leaves an adapter's dropout on
+    assert (expected - base).abs().max() > 0.01
+    assert torch.allclose(velocity(by_evaluate(folder)), expected, rtol=0, atol=1e-4)
+    if kind in RIGHT:
+        assert torch.allclose(velocity(by_a_run(folder)), expected, rtol=0, atol=1e-4)
+    else:
+        with pytest.raises(ValueError, match=lora_files.FILE):
+            by_a_run(folder)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_lora_file_that_diffusers_would_compute_otherwise_is_refused(kind, stored, tmp_path):
+    folder = written(tmp_path, stored, WRONG[kind])
+    for load in (by_evaluate, by_a_run):
+        with pytest.raises(ValueError, match=str(folder)):
+            load(folder)
+
+
+def test_a_damaged_lora_file_is_refused(stored, tmp_path):
+    path = written(tmp_path, stored, RIGHT["saved"]) / lora_files.FILE
+    checksums.write(tmp_path, {})
+    whole = path.read_bytes()
+    lora_files.check(tmp_path)
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], b"", b"no safetensors"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=lora_files.FILE):
+            lora_files.check(tmp_path)

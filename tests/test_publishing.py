@@ -12,10 +12,12 @@ from huggingface_hub import HfApi, ModelCard
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import ROOT, lines_of, loaded, train
+from small import ROOT, as_prompts, lines_of, loaded, train
 
-from flow_grpo import publishing, rewards
+from flow_grpo import rewards
+from flow_grpo.base import checksums
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.monitoring import model_card
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 LORA = "pytorch_lora_weights.safetensors"
@@ -32,12 +34,12 @@ def run(tmp_path_factory):
         patch.setattr(rewards, "REGISTERED", {})
         rewards.register("redness", redness)
         how = dict(reward_fn={"redness": 1.0}, logger="none", rollout_images_freq=2, num_epochs=3, eval_freq=2)
-        how |= dict(train__learning_rate=1e-2, eval__rewards=("shapes",))
+        how |= dict(train__learning_rate=1e-2, eval__rewards=("shapes",), eval__width=32)
         yield train("shapes_qwenimage", tmp_path_factory.mktemp("runs"), **how)
 
 
 def velocity(model):
-    condition, generator = model.encode(["a red circle"]), torch.Generator().manual_seed(0)
+    condition, generator = model.encode(as_prompts(["a red circle"])), torch.Generator().manual_seed(0)
     with torch.no_grad():
         noise = model.noise(Size(64, 64), [generator])
         return model.velocity(noise, torch.tensor([500.0]), condition, 1.0, Size(64, 64))
@@ -76,6 +78,7 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     for words in (
         "rewards and weights | redness 1.0",
         "| seed | 42 |",
+        "| size | 64 x 64 pixels, height first; measured at 64 x 32 |",
         "as trained: no averaging had begun",
         f"A LoRA of {TINY}, trained by",
         f'DiffusionPipeline.from_pretrained("{TINY}")',
@@ -103,25 +106,25 @@ def test_a_run_keeps_rollout_images_and_its_page_and_knows_all_its_numbers(run):
 
 def test_a_lora_of_zeros_is_said(run, tmp_path):
     shutil.copytree(run, folder := tmp_path / "run")
-    assert publishing.complete(folder) == []
+    assert model_card.complete(folder) == []
     weights = load_file(folder / LORA)
     untouched = {name: w if ".lora_A." in name else torch.zeros_like(w) for name, w in weights.items()}
     metadata = {"lora_adapter_metadata": read_metadata(run / LORA), "format": "pt"}
     save_file(untouched, folder / LORA, metadata=metadata)
-    (notice,) = publishing.complete(folder)
+    (notice,) = model_card.complete(folder)
     assert "changes nothing: all of its B weights are 0" in notice
     save_file(untouched, folder / "best" / LORA, metadata=metadata)
     evaluation = json.loads((folder / "best/evaluation.json").read_text())
     (folder / "best/evaluation.json").write_text(json.dumps(evaluation | {"epoch": 0}))
-    assert "no evaluation was better than the one before training" in publishing.complete(folder)[1]
+    assert "no evaluation was better than the one before training" in model_card.complete(folder)[1]
 
 
 def test_what_is_no_lora_file_is_named_and_the_other_folder_is_completed(run, tmp_path):
     shutil.copytree(run, folder := tmp_path / "run")
     (folder / "adapter_config.json").unlink()
     (folder / "best" / LORA).write_bytes(b"no safetensors")
-    (notice,) = publishing.complete(folder)
-    assert f"added to {folder / 'best'}: {LORA} is no LoRA file" in notice
+    (notice,) = model_card.complete(folder)
+    assert f"added to {folder / 'best'}: {folder / 'best' / LORA} cannot be read" in notice
     assert (folder / "adapter_config.json").is_file()
 
 
@@ -132,8 +135,8 @@ def read_metadata(path):
 
 def test_full_weights_and_links_to_the_rest_are_a_pipeline(tmp_path):
     shutil.copytree(ROOT / TINY / "transformer", tmp_path / "transformer")
-    publishing.link_pipeline(tmp_path, TINY)
-    publishing.link_pipeline(tmp_path, TINY)
+    model_card.link_pipeline(tmp_path, TINY)
+    model_card.link_pipeline(tmp_path, TINY)
     linked = {path.name for path in tmp_path.iterdir() if path.is_symlink()}
     assert linked == {"scheduler", "text_encoder", "tokenizer", "vae"}
     assert type(QwenImagePipeline.from_pretrained(tmp_path).vae).__name__ == "AutoencoderKLQwenImage"
@@ -143,8 +146,8 @@ def test_the_base_models_licence_is_named_from_its_own_card(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: other\nlicense_name: some-licence\nlicense_link: LICENSE.md\n---\n")
-    assert "It names: some-licence." in publishing.licence_text(str(base), "base")
-    assert "It names" not in publishing.licence_text(str(tmp_path), "base")
+    assert "It names: some-licence." in model_card.licence_text(str(base), "base")
+    assert "It names" not in model_card.licence_text(str(tmp_path), "base")
 
 
 def test_what_a_machine_knows_is_not_on_the_card(run, tmp_path):
@@ -155,7 +158,7 @@ def test_what_a_machine_knows_is_not_on_the_card(run, tmp_path):
     )
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
     (folder / "config.json").write_text(json.dumps(config))
-    publishing.complete(folder)
+    model_card.complete(folder)
     text = (folder / "README.md").read_text()
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.at`") if word in text] == []
     assert "| prompts | prompts |" in text
@@ -199,6 +202,36 @@ def test_an_upload_makes_the_repository_and_commits_every_file_once(run):
     assert asked[0] == "/api/repos/create"
     assert {"README.md", LORA, "adapter_model.safetensors", "adapter_config.json"} < set(committed)
     assert not [name for name in committed if name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))]
+
+
+def flipped(path):
+    """One bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def not_finite(path):
+    tensors = load_file(path)
+    save_file(tensors | dict.fromkeys(list(tensors)[:1], torch.full((4, 4), float("nan"))), path)
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+@pytest.mark.parametrize("kind", ["LoRA", "full weights"])
+def test_damaged_weights_are_not_uploaded(weights, kind, run, tmp_path):
+    """Bits are compared where checksums are, which is in best/; numbers everywhere."""
+    shutil.copytree(run, folder := tmp_path / "run")
+    source = folder / "best" if weights == "best" else folder
+    file = source / LORA
+    if kind == "full weights":
+        file.unlink()
+        shutil.copytree(ROOT / TINY / "transformer", source / "transformer")
+        (file,) = (source / "transformer").glob("*.safetensors")
+    checksums.write(folder / "best", {})
+    push_to_hub.check(source)
+    (flipped if weights == "best" else not_finite)(file)
+    with pytest.raises(ValueError, match=file.name):
+        push_to_hub.main(arguments(folder, "--weights", weights), HfApi(endpoint="http://127.0.0.1:1"))
 
 
 def test_what_is_no_run_is_refused(tmp_path):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import warm
 from small import ENV, FEW, ROOT, exported, few_prompts, file_of, lines_of, prepare, train
 
@@ -45,7 +44,9 @@ def by_torchrun(name, output_dir, **how):
     return folder_of(name, output_dir, ran.stderr)
 
 
-def assert_same(folder, other, tolerance=1e-5):
+def assert_same(folder, other, tolerance=1e-3):
+    """To a part of the largest that was logged; of a loss, a sum that cancels, of the advantages. A gap is what is left
+    of two errors near 1, and in float32 that is known to some 1e-6."""
     for kind, keys in {
         "update": SAME,
         "epoch": ("reward/avg", "reward/group_std"),
@@ -56,8 +57,10 @@ def assert_same(folder, other, tolerance=1e-5):
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs):
             for key in set(keys) & set(a):
-                close = dict(rtol=tolerance, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
-                torch.testing.assert_close(a[key], b[key], **close)
+                terms = [key, "advantage_abs_mean"] if key in ("loss", "policy_loss") else [key]
+                size = max(abs(row.get(term, 0)) for row in theirs for term in terms)
+                rounding = 1e-5 if key.endswith("_gap") else 0.0
+                assert abs(a[key] - b[key]) <= tolerance * size + rounding, f"{key}: {a[key]} {b[key]}"
 
 
 ONLINE = dict(sample__num_images_per_prompt=4, train__reference_interval=3)
@@ -80,8 +83,7 @@ def offline_wandb(name, output_dir, **how):
 def test_two_ranks_equal_one_and_leave_everything(name, start, how, tmp_path):
     """One of the scripts is started as users start it: that takes 20 s more."""
     one, two = train(name, tmp_path / "one", **HOW | how), start(name, tmp_path / "two", **how)
-    # the gradients of a pair's two images all but cancel
-    assert_same(one, two, tolerance=1e-4 if "dpo" in name else 1e-5)
+    assert_same(one, two)
     forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
     assert forwards[0] == forwards[1] > [0, 0]
     assert_complete(two, [0, 2])
@@ -108,7 +110,11 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
     how |= dict(sample__num_images_per_prompt=4)
     how |= shallow if variants == ",flash" else {}  # images that share steps are too equally bright
     one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
-    assert_same(one, on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", **how, fsdp__mode="shard"))
+    two = on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", **how, fsdp__mode="shard")
+    assert_same(one, two)
+    if variants == ",flash":  # in slots, the last forwards of a rank are filled up
+        forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
+        assert forwards[0] == forwards[1], "what a rank does while it waits is not counted"
 
 
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
@@ -119,8 +125,24 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
     two = on_two_ranks(name, tmp_path / "two", **how)
     assert_same(one, two)
     for ours, theirs in zip(lines_of(one, "epoch"), lines_of(two, "epoch")):
-        for sign in ("latent_rms", "high_frequency"):
+        for sign in ("latent_rms", "diversity"):
             assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
+
+
+def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
+    """All of its images are masked, in rollouts and evaluations; the reward's side figure is known to rank 1 alone."""
+    how = dict(
+        reward_fn__shapes=0,
+        reward_fn__brightness=1,
+        reward__on_failure="mask",
+        reward__max_masked_share=0.9,
+        eval__best_by="brightness",
+    )
+    folder = on_two_ranks("shapes_qwenimage", tmp_path, ENV | {"DARK_RANK": "0"}, eval__batch_size=2, **how)
+    for kind, prefix in (("epoch", "reward"), ("eval", "eval")):
+        for line in lines_of(folder, kind):
+            assert line[f"{prefix}/brightness_masked_share"] == 0.5
+            assert line[f"{prefix}/brightness_half"] == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +161,20 @@ def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
     how = HOW | pairs | dict(lora__rank=rank, train__learning_rate=1e-4)
     one = train(name, tmp_path / "one", **how)
     assert len(lines_of(one, "validation")) == 2
-    assert_same(one, on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **how), tolerance=2e-5)
+    assert_same(one, on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **how))
 
 
 @pytest.mark.parametrize(
     ("name", "rank", "layout"),
     [
-        ("shapes_qwenimage_pr", 4, dict(fsdp__offload_weights=True)),
+        ("shapes_qwenimage_pr", 4, dict(fsdp__offload="weights")),
         ("shapes_qwenimage_pr", 0, dict(compile=True)),
-        ("shapes_qwenimage_nft", 0, dict(fsdp__offload_weights=True)),
+        ("shapes_qwenimage_nft", 0, dict(fsdp__offload="weights")),
     ],
     ids=["LoRA in host memory", "full weights, compiled", "full weights and an old policy in host memory"],
 )
 def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, shallow, tmp_path):
-    how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__merge_adapter=False)
+    how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__rollout_weights="exact")
     how |= dict(sample__num_images_per_prompt=4, num_epochs=1)
     how |= shallow if "_pr" in name else {}  # NFT's weights there go apart by as much as is allowed
     one = train(name, tmp_path / "one", **HOW | how)
@@ -166,7 +188,7 @@ def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, 
 
 @pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 4), ("shapes_qwenimage_pr", 0)])
 def test_saving_memory_changes_nothing(name, rank, shallow, tmp_path):
-    saving = dict(fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True)
+    saving = dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer")
     how = shallow | dict(lora__rank=rank, eval_freq=2)
     plain = train(name, tmp_path / "plain", **how)
-    assert_same(plain, train(name, tmp_path / "saving", **how, **saving), tolerance=1e-6)
+    assert_same(plain, train(name, tmp_path / "saving", **how, **saving))

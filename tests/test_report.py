@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from small import config_of
 
-from flow_grpo import report
-from flow_grpo.dashboards import Dashboard
-from flow_grpo.metrics import METRICS, explain
+from flow_grpo.monitoring import report
+from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.monitoring.metrics import METRICS, explain, is_known
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
 PROMPTS = [NASTY, "a red circle", "two blue squares"]
@@ -75,8 +75,8 @@ def record(folder, learning_rate, evaluated):
             scores = dict(zip(PROMPTS, (0.1, 0.2 + epoch / 20, 0.3)))
             board.log_images(draw(epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores)
         board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": 2.0}, epoch=epoch, step=epoch)
-        values = {"reward/avg": learning_rate * epoch, "health/update_size": 1.0 * epoch, "time/rollout_s": 2.0}
-        values["health/limits_exceeded"] = float(epoch >= 8)
+        values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0}
+        values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
         board.log("epoch", values, epoch=epoch, step=epoch)
     board.finish()
     return folder
@@ -120,11 +120,11 @@ def test_nothing_on_the_page_leaves_it_and_prompts_are_text(compared):
 def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without_colour(compared):
     page = Page(compared.read_text())
     titles = [title for title in page.texts["h3"] if "/" in title or title in (*METRICS, "mine")]
-    for name in ("reward/avg", "eval/avg", "ratio_std", "grad_norm", "health/update_size", "mine"):
+    for name in ("reward/avg", "eval/avg", "ratio_std", "grad_norm", "health/reward_drop", "mine"):
         assert name in titles
     assert not {"time/rollout_s", "eval/shapes"} & set(titles), "a single reward is the sum"
     assert any(METRICS["ratio_std"].expect in text for text in page.texts["p"])
-    assert any("which is 10 (- - -)" in text for text in page.texts["p"]), "the limit of health/update_size"
+    assert any("which is 3 (- - -)" in text for text in page.texts["p"]), "the limit of health/reward_drop"
     assert len(page.all("svg")) == len(titles)
     panel = compared.read_text().partition("reward/avg over epochs")[2].partition("</svg>")[0]
     lines = [line for line in panel.split("<path ") if "stroke: #2f6db5" in line or "stroke: #e07b28" in line]
@@ -184,7 +184,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         ("reward/ocr", "reward/<name>"),
         ("reward/ocr_group_std", "reward/<name>_group_std"),
         ("eval/std_error", "eval/std_error"),
-        ("health/loss_rise", "health/<limit>"),
+        ("health/reward_drop", "health/<limit>"),
         ("test/shapes_accuracy/colors", "test/<name>/<tag>"),
         ("parity/step_3_clip_fraction", "parity/step_<n>_<name>"),
         ("rewards", None),
@@ -192,6 +192,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 )
 def test_a_name_has_the_row_that_fits_it_best(name, key):
     assert (explain(name) or (None,))[0] == key
+
+
+def test_a_misspelt_metric_of_a_run_is_not_explained_by_the_row_of_all_rewards():
+    config = {"health": {"reward_drop": 1.5}, "reward_fn": {"ocr": 1.0}, "eval": {"rewards": ["pickscore"]}}
+    for name in ("reward/ocr", "eval/ocr_exact", "eval/pickscore", "test/ocr/tag", "test/avg", "reward/group_std"):
+        assert is_known(name, config), name
+    for name in ("reward/orc", "eval/group_sd", "test/pick", "test_best/occr", "health/reward_drp"):
+        assert is_known(name), name
+        assert not is_known(name, config), name
 
 
 @contextmanager

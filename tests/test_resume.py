@@ -15,13 +15,50 @@ import warm
 from small import FEW, config_of, lines_of, stored, train
 from two_ranks import launch
 
-from flow_grpo import folders, fsdp_utils, report, resuming
-from flow_grpo import run as runs
-from flow_grpo.dashboards import Dashboard
+from flow_grpo.base import folders
+from flow_grpo.checkpoints import best
+from flow_grpo.monitoring import health, report
+from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.run import fingerprint, resume
+from flow_grpo.run import run as runs
+from flow_grpo.settings import checks
+from flow_grpo.weights import fsdp_utils
 
 NAME = "shapes_qwenimage_pr"
 NUM_KILLS, NUM_EPOCHS = 4, 7
 LARGE = dict(lora__rank=32, lora__alpha=64)  # so that a kill meets the writing of its checkpoints
+
+
+def copy(source, target):
+    def step():
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, target)
+
+    return step
+
+
+def write(file, text):
+    return lambda: Path(file).write_text(text)
+
+
+def edit(file, **values):
+    return lambda: Path(file).write_text(json.dumps(json.loads(Path(file).read_text()) | values))
+
+
+def make(folder):
+    return lambda: Path(folder).mkdir()
+
+
+def link(path, target):
+    def step():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).symlink_to(Path(target).absolute())
+
+    return step
+
+
+def remove(path):
+    return lambda: folders.remove(Path(path))
 
 
 def command(output_dir):
@@ -89,7 +126,7 @@ def test_kills_change_nothing(tmp_path):
 
 
 class Clock:
-    """Stands in for flow_grpo.run's time: half an hour passes from one look to the next."""
+    """Stands in for flow_grpo.run.run's time: half an hour passes from one look to the next."""
 
     def __init__(self):
         self.now = 0.0
@@ -133,6 +170,216 @@ def test_a_new_run_leaves_an_older_one_alone(tmp_path):
     second = train(NAME, tmp_path, num_epochs=1, eval_freq=0)
     assert second.name == first.name + "-2"
     assert (first / "metrics.jsonl").read_bytes() == before
+
+
+RUN, SECOND, LAST = f"runs/{NAME}_smoke", f"new/{NAME}_smoke", "checkpoints/epoch_000002"
+REFUSED = {  # what is done in a folder that has RUN, and the settings of a resumed run, of which one is resume_from
+    "another folder": ([copy(f"{RUN}/{LAST}", "mine/things/epoch_000002")], "mine/things/epoch_000002", {}),
+    "another folder's checkpoints": ([copy(f"{RUN}/{LAST}", f"mine/{LAST}")], f"mine/{LAST}", {}),
+    "a config of others": (
+        [copy(f"{RUN}/{LAST}", f"mine/{LAST}"), write("mine/config.json", '{"name": "mine"}')], f"mine/{LAST}", {}
+    ),
+    "a copied run": ([copy(RUN, f"backup/{NAME}_smoke")], f"backup/{NAME}_smoke/{LAST}", {}),
+    "a renamed run": ([copy(RUN, "runs/renamed")], f"runs/renamed/{LAST}", dict(run_name="renamed")),
+    "a renamed run, latest": ([copy(RUN, "runs/renamed")], "latest", dict(run_name="renamed")),
+    "the name of a number": ([copy(RUN, f"{RUN}-2")], "latest", dict(run_name=f"{NAME}_smoke-2")),
+    "another run_name": ([], f"{RUN}/{LAST}", dict(run_name="other")),
+    "another run_name, all checkpoints": ([], f"{RUN}/checkpoints", dict(run_name="other")),
+    "another run_name, best": ([], f"{RUN}/best/checkpoint", dict(run_name="other")),
+    "another output_dir": ([], f"{RUN}/{LAST}", dict(output_dir="new")),
+    "a name that begins alike": ([], f"{RUN}/{LAST}", dict(run_name="shapes")),
+    "a longer name": ([], f"{RUN}/{LAST}", dict(run_name=f"{NAME}_smoke-2-2")),
+    "a run called best": ([copy(RUN, "runs/best")], f"runs/best/{LAST}", {}),
+    "a checkpoint in a checkpoint": ([], f"{RUN}/{LAST}/best/checkpoint", {}),
+    "a checkpoint at the top": ([copy(f"{RUN}/{LAST}", f"{RUN}/epoch_000002")], f"{RUN}/epoch_000002", {}),
+    "a checkpoint in images/": ([copy(f"{RUN}/{LAST}", f"{RUN}/images/epoch_000002")], f"{RUN}/images", {}),
+    "another run's, copied into checkpoints": (
+        [copy(RUN, "runs/b"), edit("runs/b/config.json", run_name="b")], "runs/b/checkpoints", dict(run_name="b")
+    ),
+    "another run's by a link": (
+        [copy(RUN, "runs/b"), edit("runs/b/config.json", run_name="b"), remove("runs/b/checkpoints"),
+         link("runs/b/checkpoints", f"{RUN}/checkpoints")], "latest", dict(run_name="b"),
+    ),
+    "best/ by a link": (
+        [copy(RUN, SECOND), remove(f"{SECOND}/best"), link(f"{SECOND}/best", f"{RUN}/best")],
+        "latest", dict(output_dir="new"),
+    ),
+    "a link to checkpoints elsewhere": ([link("ck", f"{RUN}/checkpoints")], "ck", dict(run_name="other")),
+    "a link out of the run": (
+        [copy(f"{RUN}/{LAST}", "disk/epoch_000009"), link(f"{RUN}/checkpoints/epoch_000009", "disk/epoch_000009")],
+        f"{RUN}/checkpoints/epoch_000009", {},
+    ),
+    "a link to itself": ([link("loop", "loop")], "loop", {}),
+    "the run's folder": ([], RUN, {}),
+    "the folder of runs": ([], "runs", {}),
+    "a file": ([], f"{RUN}/config.json", {}),
+    "nothing there": ([], f"{RUN}/checkpoints/epoch_000009", {}),
+    "an empty folder": ([make("mine")], "mine", {}),
+    "an empty folder called as a checkpoint": ([make("epoch_000002")], "epoch_000002", {}),
+    "a config that was deleted": ([remove(f"{RUN}/config.json")], f"{RUN}/{LAST}", {}),
+    "a config that was deleted, latest": ([remove(f"{RUN}/config.json")], "latest", {}),
+    "an old run of another name in the way": ([edit(f"{RUN}/config.json", run_name="b")], "latest", {}),
+}  # fmt: skip
+GOES_ON = {  # and the folder that it goes on in
+    "a checkpoint": ([], f"{RUN}/{LAST}", RUN),
+    "an older one": ([], f"{RUN}/checkpoints/epoch_000001", RUN),
+    "all": ([], f"{RUN}/checkpoints", RUN),
+    "a checkpoint's parent by ..": ([], f"{RUN}/{LAST}/..", RUN),
+    "the best evaluation's": ([], f"{RUN}/best/checkpoint", RUN),
+    "a link to a checkpoint": ([link("d/ck", f"{RUN}/checkpoints")], "d/ck/epoch_000002", RUN),
+    "checkpoints on another disk": (
+        [copy(f"{RUN}/checkpoints", "disk/ck"), remove(f"{RUN}/checkpoints"), link(f"{RUN}/checkpoints", "disk/ck")],
+        "disk/ck/epoch_000002", RUN,
+    ),
+    "the second of a name": ([copy(RUN, f"{RUN}-2")], f"{RUN}-2/{LAST}", f"{RUN}-2"),
+    "latest": ([], "latest", RUN),
+    "latest, beside an empty one": ([make(f"{RUN}-2")], "latest", RUN),
+    "latest, beside one without a checkpoint": (
+        [copy(f"{RUN}/config.json", f"{RUN}-2/config.json")], "latest", RUN
+    ),
+    "latest, where the first was deleted": ([copy(RUN, f"{RUN}-10"), copy(RUN, f"{RUN}-9"), remove(RUN)], "latest",
+                                            f"{RUN}-10"),
+    "latest, beside another run": (
+        [copy(RUN, f"{RUN}-2"), edit(f"{RUN}-2/config.json", run_name=f"{NAME}_smoke-2")], "latest", RUN
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, shallow):
+    """A folder with RUN, which has two checkpoints and the state of its best evaluation."""
+    folder = tmp_path_factory.mktemp("recorded")
+    how = shallow | dict(num_epochs=2, save_freq=1, eval_freq=1, health__action="roll_back", logger="none")
+    train(NAME, folder / "runs", **how, eval__num_prompts=1)
+    return folder, how
+
+
+def sums_of(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def prepared(recorded, folder, steps, monkeypatch):
+    shutil.copytree(recorded, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
+    for step in steps:
+        step()
+    return sums_of(folder)
+
+
+@pytest.mark.parametrize(("steps", "resume_from", "others"), REFUSED.values(), ids=REFUSED)
+def test_a_run_goes_on_from_nothing_but_its_own_folder(recorded, tmp_path, steps, resume_from, others, monkeypatch):
+    source, how = recorded
+    before = prepared(source, tmp_path, steps, monkeypatch)
+    config = config_of(NAME, **how | dict(resume_from=resume_from, output_dir="runs") | others)
+    with pytest.raises(ValueError, match=r"^config\.resume_from|link into another run's folder"):
+        resume.take_folder(config)
+    changed = {path for path, content in sums_of(tmp_path).items() if before.get(path) != content}
+    assert {path.name for path in changed} <= {folders.LOCK}
+    assert before.keys() <= sums_of(tmp_path).keys()
+
+
+@pytest.mark.parametrize(("steps", "resume_from", "goes_on_in"), GOES_ON.values(), ids=GOES_ON)
+def test_a_run_goes_on_in_its_own_folder(recorded, tmp_path, steps, resume_from, goes_on_in, monkeypatch):
+    source, how = recorded
+    before = prepared(source, tmp_path, steps, monkeypatch)
+    config = config_of(NAME, "runs", **how | dict(resume_from=resume_from))
+    checks.drop_unused_rewards(config)
+    place = resume.take_folder(config)
+    folders.release(place.folder)
+    assert place.folder == Path(goes_on_in)
+    assert place.checkpoint.is_dir()
+    assert place.rewinds == (place.checkpoint.name == "epoch_000001")
+    after = sums_of(tmp_path)
+    assert {path.name for path in after if before.get(path) != after[path]} <= {folders.LOCK}
+
+
+def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_it_is(recorded, tmp_path):
+    source, how = recorded
+    shutil.copytree(source / "runs", tmp_path / "runs")
+    folder, backup = tmp_path / RUN, tmp_path / "backup"
+    shutil.copytree(folder, backup, copy_function=os.link)
+    before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read(folder)
+    assert last.epoch == 2  # so the end's evaluation was the best
+    prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest", eval__num_prompts=1)
+    train(NAME, tmp_path / "runs", **prolonged)
+    assert lines_of(folder, "eval")[:3] == lines
+    assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
+    assert best.read(folder).value >= last.value
+    os.link(folder / "best" / "README.md", tmp_path / "card")
+    put_folder(folder / "checkpoints" / ".tmp-epoch_000001")
+    train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]
+    assert sums_of(backup) == before
+    assert not (folder / "best" / "README.md").samefile(tmp_path / "card")  # written again, and not in place
+
+
+def test_evaluations_of_another_size_begin_a_series_of_their_own(recorded, tmp_path):
+    source, how = recorded
+    shutil.copytree(source / "runs", tmp_path / "runs")
+    how = how | dict(num_epochs=3, eval__num_prompts=1, resume_from="latest", eval__height=128)
+    folder = train(NAME, tmp_path / "runs", **how)
+    kept = best.read(folder)
+    assert (kept.height, kept.width, kept.since) == (128, 64, 2)
+    assert best.read_file(folder / "best_epoch_000002" / best.FILE).height == 64
+    assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
+    assert "health/eval_drop" not in lines_of(folder, "epoch")[-1]
+
+
+def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(recorded, tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "not_finite", lambda epoch: [health.Alarm("not_finite", 0.0, 0.0, "")])
+    source, how = recorded
+    shutil.copytree(source / "runs", tmp_path / "runs")
+    for state in (tmp_path / RUN).rglob("best/checkpoint"):
+        shutil.rmtree(state)
+    how = how | dict(num_epochs=9, eval__num_prompts=1, eval_freq=20, resume_from="latest")
+    folder = train(NAME, tmp_path / "runs", **how)
+    assert [line["health/action_taken"] for line in lines_of(folder, "epoch")[2:]] == [1.0]
+    assert (folder / "checkpoints" / "epoch_000003").is_dir()
+
+
+@pytest.fixture
+def read_files(tmp_path):
+    """A config whose files are all there, and these by their settings."""
+    files = {
+        "dataset": tmp_path / "prompts/test.txt",
+        "model": tmp_path / "model/transformer/model.safetensors",
+        "lora.path": tmp_path / "lora/pytorch_lora_weights.safetensors",
+        "preferences.path": tmp_path / "pairs/train_00000.parquet",
+    }
+    config = config_of(NAME, tmp_path)
+    for key, file in files.items():
+        file.parent.mkdir(parents=True)
+        file.write_text("before")
+        config.update_from_flattened_dict({key: str(tmp_path / file.relative_to(tmp_path).parts[0])})
+    return config, files
+
+
+@pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "preferences.path"])
+def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, tmp_path):
+    config, files = read_files
+    fingerprint.write(tmp_path, fingerprint.of(config, tmp_path))
+    stored = fingerprint.read(tmp_path)
+    assert fingerprint.compare(stored, fingerprint.of(config, tmp_path), 3, accepts=False) == (stored, [])
+    files[key].write_text("after!")
+    current = fingerprint.of(config, tmp_path)
+    with pytest.raises(ValueError, match=f"config.{key}: .*{files[key].name}"):
+        fingerprint.compare(stored, current, 3, accepts=False)
+    accepted, notices = fingerprint.compare(stored, current, 3, accepts=True)
+    assert (accepted, len(notices)) == (current, 1)
+    assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model"))
+
+
+def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_others(read_files, tmp_path):
+    current = fingerprint.of(read_files[0], tmp_path)
+    assert {*current.rewards} >= {"shapes"}
+    stored = current._replace(rewards=current.rewards | {"shapes": "another"})
+    now, notices = fingerprint.compare(stored, current, 3, accepts=False)
+    assert (now.rewards_since, len(notices)) == (3, 1)
+    assert now.of_figures() != stored.of_figures()
+    assert fingerprint.compare(now, current, 5, accepts=False) == (now, [])
+    served = read_files[0].copy_and_resolve_references()
+    served.reward.args = {"shapes": {"url": "http://127.0.0.1:1"}}
+    assert "shapes" not in fingerprint.of(served, tmp_path).rewards
 
 
 def test_resuming_with_another_config_names_the_settings(tmp_path):
@@ -194,7 +441,8 @@ def put_link_to_nowhere(path):
 
 def put_in_place_of_everything(put_file_like, put_folder_like, folder):
     """Other things under the names of a run's files and folders; of images/ and transformer/, in turn."""
-    names = dict.fromkeys((*folders.FILES, folders.LOCK, "images/first.npz", "transformer/part"), put_file_like)
+    files = set(folders.FILES) - {"config.json"}  # which says whose folder it is
+    names = dict.fromkeys((*files, folders.LOCK, "images/first.npz", "transformer/part"), put_file_like)
     names |= dict.fromkeys(("wandb", "tensorboard", "best"), put_folder_like)
     names |= {"images/eval_000001.png": put_file_like, "images/eval_000001.json": put_file_like}
     for name, put in names.items():
@@ -212,7 +460,8 @@ def test_what_a_run_can_go_on_without_is_set_aside_with_a_line(tmp_path, capfd, 
     folder = tmp_path / f"{NAME}_smoke"
     names = put_in_place_of_everything(put_file_like, put_folder_like, folder)
     config = config_of(NAME, tmp_path, resume_from="latest", logger="wandb")
-    assert resuming.take_folder(config) == (folder, None)
+    (folder / "config.json").write_text(config.to_json())
+    assert resume.take_folder(config)[:3] == (folder, None, False)
     board = Dashboard(folder, config, "run", is_main=True)
     board.log("epoch", {"reward/avg": 0.5}, epoch=0, step=1)
     board.log_images(torch.rand(2, 3, 8, 8), ["a", "b"], [0.0, 1.0], epoch=1, step=1)
@@ -234,12 +483,12 @@ def test_a_folder_or_checkpoints_that_are_none_are_named(tmp_path):
     for put in (put_file, put_loop, put_link_to_nowhere):
         put(folder)
         with pytest.raises(ValueError, match=f"config.resume_from: {folder} is no folder"):
-            resuming.take_folder(config)
+            resume.take_folder(config)
         folder.unlink()
         folder.mkdir()
         put(folder / "checkpoints")
         with pytest.raises(ValueError, match=f"{folder / 'checkpoints'} is no folder"):
-            resuming.take_folder(config)
+            resume.take_folder(config)
         shutil.rmtree(folder)
 
 
@@ -291,3 +540,14 @@ def end_by_the_clock(folder):
 
 if __name__ == "__main__":
     end_by_the_clock(sys.argv[1])
+
+
+@pytest.mark.parametrize("shared", ["weights_cache", "embeddings_cache", ""])
+def test_digests_are_remembered_in_a_cache_that_runs_share(shared, tmp_path):
+    caches = [tmp_path / name for name in ("weights_cache", "embeddings_cache") if name == shared]
+    for folder in (run_folder := tmp_path / "run", *caches):
+        folder.mkdir()
+    config = config_of("shapes_qwenimage", embeddings_cache=str(tmp_path / "embeddings_cache"))
+    config.weights_cache = str(tmp_path / "weights_cache") if shared == "weights_cache" else ""
+    fingerprint.of(config, run_folder)
+    assert [path.parent for path in tmp_path.rglob("digests.json")] == [*caches, run_folder][:1]

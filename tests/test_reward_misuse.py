@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import torch
-from small import ENV, ROOT, config_of
+from small import ENV, ROOT, as_prompts, config_of
 
 from flow_grpo import rewards
+from flow_grpo.rewards.clients import client
 from flow_grpo.scoring import pool
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
@@ -19,7 +20,7 @@ HANGS = "import threading\n\n\ndef load(device):\n    return lambda *_: threadin
 
 
 def submit(the_pool):
-    return the_pool.submit(IMAGES, ["prompt 0", "prompt 1"], [{}, {}])
+    return the_pool.submit(IMAGES, as_prompts(["prompt 0", "prompt 1"]))
 
 
 @pytest.fixture
@@ -31,15 +32,17 @@ def make_pool(tmp_path, monkeypatch):
         monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
         monkeypatch.delitem(sys.modules, "flow_grpo.rewards.misused", raising=False)
         settings = config_of("shapes_qwenimage").reward
-        settings.update(dict(timeout_s=0.1, retry_s=0.1) | changed)
+        monkeypatch.setattr(client, "RETRY_S", 0.1)
+        settings.update(dict(timeout_s=0.1) | changed)
         return Pool(CPU, {"misused": 1.0}, (), settings)
 
     return make
 
 
 @pytest.mark.parametrize("on_failure", ["fail", "mask"])
-def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(on_failure, make_pool):
-    the_pool = make_pool(HANGS, on_failure=on_failure, max_pending=2)
+def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(on_failure, make_pool, monkeypatch):
+    monkeypatch.setattr(pool, "MAX_PENDING", 2)
+    the_pool = make_pool(HANGS, on_failure=on_failure)
     pending = submit(the_pool)
     says = r"reward 'misused' \(thread\) has not returned within 0.2 s .* first prompt: 'prompt 0'"
     with pytest.raises(RewardFailed, match=says):
@@ -49,7 +52,7 @@ def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(on_failure, 
 
 
 def test_a_thread_that_hangs_does_not_hold_the_process():
-    code = "import threading; from flow_grpo.scoring.threads import Threads; "
+    code = "import threading; from flow_grpo.base.threads import Threads; "
     code += "Threads(1).submit(threading.Event().wait)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, timeout=100).returncode == 0
 
@@ -61,7 +64,7 @@ def test_what_is_waited_for_is_said(make_pool, monkeypatch):
     slow += "    return lambda images, *_: images.mean((1, 2, 3)) if threading.told.wait(20) else None\n"
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: (lines.append(record.getMessage()), told.set()))
-    logger, lines = logging.getLogger("flow_grpo.scoring.client"), []
+    logger, lines = logging.getLogger("flow_grpo.rewards.clients.client"), []
     logger.addHandler(handler)
     monkeypatch.setattr(pool, "SIGN_OF_LIFE_S", 0.0)
     try:
@@ -76,6 +79,7 @@ WRONG = {
     "no score": ("return {'other': images.mean((1, 2, 3))}", "a dict without 'score', but with 'other'"),
     "complex": ("return images.mean((1, 2, 3)) * 1j", "complex numbers"),
     "nothing": ("return None", "NoneType"),
+    "the run's": ('return {k: images.mean((1, 2, 3)) for k in ("score", "masked_share")}', "masked_share"),
     "dtype": ("import torch\ntorch.set_default_dtype(torch.float64)\nreturn images.mean((1, 2, 3))", "default dtype"),
 }
 
@@ -117,10 +121,11 @@ def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
         ("load = 5\n", ValueError),
         ("def load(device):\n    return None\n", ValueError),
         ("def load(device):\n    raise KeyError('word')\n", RuntimeError),
-        ("def load(device):\n    raise OSError('no weights')\n", OSError),
+        ("def load(device):\n    raise OSError('no weights')\n", ValueError),
+        ("def load(device):\n    raise ValueError('a path')\n", RuntimeError),
         ("def load():\n    return len\n", RuntimeError),
     ],
-    ids=["syntax", "import", "exit", "none", "number", "nothing", "error", "file", "arguments"],
+    ids=["syntax", "import", "exit", "none", "number", "nothing", "error", "file", "value", "arguments"],
 )
 def test_a_file_that_is_no_reward_is_an_error_with_its_name(text, kind, make_pool):
     with pytest.raises(kind, match="reward 'misused'"):

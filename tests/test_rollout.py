@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+import train_qwenimage_pr
 from small import lines_of, train
 
-from flow_grpo import sampling
-from flow_grpo.batching import BatchPlan
+from flow_grpo import rewards
+from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.algorithms.ratio_statistics import ParityError
+from flow_grpo.algorithms.rollout import concat, credit, from_trace, minibatches
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
-from flow_grpo.rollout import concat, credit, from_trace, minibatches
+from flow_grpo.run import sampling
 
 BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
 STD = (0.5, 0.25, 0.125, 0.1)
@@ -24,7 +27,7 @@ PLAN = BatchPlan(
 )
 
 
-def sampled(images, step_weight="none", num_steps=STEPS, **how):
+def sampled(images, step_weight="equal", num_steps=STEPS, **how):
     """A batch of which every number says where it belongs: image + step / 10 (+ outcome / 100)."""
     image, trace = torch.tensor(images).float(), []
     for step, std in enumerate(STD):
@@ -172,11 +175,47 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
     settings = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=1)
     right = lines_of(train(name + how, tmp_path / "right", train__old_log_prob="recompute", **settings))
     monkeypatch.setattr(sampling, "from_trace", wrong)
-    spoilt = lines_of(train(name + how, tmp_path / "spoilt", **settings), "update")
+    with pytest.raises(ParityError):
+        train(name + how, tmp_path / "spoilt", **settings)
     cured = lines_of(train(name + how, tmp_path / "cured", train__old_log_prob="recompute", **settings))
-    assert spoilt[0]["parity/log_prob_abs_diff_max"] == pytest.approx(1e-3, rel=1e-2)
     for lines, gap in ((right, 0.0), (cured, 1e-3)):
         first, *_, epoch = [line for line in lines if line["kind"] in ("update", "epoch")]
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)
     assert [line["loss"] for line in right if "loss" in line] == [line["loss"] for line in cured if "loss" in line]
+
+
+def test_branches_compete_with_those_of_their_trunks_step_or_of_their_prompts_step():
+    trunk, prompt = (train_qwenimage_pr.groups_of(range(4, 8), PLAN, baseline) for baseline in ("group", "prompt"))
+    assert trunk[:, :, 0].tolist() == [[12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22, 23]]
+    assert prompt[:, :, 0].tolist() == [[6, 7, 8]] * 2 + [[9, 10, 11]] * 2  # trunks 4 and 5 are of prompt 2
+    assert torch.equal(trunk, trunk[:, :, :1].expand(4, STEPS, OUTCOMES))
+
+
+def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_each_other(tmp_path, monkeypatch):
+    def length(images, prompts, metadata):
+        return torch.tensor([float(len(prompt)) for prompt in prompts])
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("length", length)
+    how = dict(reward_fn={"length": 1.0}, num_epochs=1, eval_freq=0)
+    for baseline, flat, size in (("group", 1, 0.0), ("all", 0, 1.0)):
+        folder = train("shapes_qwenimage", tmp_path / baseline, sample__baseline=baseline, **how)
+        assert [line["reward/zero_std_share"] for line in lines_of(folder, "epoch")] == [flat]
+        found = [line["advantage_abs_mean"] for line in lines_of(folder, "update")]
+        assert found == pytest.approx([size] * 2, abs=1e-3)  # two prompts: +1 and -1
+
+
+@pytest.mark.slow
+def test_every_branch_is_scored_with_its_own_prompt(shallow, tmp_path, monkeypatch):
+    asked = []
+
+    def brightness(images, prompts, metadata):
+        asked.append((list(prompts), [row["prompt"] for row in metadata]))
+        return images.mean((1, 2, 3))
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("brightness", brightness)
+    train("shapes_qwenimage_pr", tmp_path, **shallow, num_epochs=1, eval_freq=0)
+    assert all(texts == own for texts, own in asked)
+    assert max(len(set(texts)) for texts, _ in asked) > 1

@@ -12,7 +12,7 @@ MUTATORS = ("append", "clear", "extend", "pop")
 
 def documented() -> dict[str, set[str]]:
     """Field of Run -> the functions that its comment names."""
-    record = (ROOT / "flow_grpo/run.py").read_text().partition("class Run:")[2].partition("    @property")[0]
+    record = (ROOT / "flow_grpo/run/run.py").read_text().partition("class Run:")[2].partition("    @property")[0]
     writers = dict(re.findall(r"^    (\w+): .*#.*<- ([\w, ]+)$", record, re.MULTILINE))
     fields = re.findall(r"^    (\w+): ", record, re.MULTILINE)
     return {name: set(re.findall(r"\w+", writers.get(name, ""))) for name in fields}

@@ -1,19 +1,19 @@
 """The two entry points as someone with a diffusers pipeline calls them: what they take, and what they say of misuse."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
-from small import MODELS, loaded
+from small import MODELS, as_prompts, loaded
 
-from flow_grpo import rng
-from flow_grpo.diffusers_patch import flux_pipeline_with_logprob as flux
-from flow_grpo.diffusers_patch import qwenimage_pipeline_with_logprob as qwenimage
-from flow_grpo.diffusers_patch import sd3_pipeline_with_logprob as sd3
+from flow_grpo.base import rng
+from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
+from flow_grpo.diffusers_patch.sde_with_logprob import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
 from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = ["a photo of a red circle", "two blue squares"]
-ENTRIES = [getattr(module, name) for module in (qwenimage, sd3, flux) for name in qwenimage.__all__[1:]]
+ENTRIES = pipeline_with_logprob, pipeline_with_logprob_perstep
 SIDES = dict(height=64, width=96)
 
 
@@ -29,14 +29,12 @@ def noise(count=2):
 def window(model, prompts=PROMPTS, generators=None, **changed):
     how = dict(window=range(1, 3), noise_level=0.7, num_steps=4, guidance_scale=1.0) | SIDES | changed
     how = {name: value for name, value in how.items() if value != "missing"}
-    return qwenimage.pipeline_with_logprob(
-        model.pipeline, prompts, noise() if generators is None else generators, **how
-    )
+    return pipeline_with_logprob(model.pipeline, prompts, noise() if generators is None else generators, **how)
 
 
 def branches(model, **changed):
     how = dict(steps=range(2), noise_level=0.7, num_steps=3, num_branches=2, guidance_scale=1.0) | SIDES | changed
-    return qwenimage.pipeline_with_logprob_perstep(model.pipeline, PROMPTS, noise(), **how)
+    return pipeline_with_logprob_perstep(model.pipeline, PROMPTS, noise(), **how)
 
 
 @pytest.fixture
@@ -89,11 +87,35 @@ def test_an_argument_that_there_is_not_is_a_type_error_of_the_entry_point(change
         (dict(window=range(0, 4, 2)), r"window is range\(0, 4, 2\); it must be a range of consecutive steps"),
         (dict(window=range(3, 5)), r"window is range\(3, 5\), beyond the last of 4 steps"),
         (dict(generators=[torch.Generator()]), r"1 generators for 2 prompts"),
+        (dict(noise_level=1e-30), r"noise_level is 1e-30; .* from 0.001 to 10"),
+        (dict(noise_level=1e3, sde_type="dance"), r"noise_level is 1000.0; .* from 0.001 to 10"),
+        (dict(noise_level=1.01, sde_type="cps"), r"noise_level is 1.01; .* from 0.001 to 1.0"),
+        (dict(noise_level=2.5, sde_type="cps_gaussian"), r"noise_level is 2.5; .* from 0.001 to 1.0"),
+        (dict(window=range(1, 4), sde_type="cps_gaussian"), r"range\(1, 4\) of 4"),
+        (dict(groups=[0]), r"groups has 1 entries for 2 prompts"),
+        (dict(latents=torch.zeros(3, 24, 64)), r"latents has 3 entries for 2 prompts"),
+        (dict(vae_batch_size=0), r"vae_batch_size is 0"),
+        (dict(prompts=[], generators=[]), r"prompts is empty"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_before_anything_is_encoded(changed, says, model):
     with pytest.raises(ValueError, match=says):
         window(model, **changed)
+
+
+@pytest.mark.parametrize("sde_type", SDE_TYPES)
+def test_whatever_is_not_refused_has_finite_images_and_log_probs(sde_type, model):
+    """The least and the most noise, up to the last step, which has none in cps; and an image in a single step."""
+    for noise_level, num_steps in itertools.product((SMALLEST_ETA, LARGEST_ETA[sde_type]), (1, 20)):
+        noisy = range(num_steps - sde_type.startswith("cps"))
+        found = window(model, window=noisy, num_steps=num_steps, noise_level=noise_level, sde_type=sde_type)
+        assert found.images.isfinite().all()
+        assert all(traced.step.log_prob.isfinite().all() for traced in found.trace)
+
+
+def test_guidance_needs_a_negative(model):
+    with pytest.raises(ValueError, match=r"guidance_scale is 4.0, .* guided=False"):
+        window(model, model.encode(as_prompts(PROMPTS), guided=False), guidance_scale=4.0)
 
 
 @pytest.mark.usefixtures("encodes_nothing")
@@ -103,7 +125,9 @@ def test_a_value_that_cannot_be_meant_is_refused_before_anything_is_encoded(chan
         (dict(num_branch=2), TypeError, r"perstep\(\) got an unexpected keyword argument 'num_branch'"),
         (dict(window=range(2)), TypeError, r"perstep\(\) got an unexpected keyword argument 'window'"),
         (dict(num_branches=0), ValueError, r"num_branches is 0"),
-        (dict(steps=range(0)), ValueError, r"a step to leave at"),
+        (dict(completion_batch_size=0), ValueError, r"completion_batch_size is 0"),
+        (dict(steps=range(3), sde_type="cps"), ValueError, r"range\(0, 3\) of 3"),
+        (dict(steps=range(0)), ValueError, r"steps is range\(0, 0\)"),
         (dict(steps=3), ValueError, r"steps is 3; it must be a range"),
     ],
 )
@@ -133,7 +157,7 @@ def test_one_generator_draws_for_all_prompts(model):
 
 
 def test_a_condition_takes_the_place_of_texts(model):
-    encoded = model.encode(PROMPTS, guided=False)
+    encoded = model.encode(as_prompts(PROMPTS), guided=False)
     assert torch.equal(window(model, encoded).images, window(model).images)
 
 
@@ -144,8 +168,9 @@ def test_without_a_guidance_scale_it_is_the_models_own(model):
 def test_sd3_refuses_a_size_beyond_its_position_embeddings(tmp_path):
     model = loaded("sd3", tmp_path)
     model.check_size(Size(256, 64))
-    with pytest.raises(ValueError, match="272x64 pixels is too large: this model draws up to 256"):
-        model.check_size(Size(272, 64))
+    for size in (Size(272, 64), Size(64, 272)):
+        with pytest.raises(ValueError, match=f"{size} pixels is too large: this model draws up to 256"):
+            model.check_size(size)
 
 
 @pytest.mark.parametrize("text", ["768x512", "512", "64x96"])

@@ -21,15 +21,15 @@ import warm
 from hostile import http_server, says
 from ml_collections import ConfigDict
 from PIL import Image
-from small import ENV, config_of
+from small import ENV, as_prompts, config_of
 
 from flow_grpo import rewards
-from flow_grpo.scoring import pickled, wire
-from flow_grpo.scoring.client import Server, ServerError
+from flow_grpo.rewards.clients import client, pickled, wire
+from flow_grpo.rewards.clients.client import Server, ServerError
+from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.scoring.tokens import read_token
 
 CPU, WINDOW = torch.device("cpu"), "shapes_qwenimage"
 JPEG = {"jpeg_compressibility": 1.0}
@@ -48,16 +48,24 @@ def images(count, size=16):
     return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def constants(monkeypatch):
+    for owner, name in ((client, "RETRY_S"), (client, "IN_FLIGHT"), (scoring_pool, "MAX_PENDING")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
 def pool_of(url="", **how):
     """A pool with one reward: a file, or what `url` serves, which needs no file here."""
-    fast = dict(timeout_s=2.0, retry_s=2.0) | how
+    client.RETRY_S = how.pop("retry_s", 2.0)  # `constants` sets them back
+    client.IN_FLIGHT, scoring_pool.MAX_PENDING = how.pop("in_flight", 64), how.pop("max_pending", 1024)
+    fast = dict(timeout_s=2.0) | how
     if not url:
         return Pool(CPU, JPEG, (), settings(**fast))
     return Pool(CPU, {"served": 1.0}, (), settings(args={"served": {"url": url}}, **fast))
 
 
 def score(pool, count=6):
-    return pool.submit(images(count), [f"prompt {i}" for i in range(count)], [{}] * count).result()
+    return pool.submit(images(count), as_prompts(f"prompt {i}" for i in range(count))).result()
 
 
 @contextmanager
@@ -98,13 +106,12 @@ def test_every_backend_gives_the_same_scores_in_order(backend):
     pool.close()
 
 
-@pytest.mark.parametrize("form", ["npy", "png"])
-def test_a_server_gives_the_local_scores_of_a_thousand_images_with_64_requests_in_flight(form):
-    pictures = (images(1000, 32) * 255).round() / 255  # what a PNG can hold
+def test_a_server_gives_the_local_scores_of_a_thousand_images_with_64_requests_in_flight():
+    pictures = images(1000, 32)
     expected = rewards.load("jpeg_compressibility", CPU)(pictures, [""] * 1000, [{}] * 1000)
     with served() as (url, _):
-        pool = pool_of(url, batch_size=4, in_flight=64, timeout_s=60.0, image_format=form)
-        found = pool.submit(pictures, [""] * 1000, [{}] * 1000).result()
+        pool = pool_of(url, batch_size=4, timeout_s=60.0)
+        found = pool.submit(pictures, as_prompts([""] * 1000)).result()
         pool.close()
         answered = httpx.get(url + "/health").json(), httpx.get(url + "/version").json()
     assert torch.equal(found["served"], expected)
@@ -171,7 +178,7 @@ def test_a_content_length_that_lies_changes_no_limit(small_server):
 
 
 def test_requests_give_their_memory_back(small_server):
-    server = Server(small_server, retry_s=0.0)
+    server = Server(small_server)
     files = [("images", (str(i), wire.pack_image(image, "npy"))) for i, image in enumerate(images(10, 64))]
     data = {"request": json.dumps({"prompts": ["a" * 8000] * 10})}
     for _ in range(3):  # each takes more than half of what there is
@@ -206,7 +213,7 @@ def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_
     with served("--token-file", tmp_path / "token") as (url, process):
         for header in (b"", b"Bearer open", b"Bearer s\xe9same"):
             assert httpx.post(url + "/score", headers={"Authorization": header}).status_code == 401
-        asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0, retry_s=0.0)
+        asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0)
         for file in ("", str(tmp_path / "other")):
             asking.token_file = file
             with pytest.raises(ValueError, match=f"{url} asks for another token"):
@@ -224,15 +231,6 @@ def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_
         assert process.stderr() == ""
 
 
-@pytest.mark.parametrize("text", ["", "\n", "open sesame", "sésame", None])
-def test_a_file_without_a_token_is_refused(text, tmp_path):
-    if text is not None:
-        (tmp_path / "token").write_text(text)
-    with pytest.raises(ValueError, match=r"token (in|of) .*token") as caught:
-        read_token(str(tmp_path / "token"))
-    assert not text or text not in str(caught.value)
-
-
 def answers(url):
     try:
         return httpx.get(url + "/health").status_code == 200
@@ -242,7 +240,7 @@ def answers(url):
 
 STARTS = """
 import time
-from flow_grpo import distributed
+from flow_grpo.base import distributed
 from flow_grpo.scoring.processes import start_server
 distributed.init_distributed()
 print(start_server("jpeg_compressibility", "cpu", {}, 4).url, flush=True)
@@ -321,9 +319,9 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
 
 def test_scores_beyond_a_rewards_range_are_refused():
     with http_server(says({"scores": {"score": [0.5, 1.5]}})) as (url, _):
-        shapes = Pool(CPU, {"shapes": 1.0}, (), settings(args={"shapes": {"url": url}}, timeout_s=2.0, retry_s=0.0))
+        shapes = Pool(CPU, {"shapes": 1.0}, (), settings(args={"shapes": {"url": url}}, timeout_s=2.0))
         with pytest.raises(RewardFailed, match=r"'1.5', not a finite number in \[0.0, 1.0\]"):
-            shapes.submit(images(2), ["a"] * 2, [{}] * 2).result()
+            shapes.submit(images(2), as_prompts(["a"] * 2)).result()
 
 
 def test_a_server_that_comes_back_is_asked_again():
@@ -335,11 +333,25 @@ def test_a_server_that_comes_back_is_asked_again():
         assert len(counted) == 3
 
 
+def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away():
+    with http_server(hostile.honest) as (first, of_first), http_server(hostile.honest) as (second, of_second):
+        assert score(pool_of([first, second], batch_size=1))["avg"].tolist() == [0.5] * 6
+        assert (len(of_first), len(of_second)) == (3, 3)
+    with http_server(hostile.gone) as (away, of_away), http_server(hostile.honest) as (there, of_there):
+        pool = pool_of([away, there], batch_size=1, in_flight=1, retry_s=1.0)
+        assert [score(pool)["avg"].tolist() for _ in range(2)] == [[0.5] * 6] * 2
+        assert len(of_there) == 12
+        assert 1 <= len(of_away) <= 2  # set aside for a while
+    with pytest.raises(RewardFailed, match=r"was away for over 0\.5 s"):
+        score(pool_of([away, there], retry_s=0.5))
+
+
 def test_what_is_refused_is_not_asked_again():
-    with http_server(says({}, 400)) as (url, counted):
-        with pytest.raises(RewardFailed, match="refused: HTTP 400"):
-            score(pool_of(url))
-        assert len(counted) == 1
+    for status in (400, 307):
+        with http_server(says({}, status)) as (url, counted):
+            with pytest.raises(RewardFailed, match=f"refused: HTTP {status}"):
+                score(pool_of(url))
+            assert len(counted) == 1
 
 
 def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
@@ -370,9 +382,9 @@ def nested(depth=30):
 @pytest.mark.parametrize("bomb", [Bomb(), {"outputs": [Bomb()]}, nested(), np.array([Bomb()], dtype=object)])
 def test_a_pickle_bomb_does_not_go_off(bomb):
     with http_server(says(pickle.dumps(bomb))) as (url, _):
-        args = {"deqa": dict(allow_pickle=True, timeout_s=2.0, retry_s=0.0)}
+        args = {"deqa": dict(allow_pickle=True, timeout_s=2.0)}
         pool = Pool(CPU, {"deqa": 1.0}, (), settings(args={"deqa": args["deqa"]}))
-        scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0, retry_s=0.0))
+        scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0))
         with pytest.raises(wire.BadAnswer, match="no plain pickle"):
             scorer(images(2), ["a"] * 2, [{}] * 2)
         pool.close()
@@ -388,15 +400,20 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
         count = len(asked["images"])
         assert all(image.startswith(b"\xff\xd8") for image in asked["images"])
         if "meta_datas" in asked:
+            strict.append(asked["only_strict"])
             found = dict(scores=np.linspace(0, 1, count), strict_rewards=[float(m["x"]) for m in asked["meta_datas"]])
         else:
             found = dict(outputs=[np.float32(0.25)] * count)
         hostile.send(handler, pickle.dumps(found))
 
+    strict = []
     with http_server(answer) as (url, _):
         how = dict(url=url, allow_pickle=True)
         assert rewards.load("deqa", CPU, how)(images(3), ["a"] * 3, [{}] * 3).tolist() == [0.25] * 3
-        found = rewards.load("geneval", CPU, how)(images(3), ["a"] * 3, [{"x": 0}, {"x": 1}, {"x": 0}])
+        asked = images(3), ["a"] * 3, [{"x": 0}, {"x": 1}, {"x": 0}]
+        rewards.load("geneval", CPU, how | dict(only_strict=False))(*asked)
+        found = rewards.load("geneval", CPU, how)(*asked)
+    assert strict == [False, True]
     assert found["score"].tolist() == [0, 0.5, 1]
     assert found["strict"].tolist() == [0, 1, 0]
 
@@ -437,7 +454,7 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt():
 )
 def test_a_judge_that_does_not_say_a_number_is_an_error(text, says):
     with http_server(chat(text)) as (url, _):
-        judge = rewards.load("vlm_judge", CPU, dict(url=url, model="qwen", retry_s=0.0))
+        judge = rewards.load("vlm_judge", CPU, dict(url=url, model="qwen"))
         with pytest.raises(wire.BadAnswer, match=says):
             judge(images(1), ["a"], [{}])
 
@@ -466,8 +483,8 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
         hostile.honest(handler, body, number)
 
     with http_server(slow) as (url, counted):
-        pool = pool_of(url, batch_size=2, max_pending=8, in_flight=64)
-        pending = [pool.submit(images(10), ["a"] * 10, [{}] * 10) for _ in range(4)]
+        pool = pool_of(url, batch_size=2, max_pending=8)
+        pending = [pool.submit(images(10), as_prompts(["a"] * 10)) for _ in range(4)]
         assert all(len(part.result()["avg"]) == 10 for part in pending)
         assert most[0] <= 4
         assert len(counted) == 20

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from small import ENV, ROOT, config_of, file_of, lines_of, stored, train
 from test_ranks import assert_complete
 
-from flow_grpo import prompts, rng
-from flow_grpo.diffusers_patch import models
-from flow_grpo.diffusers_patch.qwenimage_pipeline_with_logprob import pipeline_with_logprob
-from flow_grpo.evaluation import spread
+from flow_grpo.base import rng
+from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
+from flow_grpo.evaluation.evaluation import NUM_SHOWN, spread
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
@@ -73,16 +74,17 @@ def test_first_update_of_an_epoch_has_the_rollouts_log_probs_bit_for_bit(name, r
         dict(sample__sde_type="dance", sample__noise_level=0.3, sample__sde_window_size=0),
         dict(sample__sde_type="cps", sample__global_std=True, train__step_weight="mean_one"),
         dict(train__inner_epochs=2, train__updates_per_epoch=4, train__timestep_fraction=0.5),
-        dict(sample__num_prompts_per_epoch=1, fsdp__activation_checkpointing=True, fsdp__offload_optimizer=True),
-        dict(sample__merge_adapter=True),
-        dict(precision="bf16", sample__merge_adapter=True),
+        dict(sample__num_prompts_per_epoch=1, fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer"),
+        dict(sample__rollout_weights="merged"),
+        dict(precision="bf16", sample__rollout_weights="merged"),
         dict(precision="fp16"),
     ],
     ids=["dance", "cps", "inner epochs", "last minibatch filled up", "merged", "bf16 merged", "fp16"],
 )
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
 def test_options_run_and_log_finite_numbers(name, how, tmp_path):
-    how = {k: v for k, v in how.items() if not (name == BRANCHES and "window" in k)}
+    only = "fraction" if name == WINDOW else "window"  # of the other script
+    how = {key: value for key, value in how.items() if only not in key}
     updates = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
     assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
     assert all(math.isfinite(value) for row in updates for value in row.values() if isinstance(value, float))
@@ -158,14 +160,14 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
     kept = np.load(folder / "images" / "last.npz")
     config = config_of(BRANCHES)
     rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)
-    shown = spread(range(len(rows)), config.eval.num_panel_images)
+    shown = spread(range(len(rows)), NUM_SHOWN)
     assert [rows[i].text for i in shown] == kept["captions"].tolist()
 
     def images(pipeline):
         pipeline.set_progress_bar_config(disable=True)
         sampled = pipeline_with_logprob(
             pipeline,
-            models.of_pipeline(pipeline).encode([row.text for row in rows], width=config.text_tokens),
+            registry.of_pipeline(pipeline).encode(rows, width=config.text_tokens),
             [rng.generator(0, "eval validation", i) for i in range(len(rows))],
             window=range(0),
             noise_level=0.0,
@@ -180,5 +182,5 @@ def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
     pipeline = QwenImagePipeline.from_pretrained(TINY)
     base = images(pipeline)
     pipeline.load_lora_weights(folder)
-    assert np.abs(images(pipeline) - kept["pixels"].astype(float)).max() <= 1
+    assert np.abs(images(pipeline) - kept["pixels"].astype(float)).max() < 8  # levels of 256
     assert np.abs(base - kept["pixels"].astype(float)).max() > 20

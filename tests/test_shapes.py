@@ -13,10 +13,10 @@ from PIL import Image
 from scipy import ndimage
 from torch.nn.functional import avg_pool2d, interpolate
 
-from flow_grpo import shapes
+from flow_grpo.data import shapes
+from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, TAGS
 from flow_grpo.rewards import shapes as reward
 from flow_grpo.rewards.shapes import Detection, detect, grade
-from flow_grpo.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, TAGS
 
 ROOT = Path(__file__).parents[1]
 PER_TAG = 200

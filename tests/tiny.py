@@ -4,7 +4,7 @@ from pathlib import Path
 
 from build_tiny_qwenimage import build_pipeline, save
 
-from flow_grpo import shapes
+from flow_grpo.data import shapes
 
 
 def tiny_qwenimage(folder: Path, seed: int = 0) -> Path:

@@ -8,8 +8,9 @@ from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from peft import LoraConfig
 
-from flow_grpo import distributed, fsdp_utils
-from flow_grpo.ema import Ema
+from flow_grpo.base import distributed
+from flow_grpo.weights import fsdp_utils
+from flow_grpo.weights.ema import Ema
 
 TINY = dict(
     num_layers=2,

@@ -178,15 +178,14 @@ def prepare():
     import wandb  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from flow_grpo import prompts
-    from flow_grpo.rewards import shapes  # noqa: F401
+    from flow_grpo.data import prompts
 
     tqdm.tqdm.monitor_interval = 0  # else a thread, whose lock a fork might find closed
     get_checkpoint_conversion_mapping("")  # compiles a thousand regular expressions
     config = small.config_of("shapes_qwenimage")
     model = small.MODELS["qwenimage"].without_weights(config.model)
     for split in ("train", "validation", "test"):
-        model.check([prompt.text for prompt in prompts.load_prompts(config.dataset, split)], config.text_tokens)
+        model.check(prompts.load_prompts(config.dataset, split), config.text_tokens)
 
 
 def serve():

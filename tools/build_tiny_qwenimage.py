@@ -31,7 +31,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from flow_grpo import rng, shapes
+from flow_grpo.base import rng
+from flow_grpo.data import shapes
 from flow_grpo.rewards import shapes as shapes_reward
 
 RESOLUTION, TEXT_DIM = 64, 64

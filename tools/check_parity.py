@@ -22,17 +22,22 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo import checks, command_line, compiled, fsdp_utils, policies, rng, sampling, startup, windows
-from flow_grpo.diffusers_patch import models
+from flow_grpo.algorithms import windows
+from flow_grpo.algorithms.rollout import Rollout, concat
+from flow_grpo.base import rng
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.optimization import policy_step
-from flow_grpo.rollout import Rollout, concat
+from flow_grpo.kernels import compilation
+from flow_grpo.run import sampling, startup
+from flow_grpo.run.optimization import policy_step
+from flow_grpo.settings import checks, command_line
+from flow_grpo.weights import fsdp_utils, policies
 
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "scripts"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-import bench
 import train_qwenimage
 import train_qwenimage_pr
+from random_model import full_config, random_folder, random_model, registered
 
 NUM_MINIBATCHES = 3  # of which a cause is measured
 BACKENDS = {
@@ -131,7 +136,9 @@ def other_graph(run) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    compiled.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS, run.config.fsdp.activation_memory)
+    compilation.compile_units(
+        run.pipeline.transformer, run.model.SHARD_UNITS, 1 - run.config.fsdp.activation_checkpointing % 1
+    )
     try:
         with torch.enable_grad():
             yield
@@ -280,10 +287,10 @@ def check(config, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
 
 def main(config, random_weights: bool) -> int:
     if random_weights:
-        name = next(name for name in models.names() if f"_{name}" in config.name)
-        with tempfile.TemporaryDirectory() as folder, bench.registered(bench.random_model(name), "Random"):
-            config = bench.full_config(config, "pr")
-            config.model = bench.random_folder(Path(folder, "model"))
+        name = next(name for name in registry.names() if f"_{name}" in config.name)
+        with tempfile.TemporaryDirectory() as folder, registered(random_model(name), "Random"):
+            config = full_config(config, "pr")
+            config.model = random_folder(Path(folder, "model"))
             compared, text = check(config, num_prompts=1)
     else:
         compared, text = check(config)

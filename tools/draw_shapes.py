@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo.shapes import (
+from flow_grpo.data.shapes import (
     BACKGROUND,
     COLORS,
     MAX_OBJECTS,

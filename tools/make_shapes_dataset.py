@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from flow_grpo.shapes import all_prompts, split, validation
+from flow_grpo.data.shapes import all_prompts, split, validation
 
 
 def main(out: Path):

@@ -10,7 +10,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from flow_grpo import rng, shipped
+from flow_grpo.base import rng, shipped
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
@@ -34,6 +36,7 @@ class FlowModel(ABC):
     GUIDANCE_SCALE: ClassVar[float]  # the published one
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
     MASKED_TEXT: ClassVar[bool]  # whether padding is hidden from the transformer
+    GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
         self.pipeline, self.device = pipeline, device
@@ -59,15 +62,20 @@ class FlowModel(ABC):
         config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
         return cls(loading.without_weights(cls.PIPELINE, folder), torch.device("cpu"), config)
 
+    @classmethod
+    def empty_transformer(cls, folder: str) -> torch.nn.Module:
+        """The transformer of a folder or hub id, on the meta device."""
+        return loading.empty_transformer(cls.TRANSFORMER, folder)
+
     @staticmethod
     def transformer_folder(folder: str) -> Path | None:
         """Where the transformer's weights lie."""
         return loading.transformer_folder(folder)
 
     @staticmethod
-    def text_version(folder: str) -> dict[str, str | int]:
-        """What tells a folder's text encoders from others."""
-        return loading.text_version(folder)
+    def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
+        """What tells a folder's text encoders from others; see loading.text_version."""
+        return loading.text_version(folder, memory)
 
     @property
     def transformer(self) -> torch.nn.Module:
@@ -75,16 +83,16 @@ class FlowModel(ABC):
         return self.pipeline.transformer
 
     def check_size(self, size: Size) -> None:
-        """Raises ValueError for an image that the model cannot draw. Needs no weight."""
+        """Raises UserError for an image that the model cannot draw. Needs no weight."""
         if size.frames != 1:
-            raise ValueError(f"{self.NAME} draws single images, not {size.frames} frames")
+            raise UserError(f"{self.NAME} draws single images, not {size.frames} frames")
 
     @abstractmethod
-    def check(self, prompts: list[str], width: int) -> None:
-        """Raises ValueError for a prompt of more than `width` tokens. Needs tokenizers only."""
+    def check(self, prompts: list[Prompt], width: int | None) -> None:
+        """Raises UserError for a prompt of more tokens than `encode` keeps at this width. Needs tokenizers only."""
 
     @abstractmethod
-    def encode(self, prompts: list[str], *, width: int | None = None, guided: bool = True) -> Condition:
+    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
         """B prompts, each encoded by itself so that its numbers do not depend on its neighbours.
 
         Args:
@@ -92,7 +100,7 @@ class FlowModel(ABC):
             guided: also encode the negative prompt, where guidance is a second forward.
 
         Raises:
-            ValueError: a prompt has more than `width` tokens.
+            UserError: a prompt has more tokens than that.
         """
 
     @abstractmethod
@@ -117,7 +125,8 @@ class FlowModel(ABC):
 
     def schedule(self, num_steps: int, size: Size):
         """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
-        return loading.schedule(self.pipeline.scheduler, num_steps, self.num_tokens(size), self.device)
+        tokens = self.num_tokens(size)
+        return loading.schedule(self.pipeline.scheduler, num_steps, tokens, self.device, sigmas=self.GIVES_SIGMAS)
 
     @abstractmethod
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
@@ -174,6 +183,8 @@ def guided(
     positive = forward(condition)
     if guidance_scale <= 1:
         return positive, positive
+    if condition.negative is None:
+        raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
     negative = forward(condition.negative.expand(num))
     return negative + guidance_scale * (positive - negative), positive
 

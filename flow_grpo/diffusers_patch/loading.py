@@ -11,20 +11,22 @@ from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 
-from flow_grpo import shipped
-from flow_grpo.diffusers_patch.single_frame_vae import convolve_in_2d
-from flow_grpo.quoting import in_one_line, quoted
+from flow_grpo.base import checksums, shipped
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
 
 def pipeline_name(folder: str) -> str:
-    """Class of the pipeline in `folder` (or hub id). Raises ValueError if there is none. Reads one json file."""
+    """Class of the pipeline in `folder` (or hub id). Raises UserError if there is none. Reads one json file."""
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
         why = in_one_line(error)
-        raise ValueError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
+        raise UserError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
 
 
 def transformer_folder(folder: str) -> Path:
@@ -35,13 +37,19 @@ def transformer_folder(folder: str) -> Path:
     return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
 
 
-def text_version(folder: str) -> dict[str, str | int]:
-    """What tells the text encoders of a folder from others: names and sizes of their files; of a hub id its commit."""
+def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
+    """What tells the text encoders of a folder from others: the digests of their files; of a hub id its commit.
+
+    Args:
+        memory: where digests are remembered, see checksums.file_digests.
+    """
     folder = shipped.find(folder)
     if not Path(folder).is_dir():
-        return {folder: transformer_folder(folder).parent.name}
-    files = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files) if path.is_file()}
+        return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
+    paths = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
+    files = sorted(path for path in paths if path.is_file())
+    names = [str(path.relative_to(folder)) for path in files]
+    return dict(zip(names, checksums.file_digests(files, memory)))
 
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
@@ -50,6 +58,13 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
     heavy = [name for name in names if not name.startswith(WITHOUT_WEIGHTS)]
     return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+
+
+def empty_transformer(transformer_class: type[torch.nn.Module], folder: str) -> torch.nn.Module:
+    """As its config has it, with meta weights and real position tables."""
+    config = transformer_class.load_config(shipped.find(folder), subfolder="transformer")
+    with init_empty_weights():
+        return transformer_class.from_config(config)
 
 
 def load_pipeline(
@@ -69,10 +84,7 @@ def load_pipeline(
         alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
         text: False for no text encoders, where all embeddings are on a disk.
     """
-    folder = shipped.find(folder)
-    with init_empty_weights():  # real position tables, meta weights
-        config = transformer_class.load_config(folder, subfolder="transformer")
-        transformer = transformer_class.from_config(config)
+    folder, transformer = shipped.find(folder), empty_transformer(transformer_class, folder)
     if alone:
         return without_weights(pipeline_class, folder, transformer=transformer)
     encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -88,6 +100,11 @@ def _text_encoders(names) -> list[str]:
 def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
     """Give their memory back."""
     pipeline.register_modules(**dict.fromkeys(_text_encoders(pipeline.components)))
+    free_memory()
+
+
+def free_memory() -> None:
+    """Of all that nothing refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -114,22 +131,28 @@ def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeli
     return pipeline
 
 
-def check_lengths(prompts: list[str], length: Callable[[str], int], width: int) -> None:
-    """Raises ValueError for a prompt whose `length` in tokens is over `width`."""
+def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: int | None, most: int) -> None:
+    """Raises UserError for a prompt whose `length` in tokens is over `width`; without a width, over `most`."""
+    limit = f"the {most} that its pipeline reads" if width is None else f"config.text_tokens = {width}"
     for prompt in prompts:
-        if (tokens := length(prompt)) > width:
-            raise ValueError(f"a prompt has {tokens} tokens, over config.text_tokens = {width}: {quoted(prompt)}")
+        if (tokens := length(prompt.text)) > (width or most):
+            raise UserError(f"a prompt has {tokens} tokens, over {limit}: {quoted(prompt.text)}")
 
 
-def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device):
-    """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`."""
+def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool):
+    """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
+
+    Args:
+        sigmas: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own.
+    """
     scheduler = copy.deepcopy(scheduler)
-    config = scheduler.config
+    config, shift = scheduler.config, None
     if config.use_dynamic_shifting:
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift, device=device)
-    else:
-        scheduler.set_timesteps(num_steps, device=device)
+    if num_steps == 1:
+        scheduler.register_to_config(shift_terminal=None)  # 1, the only sigma, cannot be moved: 0 / 0
+    spacing = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas else None
+    scheduler.set_timesteps(num_steps, sigmas=spacing, mu=shift, device=device)
     scheduler.sigmas = scheduler.sigmas.to(device)
     return scheduler

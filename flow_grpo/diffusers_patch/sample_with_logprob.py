@@ -2,7 +2,7 @@
 diffusers pipeline, and what training calls.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +12,10 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from flow_grpo import rng
-from flow_grpo.diffusers_patch import models
+from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, TracedStep, Velocity, joined, walk
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -102,10 +104,11 @@ def pipeline_with_logprob(
         groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
 
     Raises:
-        ValueError: before anything is encoded, for a value that cannot be meant.
+        UserError: before anything is encoded, for a value that cannot be meant.
     """
     scale = _guidance_scale(pipeline, guidance_scale)
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
+    _check_counts(_num_rows(prompts), dict(groups=groups, latents=latents), dict(vae_batch_size=vae_batch_size))
     start = _checked_start(pipeline, prompts, generators, params, Size(height, width), window, "window")
     return sample(start, noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
 
@@ -138,10 +141,12 @@ def pipeline_with_logprob_perstep(
         completion_batch_size: rows per forward of the branches on their way to the image.
 
     Raises:
-        ValueError: before anything is encoded, for a value that cannot be meant.
+        UserError: before anything is encoded, for a value that cannot be meant.
     """
-    if num_branches < 1 or not steps:
-        raise ValueError(f"num_branches is {num_branches} at {steps}; there must be a branch, and a step to leave at")
+    sizes = dict(vae_batch_size=vae_batch_size, completion_batch_size=completion_batch_size, num_branches=num_branches)
+    _check_counts(_num_rows(prompts), {}, sizes)
+    if not steps:
+        raise UserError(f"steps is {steps}; there must be a step at which branches leave")
     scale = _guidance_scale(pipeline, guidance_scale)
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     start = _checked_start(pipeline, prompts, generators, params, Size(height, width), steps, "steps")
@@ -150,7 +155,7 @@ def pipeline_with_logprob_perstep(
 
 
 def _guidance_scale(pipeline: DiffusionPipeline, chosen: float | None) -> float:
-    return models.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
+    return registry.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
 
 
 def _checked_start(
@@ -162,19 +167,33 @@ def _checked_start(
     steps: range,
     name: str,
 ) -> Start:
-    """Encode what can have been meant; `name` is that of the argument `steps`. Raises ValueError before that."""
-    model, count = models.of_pipeline(pipeline), _num_rows(prompts)
+    """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
+    model, count = registry.of_pipeline(pipeline), _num_rows(prompts)
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
-        raise ValueError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
+        raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
     if steps and steps.stop > params.num_steps:
-        raise ValueError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
+        raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
+    params.check_noisy(steps)
     generators = [generators] * count if isinstance(generators, torch.Generator) else generators
     if len(generators) != count:
-        raise ValueError(f"{len(generators)} generators for {count} prompts; give one for each, or one for all")
+        raise UserError(f"{len(generators)} generators for {count} prompts; give one for each, or one for all")
     if not isinstance(prompts, Condition):
-        prompts = model.encode([prompts] if isinstance(prompts, str) else prompts, guided=params.guidance_scale > 1)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        prompts = model.encode([Prompt(text) for text in texts], guided=params.guidance_scale > 1)
     return Start(model, prompts, generators, params, size)
+
+
+def _check_counts(num_prompts: int, per_prompt: dict[str, Sized | None], sizes: dict[str, int]) -> None:
+    """Raises UserError for no prompt, for arguments `per_prompt` of another length, and for sizes below 1."""
+    if not num_prompts:
+        raise UserError("prompts is empty; there must be at least one")
+    for name, values in per_prompt.items():
+        if values is not None and len(values) != num_prompts:
+            raise UserError(f"{name} has {len(values)} entries for {num_prompts} prompts; give one for each")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"{name} is {size!r}; it must be an integer of at least 1")
 
 
 def _num_rows(prompts: str | list[str] | Condition) -> int:

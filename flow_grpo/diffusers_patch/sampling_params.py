@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
+from flow_grpo.base.errors import UserError
+from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES, check_noise_level
 from flow_grpo.diffusers_patch.solvers import SOLVERS
 
 
@@ -12,7 +13,7 @@ class SamplingParams:
     """Everything about a walk but its start, its size and which of its steps are noisy.
 
     Raises:
-        ValueError: a value that no walk can have.
+        UserError: a value that no walk can have.
     """
 
     num_steps: int  # from noise to image
@@ -24,12 +25,21 @@ class SamplingParams:
 
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps!r}; it must be an integer of at least 1")
+            raise UserError(f"num_steps is {self.num_steps!r}; it must be an integer of at least 1")
         for name, most in (("guidance_scale", math.inf), ("noise_level", math.inf), ("flash_ratio", 1.0)):
             value = getattr(self, name)
             if not 0 <= value <= most or value == math.inf:  # NaN compares false too
                 limit = " and at most 1" if most == 1 else ""
-                raise ValueError(f"{name} is {value}; it must be finite, at least 0{limit}")
+                raise UserError(f"{name} is {value}; it must be finite, at least 0{limit}")
         for name, choices in (("sde_type", SDE_TYPES), ("flash_solver", SOLVERS)):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(map(repr, choices))}")
+                raise UserError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(map(repr, choices))}")
+        check_noise_level(self.noise_level, self.sde_type)
+
+    def check_noisy(self, steps: range) -> None:
+        """Raises UserError if one of the noisy `steps` has no noise to score: the last of cps keeps none."""
+        if steps and steps.stop == self.num_steps and self.noise_level and self.sde_type.startswith("cps"):
+            raise UserError(
+                f"the noisy steps are {steps} of {self.num_steps}, but the last step of {self.sde_type!r} adds no "
+                "noise; leave it out"
+            )

@@ -11,7 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SDE_TYPES = ("sde", "dance", "cps", "cps_gaussian")
+from flow_grpo.base.errors import UserError
+
+LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}  # beyond: overflow, or a sine that falls
+SDE_TYPES = tuple(LARGEST_ETA)
+SMALLEST_ETA = 1e-3  # but for 0; below, float32 rounds the noise away
 
 
 class SDEStep(NamedTuple):
@@ -21,6 +25,13 @@ class SDEStep(NamedTuple):
     std_dev_t: Tensor  # [B, 1...] f32, diffusion coefficient, per sqrt(time)
     transition_std: Tensor  # [B, 1...] f32, standard deviation of the step itself
     dt: Tensor  # [B, 1...] f32, sigma_next - sigma, negative
+
+
+def check_noise_level(noise_level: float, sde_type: str, name: str = "noise_level") -> None:
+    """Raises UserError for a noise whose steps are not finite, or that rounding takes away; 0 has none."""
+    least, most = SMALLEST_ETA, LARGEST_ETA[sde_type]
+    if noise_level and not least <= noise_level <= most:
+        raise UserError(f"{name} is {noise_level}; with sde_type {sde_type!r} it must be from {least} to {most}")
 
 
 def sde_step_with_logprob(
@@ -41,17 +52,17 @@ def sde_step_with_logprob(
         noise: standard normal draw, [B, ...]; needed when drawing a noisy step.
 
     Raises:
-        ValueError: unknown `sde_type`, or neither `prev_sample` nor `noise` for a noisy step.
+        UserError: unknown `sde_type`, or neither `prev_sample` nor `noise` for a noisy step.
     """
     if sde_type not in SDE_TYPES:
-        raise ValueError(f"sde_type is {sde_type!r}; there are: {', '.join(SDE_TYPES)}")
+        raise UserError(f"sde_type is {sde_type!r}; there are: {', '.join(SDE_TYPES)}")
     x, v = sample.float(), model_output.float()
     sigma, sigma_next = _sigmas_at(scheduler, timestep, x)
     if noise_level == 0:
         mean, std_dev_t = x + v * (sigma_next - sigma), torch.zeros_like(sigma)
         return SDEStep(mean, mean.new_zeros(len(mean)), mean, std_dev_t, std_dev_t, sigma_next - sigma)
     if prev_sample is None and noise is None:
-        raise ValueError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
+        raise UserError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
 
     second_sigma = scheduler.sigmas[1].to(x)
     mean, std_dev_t, transition_std = _MOMENTS[sde_type](x, v, sigma, sigma_next, second_sigma, noise_level)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from flow_grpo.base.errors import UserError
+
 MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
 
@@ -10,7 +12,7 @@ class Size:
     """Of an image or of a clip, in pixels.
 
     Raises:
-        ValueError: a side is no positive multiple of 16.
+        UserError: a side is no positive multiple of 16.
     """
 
     height: int
@@ -21,7 +23,7 @@ class Size:
         for name in ("height", "width"):
             pixels = getattr(self, name)
             if not isinstance(pixels, int) or pixels < MULTIPLE or pixels % MULTIPLE:
-                raise ValueError(f"{name} is {pixels!r}; it must be a positive multiple of {MULTIPLE} pixels")
+                raise UserError(f"{name} is {pixels!r}; it must be a positive multiple of {MULTIPLE} pixels")
 
     def __str__(self) -> str:
         return f"{self.height}x{self.width}"
@@ -32,7 +34,7 @@ class Size:
         height, *others = text.split("x")
         width = others[0] if others else height
         if not (height.isdecimal() and width.isdecimal() and len(others) < 2):
-            raise ValueError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
+            raise UserError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
         return cls(int(height), int(width))
 
 

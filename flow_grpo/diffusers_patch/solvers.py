@@ -12,7 +12,7 @@ def dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepSchedul
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
     sigmas, evenly spread from step `start` to sigma = 0."""
     num_steps = len(scheduler.timesteps)
-    num = max(1, int((num_steps - start) * ratio))
+    num = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
     solver = DPMSolverMultistepScheduler(
         algorithm_type="dpmsolver++",
         solver_type="midpoint",

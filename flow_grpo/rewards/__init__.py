@@ -4,9 +4,10 @@ the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `regis
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
 the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
-cannot score.
+cannot score. `score` may be a coroutine function (async def): see `is_async`.
 """
 
+import asyncio
 import copy
 import difflib
 import importlib
@@ -18,16 +19,21 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flow_grpo.quoting import quoted
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt, texts_of
+from flow_grpo.base.quoting import quoted
+from flow_grpo.base.threads import event_loop
 
-CONNECTION = ("token_file", "in_flight", "timeout_s", "retry_s")  # settings of a server, see scoring/client.py
+CONNECTION = ("token_file", "timeout_s")  # settings of a server, see scoring/client.py
 MOST = 1e9  # size of a weight
+RUNS_OWN = ("avg", "group_std", "zero_std_share", "std_error")  # metrics that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
@@ -40,57 +46,60 @@ def register(name: str, score: Callable[[Tensor, list[str], list[dict]], Tensor 
         score: (images [B, 3, H, W] in [0, 1], prompts, metadata) -> [B], or a dict as of a file's `score`.
 
     Raises:
-        ValueError: a file has that name.
+        UserError: a file has that name.
     """
     if name in {module.name for module in pkgutil.iter_modules(__path__)} or not name.isidentifier():
-        raise ValueError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
+        raise UserError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
     REGISTERED[name] = SimpleNamespace(load=lambda device: score)
 
 
 def known() -> list[str]:
     """Names of all reward files, and of the functions that were registered."""
-    return sorted({module.name for module in pkgutil.iter_modules(__path__)} - set(HELPERS) | set(REGISTERED))
+    files = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+    return sorted(files - set(HELPERS) | set(REGISTERED))
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
-    """Raises ValueError for an unknown reward, a weight that is no finite number, or no reward at all.
+    """Raises UserError for an unknown reward, a weight that is no finite number, or no reward at all.
 
     Args:
         watched: names of rewards that are measured only.
         served: names that need no file here, since a server scores them.
     """
     if not weights:
-        raise ValueError(f"config.reward_fn is empty; there are: {', '.join(known())}")
+        raise UserError(f"config.reward_fn is empty; there are: {', '.join(known())}")
     for name in {**weights, **dict.fromkeys(watched)}:
+        if name in RUNS_OWN:
+            raise UserError(f"reward {name!r} is called as a metric of every run; rename its file")
         if name not in known() and name not in served:
             near = difflib.get_close_matches(name, known(), cutoff=0)
             key = f"config.{'reward_fn' if name in weights else 'eval.rewards'}"
             folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
-            raise ValueError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
+            raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
-            raise ValueError(
+            raise UserError(
                 f"config.reward_fn.{name} is {quoted(weight)}; its weight must be a number from {-MOST:g} to {MOST:g}"
             )
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for an option that the reward's `load` does not take, or one that it needs and has not."""
+    """Raises UserError for an option that the reward's `load` does not take, or one that it needs and has not."""
     parameters = inspect.signature(_file(name).load).parameters
     takes = {key: value for key, value in parameters.items() if key != "device" and value.kind != value.VAR_KEYWORD}
     unknown = sorted(set(options) - set(takes) - set(CONNECTION if is_service(name) else ()))
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"config.reward.args.{name}: {', '.join(unknown)} unknown; it takes {', '.join(takes) or 'none'}"
         )
     for key, value in options.items():
         if key in takes and not _fits(value, takes[key].annotation):
-            raise ValueError(
+            raise UserError(
                 f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {_words(takes[key].annotation)}"
             )
     needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
     if needed:
-        raise ValueError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
+        raise UserError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -105,13 +114,13 @@ def _words(annotation: Any) -> str:
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
-def check_prompts(names: Iterable[str], prompts: list[str], metadata: list[dict]) -> None:
-    """Raises ValueError for the first prompt that one of the rewards cannot score."""
+def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
+    """Raises UserError for the first prompt that one of the rewards cannot score."""
     for name in set(names) & set(known()):
         check = getattr(_file(name), "check_prompts", None)
         if check:
             with _named(name, "did not check the prompts"):
-                check(prompts, metadata)
+                check(texts_of(prompts), [prompt.metadata for prompt in prompts])
 
 
 def is_service(name: str) -> bool:
@@ -119,13 +128,41 @@ def is_service(name: str) -> bool:
     return name in known() and "url" in inspect.signature(_file(name).load).parameters
 
 
+def source(name: str) -> Path | None:
+    """A reward's file; None for a function that was registered, and for what has no file here."""
+    file = getattr(_file(name), "__file__", None) if name in known() else None
+    return Path(file) if file else None
+
+
 def load(name: str, device: torch.device, options: Mapping[str, Any] | None = None) -> Callable:
-    """A reward file's scorer. Raises ValueError where `load` returns none."""
+    """A reward file's scorer. Raises UserError where `load` returns none."""
     with _named(name, "was not loaded"):
         score = _file(name).load(device, **options or {})
     if not callable(score):
-        raise ValueError(f"load() of reward {name!r} returned {quoted(score)} instead of a function")
+        raise UserError(f"load() of reward {name!r} returned {quoted(score)} instead of a function")
     return score
+
+
+def is_async(score: Callable) -> bool:
+    """Whether a scorer is a coroutine function. All of them run on one event loop, several calls at once."""
+    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(getattr(score, "__call__", None))  # noqa: B004
+
+
+def _awaited(name: str, output: Any) -> Any:
+    """What a `score` returned, or what its coroutine returns."""
+    if not inspect.isawaitable(output):
+        return output
+
+    async def finished():
+        try:
+            return await output
+        except SystemExit as error:  # it would end the loop
+            raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
+
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # the loop's thread has another stream
+    loop = event_loop("async rewards", lambda: (torch.set_grad_enabled(False), torch.set_num_threads(1)))
+    return asyncio.run_coroutine_threadsafe(finished(), loop).result()
 
 
 def bounds(name: str) -> tuple[float, float]:
@@ -147,33 +184,33 @@ def scores_of(
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
 
     Raises:
-        ValueError: not one finite number per image, or no "score" among them.
+        UserError: not one finite number per image, or no "score" among them.
         RuntimeError: it has called sys.exit, or has changed torch's default dtype, which is set back.
     """
     dtype = torch.get_default_dtype()
     try:
-        scores = as_scores(score(images.clone(), list(prompts), copy.deepcopy(metadata)))
+        scores = as_scores(_awaited(name, score(images.clone(), list(prompts), copy.deepcopy(metadata))))
     except SystemExit as error:
         raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
     if (changed := torch.get_default_dtype()) != dtype:
         torch.set_default_dtype(dtype)
         raise RuntimeError(f"reward {name!r} has made {changed} torch's default dtype, for the training as well")
     if "score" not in scores:
-        raise ValueError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
+        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
     return {key: checked(name, values, prompts) for key, values in scores.items()}
 
 
 def checked(name: str, values, prompts: list[str]) -> Tensor:
-    """[B] float32 on the CPU. Raises ValueError unless they are one finite number per image, and names the prompt."""
+    """[B] float32 on the CPU. Raises UserError unless they are one finite number per image, and names the prompt."""
     values = torch.as_tensor(values).detach()
     if values.is_complex():
-        raise ValueError(f"reward {name!r} returned complex numbers")
+        raise UserError(f"reward {name!r} returned complex numbers")
     values = values.float().cpu()
     if values.shape != (len(prompts),):
-        raise ValueError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
+        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(
+        raise UserError(
             f"reward {name!r} is {values[bad[0]].item()} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
         )
     return values
@@ -185,17 +222,17 @@ def _file(name: str) -> ModuleType | SimpleNamespace:
     with _named(name, "was not imported"):
         module = importlib.import_module(f"flow_grpo.rewards.{name}")
     if not callable(getattr(module, "load", None)):
-        raise ValueError(f"the file of reward {name!r} has no function load(device, **options)")
+        raise UserError(f"the file of reward {name!r} has no function load(device, **options)")
     return module
 
 
 @contextmanager
 def _named(name: str, failed: str) -> Iterator[None]:
-    """An error in a reward's file says whose it is; a ValueError is for the user as it is."""
+    """An error in a reward's file says whose it is. A UserError passes; a file that cannot be read is one."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        if isinstance(error, ValueError):
+        if isinstance(error, UserError):
             raise
-        kind = OSError if isinstance(error, OSError) else RuntimeError
+        kind = UserError if isinstance(error, OSError) else RuntimeError
         raise kind(f"reward {name!r} {failed}: {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, read_weights, to_pil
 
 MODEL = "openai/clip-vit-large-patch14"
@@ -25,7 +26,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
 
     Raises:
-        ValueError: missing weights or processor, or the predictor is not one for this CLIP.
+        UserError: missing weights or processor, or the predictor is not one for this CLIP.
     """
     weights = read_weights("aesthetic", predictor)
     clip, prepare = load_clip("aesthetic", model, processor or model, device)
@@ -33,7 +34,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
     try:
         rating.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {error}") from error
+        raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {error}") from error
     rating = rating["layers"].to(device).requires_grad_(False).eval()
 
     @torch.no_grad()

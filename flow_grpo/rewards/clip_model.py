@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 from transformers import CLIPModel, CLIPProcessor
 
-from flow_grpo.pixels import to_uint8
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.pixels import to_uint8
 
 BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
@@ -38,7 +39,7 @@ def load_clip(reward: str, model: str, processor: str, device: torch.device | st
     """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder.
 
     Raises:
-        ValueError: missing weights or processor; the message names the reward and the id.
+        UserError: missing weights or processor; the message names the reward and the id.
     """
     clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
     prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
@@ -69,7 +70,7 @@ def read_weights(reward: str, name: str) -> dict:
     """The state dict in a local file or in owner/repository/file of the hub: .safetensors, else torch.save's format.
 
     Raises:
-        ValueError: it is neither; the message names the reward and the file.
+        UserError: it is neither; the message names the reward and the file.
     """
     path = Path(name)
     if not path.is_file():
@@ -77,7 +78,7 @@ def read_weights(reward: str, name: str) -> dict:
             owner, repository, file = name.split("/", 2)
             path = Path(hf_hub_download(f"{owner}/{repository}", file))
         except (OSError, ValueError) as error:  # nothing to be had there, or no id of the hub at all
-            raise ValueError(
+            raise UserError(
                 f"reward {reward} needs the weights {name!r}, neither a file, nor in the Hugging Face cache, nor to be "
                 f"downloaded: give a path, or run `hf download OWNER/REPOSITORY FILE` {WAY_OUT}"
             ) from error
@@ -88,14 +89,14 @@ def optional_package(reward: str, name: str, install: str) -> ModuleType:
     """Import what only one reward needs.
 
     Raises:
-        ValueError: it is not installed, the message says how; or it does not import beside what is.
+        UserError: it is not installed, the message says how; or it does not import beside what is.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name == name:
-            raise ValueError(f"reward {reward} needs the package {name}: {install}") from error
-        raise ValueError(
+            raise UserError(f"reward {reward} needs the package {name}: {install}") from error
+        raise UserError(
             f"reward {reward} needs the package {name}, which is here but cannot be imported: {error}"
         ) from error
 
@@ -104,7 +105,7 @@ def _pretrained(reward: str, kind: type, name: str, **options):
     try:
         return kind.from_pretrained(name, **options)
     except OSError as error:  # no such id, or no network and nothing in the cache
-        raise ValueError(
+        raise UserError(
             f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
             f"downloaded: run `hf download {name}` {WAY_OUT}"
         ) from error

@@ -23,7 +23,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         prefix: put before every prompt, with a space of its own at the end.
 
     Raises:
-        ValueError: missing weights or processor.
+        UserError: missing weights or processor.
     """
     clip, prepare = load_clip("clipscore", model, processor or model, device)
 

@@ -6,21 +6,21 @@ The model runs in the reward server that came with Flow-GRPO, which speaks pickl
 import torch
 from torch import Tensor
 
-from flow_grpo.scoring.pickled import PickleServer
-from flow_grpo.scoring.wire import check_numbers
+from flow_grpo.rewards.clients.pickled import PickleServer
+from flow_grpo.rewards.clients.wire import check_numbers
 
 RANGE = (0.0, 1.0)
 
 
-def load(device: torch.device, url: str = "http://127.0.0.1:18086", allow_pickle: bool = False, **server):
+def load(device: torch.device, url: str | list = "http://127.0.0.1:18086", allow_pickle: bool = False, **server):
     """The scorer; nothing is loaded here.
 
     Args:
         allow_pickle: must be True. Only plain data are unpickled, see scoring/pickled.py.
-        server: token, in_flight, timeout_s, retry_s.
+        server: token_file, timeout_s.
 
     Raises:
-        ValueError: allow_pickle is not True.
+        UserError: allow_pickle is not True.
     """
     model = PickleServer("deqa", url, allow_pickle, **server)
 

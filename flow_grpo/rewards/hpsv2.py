@@ -21,7 +21,7 @@ def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str =
         architecture: name that open_clip knows.
 
     Raises:
-        ValueError: no open_clip, or missing weights.
+        UserError: no open_clip, or missing weights.
     """
     open_clip = optional_package("hpsv2", "open_clip", "pip install flow_grpo[hpsv2]")
     state = read_weights("hpsv2", weights)["state_dict"]

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clip_model import optional_package, to_pil
 
 RANGE = (-math.inf, math.inf)
@@ -23,14 +24,14 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
         config: the package's YAML file, which also names the base model; its own HPSv3_7B.yaml unless given.
 
     Raises:
-        ValueError: no package, or missing weights.
+        UserError: no package, or missing weights.
     """
     package = optional_package("hpsv3", "hpsv3", INSTALL)
     try:
         judge = package.HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
     except OSError as error:
         name = checkpoint or "MizzenAI/HPSv3"
-        raise ValueError(f"reward hpsv3 needs the weights {name!r}, which cannot be had: {error}") from error
+        raise UserError(f"reward hpsv3 needs the weights {name!r}, which cannot be had: {error}") from error
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
-from flow_grpo.quoting import quoted
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
 from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, to_pil
 
 MODEL = "openai/clip-vit-large-patch14"
@@ -18,7 +19,7 @@ RANGE = (-1.0, 1.0)
 
 
 def check_prompts(prompts: Sequence[str], metadata: Sequence[dict]) -> None:
-    """Raises ValueError for the first prompt without a reference."""
+    """Raises UserError for the first prompt without a reference."""
     for prompt, data in zip(prompts, metadata, strict=True):
         _reference(prompt, data)
 
@@ -32,7 +33,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         folder: what the references' paths are relative to.
 
     Raises:
-        ValueError: missing weights or processor; when scoring, no reference or none that can be read.
+        UserError: missing weights or processor; when scoring, no reference or none that can be read.
     """
     clip, prepare = load_clip("image_similarity", model, processor or model, device)
     known = {}  # path -> embedding
@@ -56,15 +57,13 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
 def _reference(prompt: str, metadata: dict) -> str:
     reference = metadata.get("reference")
     if not isinstance(reference, str):
-        raise ValueError(
-            f"reward image_similarity needs the path metadata['reference'], which {quoted(prompt)} has not"
-        )
+        raise UserError(f"reward image_similarity needs the path metadata['reference'], which {quoted(prompt)} has not")
     return reference
 
 
 def _read(path: Path) -> Image.Image:
     try:
         with Image.open(path) as picture:
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")
     except OSError as error:
-        raise ValueError(f"reward image_similarity cannot read the reference {path}: {error}") from error
+        raise UserError(f"reward image_similarity cannot read the reference {path}: {error}") from error

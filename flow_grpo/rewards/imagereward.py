@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clip_model import optional_package, to_pil
 
 MODEL = "ImageReward-v1.0"
@@ -26,13 +27,13 @@ def load(device: torch.device | str, model: str = MODEL, folder: str | None = No
         folder: where the package keeps ImageReward.pt and med_config.json; ~/.cache/ImageReward unless given.
 
     Raises:
-        ValueError: no package, or missing weights.
+        UserError: no package, or missing weights.
     """
     package = optional_package("imagereward", "ImageReward", INSTALL)
     try:
         judge = package.load(model, device=device, download_root=folder).requires_grad_(False)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"reward imagereward needs the weights {model!r}, which cannot be had: {error}") from error
+        raise UserError(f"reward imagereward needs the weights {model!r}, which cannot be had: {error}") from error
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.pixels import to_uint8
+from flow_grpo.base.pixels import to_uint8
 
 RANGE = (-math.inf, 0.0)
 

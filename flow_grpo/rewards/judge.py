@@ -8,13 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flow_grpo.quoting import quoted
-from flow_grpo.scoring import wire
-from flow_grpo.scoring.client import Server
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards.clients import wire
+from flow_grpo.rewards.clients.client import Server
 
 
 def load_judge(
-    url: str, model: str, template: str, pattern: str, lowest: float, highest: float, max_tokens: int, **server
+    url: str | list, model: str, template: str, pattern: str, lowest: float, highest: float, max_tokens: int, **server
 ) -> Callable[..., Tensor]:
     """A scorer that sends each image with its question and reads a number out of the answer.
 
@@ -23,14 +24,14 @@ def load_judge(
         template: the question; {prompt} stands for the image's prompt.
         pattern: regular expression whose first group is the number; its last match counts.
         lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
-        server: token, in_flight, timeout_s, retry_s of flow_grpo.scoring.client.Server.
+        server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
 
     Raises:
-        ValueError: a template without {prompt}, a pattern without a group, an empty scale.
+        UserError: a template without {prompt}, a pattern without a group, an empty scale.
     """
     find = _compiled(pattern)
     if "{prompt}" not in template or find.groups < 1 or not lowest < highest:
-        raise ValueError(
+        raise UserError(
             f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
             f"lowest < highest ({lowest}, {highest})"
         )
@@ -59,7 +60,7 @@ def _compiled(pattern: str) -> re.Pattern:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
+        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
 
 
 def question(image: Tensor, text: str) -> dict:

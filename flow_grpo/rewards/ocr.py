@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flow_grpo.pixels import to_uint8
-from flow_grpo.quoting import quoted
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.quoting import quoted
 
 RANGE = (0.0, 1.0)
 SURPLUS_COST = 0.1  # of a character beyond the target's number, in edits
@@ -38,11 +39,11 @@ def target_of(prompt: str, metadata: dict) -> str:
     """The text that an image of this prompt must show.
 
     Raises:
-        ValueError: neither a "target" in the metadata nor quoted text in the prompt; names the prompt.
+        UserError: neither a "target" in the metadata nor quoted text in the prompt; names the prompt.
     """
     target = metadata.get("target", " ".join(QUOTED.findall(prompt)))
     if not isinstance(target, str) or not normalise(target):
-        raise ValueError(
+        raise UserError(
             f"reward ocr finds no text to look for in prompt {quoted(prompt)}: put the text in double quotes, "
             f'or give its metadata a "target" string (it has {quoted(metadata.get("target"))})'
         )
@@ -50,7 +51,7 @@ def target_of(prompt: str, metadata: dict) -> str:
 
 
 def check_prompts(prompts: Sequence[str], metadata: Sequence[dict] | None = None) -> None:
-    """Raises ValueError for the first prompt that names no text to look for."""
+    """Raises UserError for the first prompt that names no text to look for."""
     for prompt, extra in zip(prompts, metadata or [{}] * len(prompts), strict=True):
         target_of(prompt, extra)
 
@@ -103,7 +104,7 @@ def load(device: torch.device | str, threads: int | None = None) -> Callable[...
         threads: of the engine; torch's number by default.
 
     Raises:
-        ValueError: the engine is not installed.
+        UserError: the engine is not installed.
     """
     read = _reader(threads or torch.get_num_threads())
 
@@ -123,9 +124,7 @@ def _reader(threads: int) -> Callable[[np.ndarray], str]:
         import onnxruntime  # noqa: F401  rapidocr asks for it only at the first image
         from rapidocr import RapidOCR
     except ImportError as error:
-        raise ValueError(
-            f"reward ocr needs rapidocr and onnxruntime ({error}): pip install 'flow_grpo[ocr]'"
-        ) from error
+        raise UserError(f"reward ocr needs rapidocr and onnxruntime ({error}): pip install 'flow_grpo[ocr]'") from error
     engine = "EngineConfig.onnxruntime"
     thread_settings = {f"{engine}.intra_op_num_threads": threads, f"{engine}.inter_op_num_threads": 1}
     ocr = RapidOCR(params={"Global.log_level": "critical", "Global.use_cls": False, **thread_settings})

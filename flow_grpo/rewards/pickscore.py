@@ -22,7 +22,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
         processor: hub id or folder of its CLIPProcessor.
 
     Raises:
-        ValueError: missing weights or processor.
+        UserError: missing weights or processor.
     """
     clip, prepare = load_clip("pickscore", model, processor, device)
 

@@ -1,4 +1,4 @@
-"""Whether a picture shows the shapes that a prompt of `flow_grpo.shapes` asks for: found by rule, graded like GenEval.
+"""Whether a picture shows the shapes that a prompt of `data.shapes` asks for: found by rule, graded like GenEval.
 
 Only clean shapes count: of one colour of the palette, of one of the four outlines, whole, apart from each other and not
 tiny. Anything else is an unknown object, which satisfies no clause, so that pictures between two answers earn nothing.
@@ -15,7 +15,8 @@ from scipy import ndimage
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flow_grpo.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, signed_distances
+from flow_grpo.base.errors import UserError
+from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, signed_distances
 
 RANGE = (0.0, 1.0)
 SIDE = 64  # pixels; every picture is looked at with a longer side of this
@@ -105,7 +106,7 @@ def _box(height: int, width: int) -> Box:
 def _frames(images: Tensor) -> tuple[Tensor, Box]:
     """[B, 3, H, W] -> [B, 3, F, F] f32, with background around the picture, and where that lies."""
     if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"shapes are looked for in pictures [B, 3, H, W], not {list(images.shape)}")
+        raise UserError(f"shapes are looked for in pictures [B, 3, H, W], not {list(images.shape)}")
     images, box = images.float(), _box(*images.shape[2:])
     size = len(box.rows), len(box.columns)
     if images.shape[2:] != size:
@@ -266,7 +267,7 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
     while the picture has none of a class that the prompt includes. Objects that no clause names cost nothing.
 
     Raises:
-        ValueError: metadata that is malformed; the message names the prompt.
+        UserError: metadata that is malformed; the message names the prompt.
     """
     check_metadata(metadata)
     include, credits = metadata["include"], []
@@ -286,7 +287,7 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
 
 
 def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
-    """Raises ValueError for the first prompt without GenEval metadata that names shapes."""
+    """Raises UserError for the first prompt without GenEval metadata that names shapes."""
     for prompt, data in zip(prompts, metadata, strict=True):
         check_metadata({"prompt": prompt} | data)
 
@@ -296,7 +297,7 @@ def load(device):
 
     def score(images, prompts, metadata):
         if metadata is None:
-            raise ValueError("the shapes reward needs GenEval metadata for each image: prompts from *_metadata.jsonl")
+            raise UserError("the shapes reward needs GenEval metadata for each image: prompts from *_metadata.jsonl")
         grades = [grade(seen, data) for seen, data in zip(detect(images), metadata, strict=True)]
         dense, strict = torch.tensor(grades).view(-1, 2).unbind(1)
         return {"score": dense, "accuracy": strict}

@@ -18,7 +18,7 @@ PATTERN = r"Final Score:\s*\**\s*(\d+(?:\.\d+)?)"
 
 def load(
     device: torch.device,
-    url: str,
+    url: str | list,
     model: str = "UnifiedReward",
     template: str = TEMPLATE,
     max_tokens: int = 512,
@@ -30,6 +30,6 @@ def load(
         url: of the server, without /v1.
         model: the name it serves the model under.
         template: the question; {prompt} stands for the image's prompt.
-        server: token, in_flight, timeout_s, retry_s.
+        server: token_file, timeout_s.
     """
     return load_judge(url, model, template, PATTERN, 1.0, 5.0, max_tokens, **server)

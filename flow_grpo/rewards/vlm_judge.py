@@ -21,7 +21,7 @@ PATTERN = r"Rating:\s*(\d+(?:\.\d+)?)"
 
 def load(
     device: torch.device,
-    url: str,
+    url: str | list,
     model: str,
     template: str = TEMPLATE,
     pattern: str = PATTERN,
@@ -36,6 +36,6 @@ def load(
         url: of the server, without /v1.
         model: the name it serves the model under.
         template, pattern, lowest, highest: as in judge.load_judge.
-        server: token, in_flight, timeout_s, retry_s.
+        server: token_file, timeout_s.
     """
     return load_judge(url, model, template, pattern, lowest, highest, max_tokens, **server)

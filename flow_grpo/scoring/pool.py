@@ -14,10 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flow_grpo import finite
-from flow_grpo.scoring.client import SIGN_OF_LIFE_S, notice
-from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, make_scorer
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, notice
+from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, TooManyMasked, joined, make_scorer
+from flow_grpo.weights import finite
 
+MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits for room
 LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
@@ -76,12 +78,11 @@ class Pool:
 
     def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
         self.weights, self.clock = dict(weights), Clock()
-        self.room = threading.Semaphore(settings.max_pending)
-        self.max_pending = settings.max_pending
+        self.room = threading.Semaphore(MAX_PENDING)
         self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
 
-    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict], everything: bool = False) -> Pending:
-        """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while max_pending images are under way."""
+    def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
+        """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
         images, prompts, names = (
             images.detach(),
             list(prompts),
@@ -92,17 +93,15 @@ class Pool:
             scorer = self.scorers[name]
             for start in range(0, len(prompts), scorer.settings.batch_size):
                 rows = slice(start, start + scorer.settings.batch_size)
-                requests[name].append((self._send(scorer, images[rows], prompts[rows], metadata[rows]), prompts[rows]))
+                requests[name].append((self._send(scorer, images[rows], prompts[rows]), prompts[rows]))
         return Pending(partial(self._collect, requests, finite.images_are(images), prompts))
 
-    def _send(
-        self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> Future:
-        taken = min(len(prompts), self.max_pending)
+    def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
+        taken = min(len(prompts), MAX_PENDING)
         for _ in range(taken):
             self._wait(lambda: self.room.acquire(timeout=LOOK_S))
         self.clock.start()
-        future = scorer.send(images, prompts, metadata)
+        future = scorer.send(images, prompts)
         scorer.pending.add(future)
         future.add_done_callback(
             lambda _: (scorer.pending.discard(future), self.clock.stop(), self.room.release(taken))
@@ -125,35 +124,39 @@ class Pool:
                     notice(f"waiting: {'; '.join(states)}")
 
     def _collect(
-        self, requests: dict[str, list[tuple[Future, list[str]]]], are_finite: Tensor, prompts: list[str]
+        self, requests: dict[str, list[tuple[Future, list[Prompt]]]], are_finite: Tensor, prompts: list[Prompt]
     ) -> dict[str, Tensor]:
         finite.check_images(are_finite, prompts)  # first: a reward would see NaN as black, or fail with another reason
         scores = {}
         for name, sent in requests.items():
             for future, _ in sent:
                 self._wait(lambda future=future: bool(wait([future], LOOK_S).done))
-            answers = [self.scorers[name].receive(future, prompts) for future, prompts in sent]
-            keys = next((answer for answer in answers if len(answer) > 1), answers[0])
-            for key in keys:
-                column = [answer.get(key, torch.full_like(answer["score"], torch.nan)) for answer in answers]
-                scores[name if key == "score" else f"{name}_{key}"] = torch.cat(column)
+            answers = joined([self.scorers[name].receive(future, prompts) for future, prompts in sent])
+            figures = {name if key == "score" else f"{name}_{key}": values for key, values in answers.items()}
+            if both := sorted(figures.keys() & scores.keys()):
+                raise RewardFailed(f"rewards {', '.join(requests)}: two of their figures are called {both[0]}")
+            scores |= figures
         scores["avg"] = sum(weight * scores[name] for name, weight in self.weights.items())
         return scores
 
     def masked_shares(self, scores: dict[str, Tensor]) -> dict[str, float]:
-        """Of an epoch's images those without a score, for each reward that may fail.
+        """The share of images without a score, for each reward that may fail.
+
+        Args:
+            scores: of an epoch, of an evaluation, or of a file of pairs.
 
         Raises:
-            RewardFailed: more than there may be.
+            TooManyMasked: more than there may be.
         """
         shares = {}
         for name, scorer in self.scorers.items():
             if scorer.settings.on_failure == "mask" and name in scores:
                 shares[name] = scores[name].isnan().double().mean().item()
                 if shares[name] > scorer.settings.max_masked_share:
-                    raise RewardFailed(
-                        f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of an epoch's images; "
-                        f"reward.max_masked_share is {scorer.settings.max_masked_share}; last: {scorer.last_error}"
+                    raise TooManyMasked(
+                        f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of "
+                        f"{scores[name].numel()} images; config.reward.max_masked_share is "
+                        f"{scorer.settings.max_masked_share}{f'; last: {scorer.last_error}' * bool(scorer.last_error)}"
                     )
         return shares
 

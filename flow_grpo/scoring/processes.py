@@ -8,8 +8,8 @@ import sys
 import time
 from typing import NamedTuple
 
-from flow_grpo import distributed
-from flow_grpo.scoring.client import SIGN_OF_LIFE_S, notice
+from flow_grpo.base import distributed
+from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, notice
 
 START_S = 600  # a large model may be slow to load
 
@@ -47,7 +47,7 @@ def start_server(name: str, device: str, options: dict, batch_size: int, token_f
 
 
 def _start(name: str, device: str, options: dict, batch_size: int, token_file: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "flow_grpo.scoring.serve", name, "--device", device, "--port", "0"]
+    command = [sys.executable, "-m", "flow_grpo.reward_server.serve", name, "--device", device, "--port", "0"]
     command += ["--batch-size", str(batch_size), "--options", json.dumps(options), "--parent", str(os.getpid())]
     command += ["--token-file", token_file] if token_file else []
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,16 +13,25 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.quoting import in_one_line, quoted
-from flow_grpo.scoring import wire
-from flow_grpo.scoring.client import Server
+from flow_grpo.base.errors import RunFailed, UserError
+from flow_grpo.base.prompt import Prompt, texts_of
+from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.threads import Threads
+from flow_grpo.rewards.clients import client, wire
+from flow_grpo.rewards.clients.client import Server, urls_of
 from flow_grpo.scoring.processes import ServerProcess, start_server
 from flow_grpo.scoring.settings import RewardSettings, split_settings
-from flow_grpo.scoring.threads import Threads
+
+FORMAT = "npy"  # of images to a server: it has every bit
+RESERVED = {"group_std", "zero_std_share", "masked_share"}  # what a run logs as reward/NAME_...
 
 
 class RewardFailed(RuntimeError):
     """A reward that must not fail did; says which, where and for which prompt."""
+
+
+class TooManyMasked(RunFailed, RewardFailed):
+    """More images have no score than config.reward.max_masked_share allows."""
 
 
 class Call(NamedTuple):
@@ -35,7 +44,7 @@ class Call(NamedTuple):
 class Scorer:
     """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
 
-    Both have `send(images, prompts, metadata) -> Future` of the scores by name, each [B], `check()`, which raises
+    Both have `send(images, prompts) -> Future` of the scores by name, each [B], `check()`, which raises
     RewardFailed where nothing more will come, `state()`, what is waited for, and `close()`.
     """
 
@@ -43,21 +52,39 @@ class Scorer:
         self.name, self.settings, self.address, self.last_error = name, settings, address, ""
         self.pending: set[Future] = set()  # what was sent and has not come back
 
-    def receive(self, future: Future, prompts: list[str]) -> dict[str, Tensor]:
+    def receive(self, future: Future, prompts: list[Prompt]) -> dict[str, Tensor]:
         """Scores of one request, NaN if it failed and may.
 
         Raises:
             RewardFailed: it failed and must not.
         """
         try:
-            return future.result()
+            return _without_reserved(future.result())
         except Exception as error:
             self.last_error = in_one_line(f"{type(error).__name__}: {error}")
             if self.settings.on_failure == "mask":
                 return {"score": torch.full((len(prompts),), torch.nan)}
             why = in_one_line(error)
-            message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0])}"
+            message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
+
+
+def _without_reserved(scores: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same. Raises UserError for a figure that is called as one of the run's own."""
+    if taken := sorted(RESERVED & scores.keys()):
+        raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
+    return scores
+
+
+def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN.
+
+    Args:
+        names: of scores that come first, whether a part has them or not.
+    """
+    names = dict.fromkeys([*names, *(name for part in parts for name in part)])
+    missing = [torch.full_like(next(iter(part.values())), torch.nan) for part in parts]
+    return {name: torch.cat([part.get(name, nan) for part, nan in zip(parts, missing)]) for name in names}
 
 
 def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | RemoteScorer":
@@ -68,10 +95,11 @@ def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | Rem
     """
     reward, options = split_settings(name, settings)
     if reward.url:
-        return RemoteScorer(name, reward, ServerProcess(reward.url, None))
+        return RemoteScorer(name, reward, reward.url, None)
     if reward.backend == "process":
         where = reward.device or str(device)
-        return RemoteScorer(name, reward, start_server(name, where, options, reward.batch_size, reward.token_file))
+        process = start_server(name, where, options, reward.batch_size, reward.token_file)
+        return RemoteScorer(name, reward, process.url, process)
     score = rewards.load(name, torch.device(reward.device or device), options)
     return LocalScorer(name, reward, score, device)
 
@@ -89,42 +117,41 @@ class LocalScorer(Scorer):
         self.calls: dict[int, Call] = {}  # by thread
         if settings.backend == "thread":
             # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
-            workers = settings.in_flight if rewards.is_service(name) else 1
+            waits = rewards.is_service(name) or rewards.is_async(score)
+            workers = client.IN_FLIGHT if waits else 1
             self.threads = Threads(workers, partial(torch.set_num_threads, 1))
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
+    def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         """Begin to score."""
         drawn = torch.cuda.Event() if images.is_cuda else None
         if drawn:
             drawn.record()
         if self.threads:
-            return self.threads.submit(self._timed, images, prompts, metadata, drawn)
+            return self.threads.submit(self._timed, images, prompts, drawn)
         future = Future()
         try:
-            future.set_result(self._score(images, prompts, metadata, drawn))
+            future.set_result(self._score(images, prompts, drawn))
         except Exception as error:
             future.set_exception(error)
         return future
 
-    def _timed(
-        self, images: Tensor, prompts: list[str], metadata: list[dict], drawn: torch.cuda.Event | None
-    ) -> dict[str, Tensor]:
+    def _timed(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         thread = threading.get_ident()
-        self.calls[thread] = Call(time.monotonic(), prompts[0])
+        self.calls[thread] = Call(time.monotonic(), prompts[0].text)
         try:
-            return self._score(images, prompts, metadata, drawn)
+            return self._score(images, prompts, drawn)
         finally:
             del self.calls[thread]
 
     def check(self) -> None:
         """Raises RewardFailed where a call takes longer than a server may. A thread cannot be ended."""
-        limit = self.settings.timeout_s + self.settings.retry_s
+        limit = self.settings.timeout_s + client.RETRY_S
         for call in list(self.calls.values()):
             if time.monotonic() - call.since_s > limit:
                 raise RewardFailed(
                     f"reward {self.name!r} ({self.address}) has not returned within {limit:g} s "
-                    f"(config.reward.timeout_s + retry_s); first prompt: {call.prompt!r}"
+                    f"(config.reward.timeout_s + {client.RETRY_S:g}); first prompt: {call.prompt!r}"
                 )
 
     def state(self) -> str:
@@ -137,27 +164,26 @@ class LocalScorer(Scorer):
         return f"reward {self.name!r} ({self.address}) has been scoring for {took_s:.0f} s; first prompt: {prompt!r}"
 
     @torch.no_grad()
-    def _score(
-        self, images: Tensor, prompts: list[str], metadata: list[dict], drawn: torch.cuda.Event | None
-    ) -> dict[str, Tensor]:
+    def _score(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         with torch.cuda.stream(self.stream):  # None = the present one
             if drawn:
                 drawn.wait()
                 images.record_stream(torch.cuda.current_stream())
             try:
-                return rewards.scores_of(self.name, self.score, images, prompts, metadata)
+                metadata = [prompt.metadata for prompt in prompts]
+                return rewards.scores_of(self.name, self.score, images, texts_of(prompts), metadata)
             except Exception as error:
                 if self.settings.on_failure == "fail" or len(prompts) == 1:
                     raise
                 self.last_error = in_one_line(f"{type(error).__name__}: {error}")
         rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?
-        return {"score": torch.cat([self._masked(images[row], prompts[row], metadata[row], drawn) for row in rows])}
+        return joined([self._masked(images[row], prompts[row], drawn) for row in rows])
 
-    def _masked(self, image: Tensor, prompt: list[str], metadata: list[dict], drawn: torch.cuda.Event | None) -> Tensor:
+    def _masked(self, image: Tensor, prompt: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         try:
-            return self._score(image, prompt, metadata, drawn)["score"]
+            return self._score(image, prompt, drawn)
         except Exception:
-            return torch.full((1,), torch.nan)
+            return {"score": torch.full((1,), torch.nan)}
 
     def close(self) -> None:
         """Stop the threads."""
@@ -166,30 +192,34 @@ class LocalScorer(Scorer):
 
 
 class RemoteScorer(Scorer):
-    """A reward behind a server of ours; `process.process` is None where this run did not start it."""
+    """A reward behind one server of ours or several, or behind a process of this run."""
 
-    def __init__(self, name: str, settings: RewardSettings, process: ServerProcess):
-        super().__init__(name, settings, process.url)
-        limits = settings.in_flight, settings.timeout_s, settings.retry_s
-        self.server, self.bounds = Server(process.url, settings.token_file, *limits), rewards.bounds(name)
-        self.process, self.close = process, process.stop
+    def __init__(self, name: str, settings: RewardSettings, url: str | list[str], process: ServerProcess | None):
+        super().__init__(name, settings, ", ".join(urls_of(url)))
+        self.server, self.bounds = Server(url, settings.token_file, settings.timeout_s), rewards.bounds(name)
+        self.process = process
 
     def check(self) -> None:
         """Raises RewardFailed where the server was a process of this rank and is no more."""
-        if ending := self.process.ending():
+        if self.process and (ending := self.process.ending()):
             raise RewardFailed(f"reward {self.name!r} ({self.address}): {ending}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process:
+            self.process.stop()
 
     def state(self) -> str:
         """How much it has not answered; "" for nothing, or where the client says that it is away."""
         waits = self.pending and not self.server.was_noticed()
         return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if waits else ""
 
-    def send(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Future:
+    def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""
-        request, suffix = json.dumps({"prompts": prompts, "metadata": metadata}), self.settings.image_format
-        files = [wire.pack_image(image, suffix) for image in images.cpu()]
+        content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
+        request, files = json.dumps(content), [wire.pack_image(image, FORMAT) for image in images.cpu()]
         key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()
-        uploads = [("images", (f"{i}.{suffix}", file, wire.TYPES[suffix])) for i, file in enumerate(files)]
+        uploads = [("images", (f"{i}.{FORMAT}", file, wire.TYPES[FORMAT])) for i, file in enumerate(files)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
             return wire.read_scores(_json(body), len(prompts), self.bounds)

@@ -1,49 +1,39 @@
 """What config.reward says of each reward, checked before any model is loaded."""
 
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import torch
 
 from flow_grpo import rewards
-from flow_grpo.quoting import quoted
-from flow_grpo.scoring.client import authorization
-from flow_grpo.scoring.tokens import read_token
-from flow_grpo.settings import BY_KEY, RENAMED, TOKEN_WAYS
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards.clients.client import authorization, urls_of
+from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.settings import older
+from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
-
-class RewardSettings(NamedTuple):
-    """The settings of one reward: keys of config.reward, each of which config.reward.args.NAME may override."""
-
-    backend: str  # "inline", "thread" or "process"
-    device: str  # "" = the rank's own
-    batch_size: int  # images to a request
-    in_flight: int  # requests to a server at once
-    timeout_s: float
-    retry_s: float
-    on_failure: str  # "fail" or "mask"
-    max_masked_share: float
-    url: str  # of a server that runs; "" = none
-    token_file: str  # "" = the environment's REWARD_TOKEN
-    image_format: str  # "npy" or "png"
+KEYS = [key.removeprefix("reward.") for key in BY_KEY if key.startswith("reward.") and key != "reward.args"]
+RewardSettings = namedtuple("RewardSettings", KEYS)  # of one reward; config.reward.args.NAME may override each
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
-    """Raises ValueError for what cannot be meant, or a server that does not answer. Loads no model.
+    """Raises UserError for what cannot be meant, or a server that does not answer. Loads no model.
 
     Args:
         settings: config.reward.
     """
     if settings.url:
-        raise ValueError(
+        raise UserError(
             f"config.reward.url is {settings.url!r}, but a server scores one reward; name it: "
             f"--config.reward.args=\"{{'NAME': {{'url': {settings.url!r}}}}}\""
         )
     args = settings.args.to_dict()
     for name, overrides in args.items():
         if not isinstance(overrides, dict):
-            raise ValueError(f"config.reward.args.{name} is {quoted(overrides)}; it must be a dict")
+            raise UserError(f"config.reward.args.{name} is {quoted(overrides)}; it must be a dict")
     served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
     rewards.check_rewards(weights, watched, served)
     for name in {**weights, **dict.fromkeys(watched)}:
@@ -56,21 +46,21 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
             rewards.check_options(name, options)
         _check_backend(name, reward)
     if args:
-        raise ValueError(
+        raise UserError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
         )
 
 
 def _check_backend(name: str, reward: RewardSettings) -> None:
     if name in rewards.REGISTERED and reward.backend == "process":
-        raise ValueError(f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file")
+        raise UserError(f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file")
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
     """What config.reward says of a reward, and the options of its `load`."""
-    keys, overrides = RewardSettings._fields, settings.args.get(name, {})
-    reward = RewardSettings(*(overrides.get(key, settings.get(key)) for key in keys))
-    options = {key: value for key, value in overrides.items() if key not in keys}
+    overrides = settings.args.get(name, {})
+    reward = RewardSettings(*(overrides.get(key, settings.get(key)) for key in KEYS))
+    options = {key: value for key, value in overrides.items() if key not in KEYS}
     if rewards.is_service(name):  # it has a server of its own kind, and a request per image
         options |= {key: getattr(reward, key) for key in rewards.CONNECTION}
         options |= {"url": overrides["url"]} if "url" in overrides else {}
@@ -80,46 +70,57 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     for key, value in reward._asdict().items():
-        BY_KEY[f"reward.{key}"].check(value, f"reward.args.{name}.{key}")
+        for part in urls_of(value) if key == "url" else [value]:
+            BY_KEY[f"reward.{key}"].check(part, f"reward.args.{name}.{key}")
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
-    if "token" in options:
-        raise ValueError(f"config.reward.args.{name}.token {RENAMED['reward.token']}")
+    for key in options:
+        if gone := older.GONE.get(f"reward.{key}"):
+            raise UserError(f"config.reward.args.{name}.{key} {gone.answer}")
     if "url" in options:  # of a server of another kind
-        check_url(f"config.reward.args.{name}.url", options["url"])
+        check_urls(f"config.reward.args.{name}.url", options["url"])
 
 
 def check_device(name: str, key: str) -> None:
-    """Raises ValueError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    """Raises UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
     try:
         device = torch.device(name or "cpu")
     except RuntimeError as error:
-        raise ValueError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
+        raise UserError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
     count = torch.cuda.device_count()
     if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
-        raise ValueError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
+        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
+
+
+def check_urls(key: str, urls: str | list[str]) -> None:
+    """Raises UserError unless it is a server's address, or a list of such."""
+    if not urls_of(urls):
+        raise UserError(f"{key} is an empty list")
+    for url in urls_of(urls):
+        check_url(key, url)
 
 
 def check_url(key: str, url: Any) -> None:
-    """Raises ValueError unless it is a server's address, without a password: the config is stored."""
+    """Raises UserError unless it is a server's address, without a password: the config is stored."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"{key} is {url!r}: {error}") from error
+        raise UserError(f"{key} is {url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise ValueError(f"{key} is {url!r}; it begins with http:// or https://")
+        raise UserError(f"{key} is {url!r}; it begins with http:// or https://")
     if parts.userinfo:
-        raise ValueError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
+        raise UserError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
 
 
 def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
-    check_url(f"{key}.url", reward.url)
+    check_urls(f"{key}.url", reward.url)
     if options:
-        raise ValueError(f"{key}: {', '.join(options)} unknown, or for the server to know")
-    try:
-        headers = authorization(reward.token_file)
-        answer = httpx.get(reward.url.rstrip("/") + "/health", headers=headers, timeout=10, trust_env=False)
-    except httpx.HTTPError as error:
-        raise ValueError(f"{key}: no answer from {reward.url}: {error}") from error
-    if b'"allowed":false' in answer.content:
-        raise ValueError(f"{key}: {reward.url} asks for another token; {TOKEN_WAYS}")
+        raise UserError(f"{key}: {', '.join(options)} unknown, or for the server to know")
+    for url in urls_of(reward.url):
+        try:
+            headers = authorization(reward.token_file)
+            answer = httpx.get(url.rstrip("/") + "/health", headers=headers, timeout=10, trust_env=False)
+        except httpx.HTTPError as error:
+            raise UserError(f"{key}: no answer from {url}: {error}") from error
+        if b'"allowed":false' in answer.content:
+            raise UserError(f"{key}: {url} asks for another token; {TOKEN_WAYS}")

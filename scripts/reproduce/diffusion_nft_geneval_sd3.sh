@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DiffusionNFT on GenEval, SD3.5-medium, without guidance (arXiv:2509.16117). Settings: sd3_geneval of NVlabs/DiffusionNFT.
-# Needs data/geneval (docs/first_real_run.md) and a GenEval server on port 18085 (docs/reward_servers.md).
+# Needs data/geneval (docs/start/first_real_run.md) and a GenEval server on port 18085 (docs/howto/reward_servers.md).
 set -e
 cd "$(dirname "$0")/../.."
 torchrun --standalone --nproc_per_node=8 scripts/train_sd3_nft.py --config config/nft.py:pickscore_sd3_nft,large_gpu \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Flow-GRPO on rendered text, Qwen-Image. Settings: those of pickscore_qwenimage; no code base publishes this run with a curve in numbers.
-# Needs pip install 'flow_grpo[ocr]'; published prompts: data/ocr (docs/first_real_run.md) in the place of dataset/ocr.
+# Needs pip install 'flow_grpo[ocr]'; published prompts: data/ocr (docs/start/first_real_run.md) in the place of dataset/ocr.
 set -e
 cd "$(dirname "$0")/../.."
 torchrun --standalone --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Flow-GRPO on PickScore, Qwen-Image. Settings: pickscore_qwenimage_8gpu of yifan123/flow_grpo, config/grpo.py.
-# Needs data/pickscore_sfw (docs/first_real_run.md).
+# Needs data/pickscore_sfw (docs/start/first_real_run.md).
 set -e
 cd "$(dirname "$0")/../.."
 torchrun --standalone --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # TempFlow-GRPO on GenEval, SD3.5-medium (arXiv:2508.04324). Settings: geneval_sd3_pr of Shredded-Pork/TempFlow-GRPO, config/dgx.py.
-# Needs data/geneval (docs/first_real_run.md) and a GenEval server on port 18085 (docs/reward_servers.md).
+# Needs data/geneval (docs/start/first_real_run.md) and a GenEval server on port 18085 (docs/howto/reward_servers.md).
 set -e
 cd "$(dirname "$0")/../.."
 torchrun --standalone --nproc_per_node=8 scripts/train_sd3_pr.py --config config/grpo.py:pickscore_sd3_pr,large_gpu \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # TempFlow-GRPO on PickScore, Qwen-Image (arXiv:2508.04324). Settings: pickscore_qwenimage_pr of Shredded-Pork/TempFlow-GRPO, config/dgx.py.
-# Needs data/pickscore_sfw (docs/first_real_run.md).
+# Needs data/pickscore_sfw (docs/start/first_real_run.md).
 set -e
 cd "$(dirname "$0")/../.."
 torchrun --standalone --nproc_per_node=8 scripts/train_qwenimage_pr.py --config config/grpo.py:pickscore_qwenimage_pr \

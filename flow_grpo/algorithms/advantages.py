@@ -1,0 +1,71 @@
+"""Advantages: each image against the other images of its own group."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+
+FLAT = 1e-6  # of a group's mean: a smaller spread is rounding of float32 rewards
+
+
+class GroupStats(NamedTuple):
+    mean: Tensor  # [G] or [G, K] float64, mean reward of each group
+    std: Tensor  # same shape, population standard deviation; 0 in a group whose rewards differ by rounding alone
+    group: Tensor  # [B] int64, row of the two tensors above that each image belongs to
+
+
+def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
+    """Mean and population std of each group. rewards [B] or [B, K]; groups [B] int, any ids in any order."""
+    rewards = rewards.double()
+    _, group = groups.unique(return_inverse=True)
+    count = torch.bincount(group).to(rewards).view(-1, *[1] * (rewards.ndim - 1))
+    zeros = rewards.new_zeros(len(count), *rewards.shape[1:])
+    mean = zeros.index_add(0, group, rewards) / count
+    std = (zeros.index_add(0, group, (rewards - mean[group]) ** 2) / count).sqrt()
+    return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
+
+
+def combined_advantages(
+    rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str, global_std: bool = False
+) -> Tensor:
+    """Advantages of several rewards, [B], over ALL ranks.
+
+    Args:
+        rewards: name -> [B]; those that `weights` names count.
+        aggregation: "sum" compares weighted sums of rewards; "gdpo" compares each reward by itself, so that none is
+            drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
+
+    Raises:
+        UserError: unknown aggregation.
+    """
+    if aggregation == "sum":
+        total = sum(weight * rewards[name].double() for name, weight in weights.items())
+        return group_advantages(total, groups, global_std).float()
+    if aggregation == "gdpo":
+        total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
+        return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
+    raise UserError(f"train.reward_aggregation is {aggregation!r}; there are: sum, gdpo")
+
+
+def kept_rows(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
+    """[B] bool: False in groups in which every reward that counts is the same for all, so that nothing is learned."""
+    stds = [group_stats(rewards[name], groups) for name in weights]
+    return torch.stack([stats.std[stats.group] > 0 for stats in stds]).any(0)
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, eps: float = 1e-4) -> Tensor:
+    """(reward - mean of its group) / (std + eps), Flow-GRPO (arXiv:2505.05470) eq. 4; 0 in a group whose rewards differ
+    by rounding alone. Same shape and dtype as `rewards`.
+
+    Args:
+        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks.
+        groups: [B] int, which group each row belongs to.
+        global_std: divide by the std of all rewards instead of the group's own.
+    """
+    stats = group_stats(rewards, groups)
+    own_std = stats.std[stats.group]
+    std = rewards.double().std(dim=0, unbiased=False) if global_std else own_std
+    advantages = (rewards.double() - stats.mean[stats.group]) / (std + eps)
+    return advantages.where(own_std > 0, 0.0).to(rewards)

@@ -1,0 +1,102 @@
+"""From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
+
+import math
+from dataclasses import dataclass
+
+from flow_grpo.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One epoch of one rank. A row is one (image, step); a group's images are neighbours in the global order."""
+
+    num_groups: int  # prompts per epoch, over all ranks
+    group_size: int  # images (window) or trunks (branches) of one prompt
+    batch_size: int  # rows per forward, in rollout and update
+    batches_per_epoch: int  # rollout batches of one rank
+    num_trained_steps: int  # denoising steps of an image that are trained
+    num_branches: int  # scored outcomes per row; 1 without branching
+    updates_per_epoch: int  # optimizer steps per inner epoch
+
+
+def num_trained_steps(config) -> int:
+    """Denoising steps of an image that are trained: the window's, or `timestep_fraction` of all, never the last."""
+    sample = config.sample
+    if sample.num_branches == 1 and sample.sde_window_size > 0:
+        return sample.sde_window_size
+    steps = int(sample.num_steps * config.train.timestep_fraction + 1e-9)  # 50 * 0.58 is 28.99...
+    return min(steps, sample.num_steps - 1)
+
+
+def plan_batches(config, world_size: int) -> BatchPlan:
+    """Divide the experiment over the GPUs.
+
+    Raises:
+        UserError: the numbers do not divide; with those that would.
+    """
+    sample, updates, steps = config.sample, config.train.updates_per_epoch, num_trained_steps(config)
+    if steps < 1:
+        share, whole = config.train.timestep_fraction, f"of num_steps {sample.num_steps}"
+        raise UserError(f"timestep_fraction {share} leaves no denoising step to train, {whole}")
+    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    if images % (sample.batch_size * world_size):
+        share = _divisors(images // world_size) if images % world_size == 0 else []
+        raise UserError(
+            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
+            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {world_size} GPUs x sample.batch_size "
+            f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: "
+            f"{[size for size in share if size * steps % updates == 0] or 'none'}"
+        )
+    if moves(config) and sample.batch_size % updates:
+        raise UserError(
+            f"a window that moves by {sample.sde_window_schedule!r} is cut off at the end of its range, so each number "
+            f"of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no multiple of "
+            f"train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
+        )
+    if (rows := sample.batch_size * steps) % updates:
+        raise UserError(
+            f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows (batch_size, num_steps, "
+            f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
+            f"{_divisors(rows)}"
+        )
+    return BatchPlan(
+        num_groups=sample.num_prompts_per_epoch,
+        group_size=sample.num_images_per_prompt,
+        batch_size=sample.batch_size,
+        batches_per_epoch=images // (sample.batch_size * world_size),
+        num_trained_steps=steps,
+        num_branches=sample.num_branches,
+        updates_per_epoch=updates,
+    )
+
+
+def plan_pairs(config, world_size: int) -> BatchPlan:
+    """The same for preference pairs, one per prompt, of which a forward holds sample.batch_size // 2.
+
+    A batch is pairs to be read (preferences.path), or images that are sampled together: then whole groups, so that a
+    pair never lies on two ranks.
+    """
+    sample, updates, stored = config.sample, config.train.updates_per_epoch, config.preferences.path
+    group, batch = (1, sample.batch_size // 2) if stored else (sample.num_images_per_prompt, sample.batch_size)
+    if sample.batch_size % 2 or batch % group:
+        need = "even, two images to a pair" if stored else f"even and a multiple of num_images_per_prompt = {group}"
+        raise UserError(f"config.sample.batch_size is {sample.batch_size}; it must be {need}")
+    batches, rest = divmod(sample.num_prompts_per_epoch * group, batch * world_size * updates)
+    if rest or not batches:
+        raise UserError(
+            f"{sample.num_prompts_per_epoch} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
+            f"{world_size} GPUs x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
+            f"train.updates_per_epoch {updates} = {world_size * batch // group * updates}"
+        )
+    return BatchPlan(sample.num_prompts_per_epoch, group, batch, batches * updates, 1, 1, updates)
+
+
+def moves(config) -> bool:
+    """Whether the SDE window follows a schedule that cuts it off at the end of its range."""
+    sample = config.sample
+    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_schedule != "random"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor**2 != number]

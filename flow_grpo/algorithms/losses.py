@@ -1,0 +1,168 @@
+"""The objectives, as pure functions of tensors. B rows; each returns one float32 value per row, [B]."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flow_grpo.base.errors import UserError
+
+STEP_WEIGHTS = ("equal", "sqrt3", "mean_one")
+
+
+def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's pessimistic bound, negated so that smaller is better (Flow-GRPO, arXiv:2505.05470, eq. 5). All [B]."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def guard_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    transition_std: Tensor,
+    dt: Tensor,
+    advantages: Tensor,
+    clip_range: float,
+) -> Tensor:
+    """GRPO-Guard's objective (arXiv:2510.22319): PPO's bound of `guard_log_ratio`, whose one clip range fits all steps;
+    1 / |dt| evens out the steps' gradients.
+
+    Args:
+        advantages: [B]; the others as in `guard_log_ratio`.
+        dt: [B, 1...].
+    """
+    log_ratio = guard_log_ratio(log_prob, old_log_prob, mean, old_mean, transition_std)
+    return clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range) / dt.flatten().abs()
+
+
+def guard_log_ratio(
+    log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, transition_std: Tensor
+) -> Tensor:
+    """The log-ratio freed of its negative bias and of its step's noise scale, [B] (GRPO-Guard, arXiv:2510.22319).
+
+    Args:
+        log_prob, old_log_prob: [B]; must be Gaussian densities, means over elements.
+        mean, old_mean: [B, ...], means of the step under the policy and under the one that sampled it.
+        transition_std: [B, 1...].
+    """
+    std = transition_std.flatten()
+    bias = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)
+    return (log_prob - old_log_prob + bias) * std
+
+
+def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
+    """KL of two Gaussians of one std, averaged over the latent's elements. mean [B, ...], std [B, 1...]."""
+    return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Differential entropy of a Gaussian per element, in nat, [...] of std [...]."""
+    return std.log() + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def step_weights(transition_std: Tensor, mode: str) -> Tensor:
+    """The loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
+
+    Args:
+        transition_std: [..., K] of an image's trained steps, in their order.
+        mode: "equal" = 1; "sqrt3" = sqrt(3) * transition_std; "mean_one" = transition_std over its mean.
+
+    Raises:
+        UserError: unknown mode.
+    """
+    if mode == "equal":
+        return torch.ones_like(transition_std)
+    if mode == "sqrt3":
+        return math.sqrt(3) * transition_std
+    if mode == "mean_one":
+        return transition_std / transition_std.mean(-1, keepdim=True)
+    raise UserError(f"train.step_weight is {mode!r}; there are: {', '.join(STEP_WEIGHTS)}")
+
+
+def dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, beta: float) -> Tensor:
+    """Diffusion-DPO's objective (arXiv:2311.12908, eq. 14) for flows (arXiv:2501.13918): how much better than the
+    reference a policy fits the winner, against the loser. All [B], velocity errors; one noise and level per pair."""
+    return -F.logsigmoid(-beta / 2 * ((win - ref_win) - (lose - ref_lose)))
+
+
+def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
+    """How much of an image counts as a good one, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT,
+    arXiv:2509.16117)."""
+    return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
+
+
+def nft_loss(
+    velocity: Tensor, old_velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor, reward_prob: Tensor, beta: float
+) -> Tensor:
+    """DiffusionNFT's objective, [B], before its factor 5 (arXiv:2509.16117, eq. 5, with self-normalised distances).
+
+    A policy mixed of the old one and `velocity` is to predict good images, its mirror image bad ones.
+
+    Args:
+        velocity, old_velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
+        sigma, reward_prob: [B].
+        beta: share of `velocity` in the mixture, above 0.
+    """
+    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
+    positive = beta * velocity + (1 - beta) * old_velocity
+    negative = (1 + beta) * old_velocity - beta * velocity
+    good, bad = (_normalised_distance(x_t - sigma * v, x_0) for v in (positive, negative))
+    return (reward_prob * good + (1 - reward_prob) * bad) / beta
+
+
+def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
+    """Flow matching on the policy's own images, good and bad alike, [B], with nft_loss's self-normalised distance.
+
+    NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
+    the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
+    epoch. This loss adds a constant to all advantages: it stops that, and leaves the difference of good and bad.
+
+    Args:
+        velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
+        sigma: [B].
+    """
+    return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
+
+
+def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
+    error = (prediction - x_0).flatten(1)
+    return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
+
+
+def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:
+    """Share of the configured learning rate that update `step` (from 0) of `num_updates` takes, above 0.
+
+    Args:
+        schedule: "constant" = 1; "linear" and "cosine" fall from 1 before the first update to 0 after the last.
+        warmup_updates: before so many, the share also grows by equal parts.
+
+    Raises:
+        UserError: unknown schedule.
+    """
+    progress = min(step / num_updates, 1.0)
+    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    if schedule not in shares:
+        raise UserError(f"train.learning_rate_schedule is {schedule!r}; there are: {', '.join(shares)}")
+    return shares[schedule] * min((step + 1) / (warmup_updates + 1), 1.0)
+
+
+def old_policy_decay(step: int, schedule: float) -> float:
+    """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4).
+
+    Args:
+        schedule: below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999.
+
+    Raises:
+        UserError: unknown schedule.
+    """
+    if 0 <= schedule < 1:
+        return schedule
+    if schedule == 1:
+        return min(0.001 * step, 0.5)
+    if schedule == 2:
+        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+    raise UserError(f"train.old_decay_schedule is {schedule}; it may be 1, 2, or a fixed decay from 0 to below 1")

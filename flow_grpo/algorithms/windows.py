@@ -1,0 +1,40 @@
+"""Which denoising steps of an image are sampled with noise and trained: the SDE window, and how it moves.
+
+A schedule is a pure function of the number of optimizer steps taken, so that a resumed run needs no cursor, and every
+image of a batch has the same window on whatever rank it is.
+"""
+
+import torch
+
+from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
+
+
+def window_at(sample, seed: int, epoch: int, block: int, updates: int) -> range:
+    """The noisy steps of a block of images (prompts.Batch), in an epoch that began after `updates` optimizer steps.
+
+    Args:
+        sample: config.sample, checked by checks.check_window.
+    """
+    if sample.sde_window_size == 0:
+        return range(sample.num_steps - 1)
+    first, last = sample.sde_window_range
+    if sample.sde_window_schedule == "random":
+        return draw_window(seed, epoch, block, sample.sde_window_size, (first, last))
+    start = first + updates // sample.sde_window_interval % (last - first)  # MixGRPO, "progressive"
+    return range(start, min(start + sample.sde_window_size, last))
+
+
+def draw_window(seed: int, epoch: int, block: int, size: int, window_range: tuple[int, int]) -> range:
+    """`size` consecutive steps inside [first, last), each start as likely (MixGRPO, "random"; Flow-GRPO-Fast).
+
+    A block holds whole groups and does not depend on the number of ranks.
+
+    Raises:
+        UserError: the window does not fit.
+    """
+    first, last = window_range
+    if not 0 < size <= last - first:
+        raise UserError(f"an SDE window of {size} steps does not fit into steps [{first}, {last})")
+    start = torch.randint(first, last - size + 1, (), generator=rng.generator(seed, "window", epoch, block))
+    return range(int(start), int(start) + size)

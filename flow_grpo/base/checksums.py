@@ -1,0 +1,130 @@
+"""Whether files are those that were written or read before.
+
+A folder's checksums.json holds a size and a CRC-32 of each file. CRC-32 is the fastest that Python has: it sees any
+flipped bit, and misses other damage once in 4 billion files. It says nothing about who wrote a file. A folder inside
+that has checksums of its own is left to these.
+
+A digest is the name of a file's content. Large files are read once; a later call knows them by path, size and times.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from flow_grpo.base import folders
+from flow_grpo.base.errors import UserError
+
+FILE = "checksums.json"
+CHUNK = 2**22  # bytes
+
+Sums = dict[str, list[int]]  # path below the folder -> [bytes, CRC-32]
+Digests = dict[str, list]  # path -> [bytes, time of the content, time of the entry in ns, digest]
+
+_digests: Digests = {}  # of this process
+
+
+def write(folder: Path, known: Sums) -> None:
+    """Write the checksums of all files in a folder, of which some are `known`."""
+    names = [name for name in _names(folder) if name not in known]
+    (folder / FILE).write_text(json.dumps(known | dict(zip(names, _sums_of(folder, names)))))
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a folder's files, "" for nothing."""
+    try:
+        expected = json.loads((folder / FILE).read_text())
+        expected = {str(name): [int(size), int(crc)] for name, (size, crc) in expected.items()}
+    except FileNotFoundError:
+        return f"{FILE} is missing"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return f"{FILE} cannot be read"
+    try:
+        for name, (size, _) in expected.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes, of {size} that were written"
+        changed = [name for name, crc in zip(expected, _sums_of(folder, [*expected])) if crc != expected[name]]
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return f"{', '.join(changed[:3])}: the bytes are not those that were written" if changed else ""
+
+
+def check(folder: Path) -> None:
+    """Raises UserError for a folder whose files are not those that its checksums.json was written for."""
+    if (folder / FILE).exists() and (problem := damage(folder)):
+        raise UserError(
+            f"{folder} is damaged: {problem}; where its files were changed on purpose, delete {folder / FILE}"
+        )
+
+
+def _names(folder: Path) -> Iterator[str]:
+    for place, inside, files in os.walk(folder):
+        inside[:] = sorted(name for name in inside if not Path(place, name, FILE).exists())
+        yield from (str(Path(place, name).relative_to(folder)) for name in sorted(files) if name != FILE)
+
+
+def _sums_of(folder: Path, names: list[str]) -> list[list[int]]:
+    """Files side by side: neither reading nor summing holds Python's lock."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda name: _sum_of(folder / name), names))
+
+
+def _sum_of(path: Path) -> list[int]:
+    crc, buffer = 0, memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return [path.stat().st_size, crc]
+
+
+def file_digest(path: Path, memory: Path | None = None) -> str:
+    """Of one file; see `file_digests`."""
+    return file_digests([path], memory)[0]
+
+
+def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]:
+    """The BLAKE2b digest of each file's bytes, 32 hexadecimal digits. Files are read side by side.
+
+    Args:
+        memory: a JSON file in an existing folder. It keeps digests for later processes, which may share it.
+
+    Raises:
+        OSError: a file cannot be read. A memory that cannot be read or written is no error.
+    """
+    files = [Path(path).resolve() for path in paths]
+    if memory is not None:
+        _digests.update({name: entry for name, entry in _remembered(memory).items() if name not in _digests})
+    with ThreadPoolExecutor() as pool:
+        entries = dict(zip(map(str, files), pool.map(_entry_of, files)))
+    _digests.update(entries)
+    if memory is not None and (stored := _remembered(memory)) != stored | entries:
+        with suppress(OSError):
+            folders.write_text(memory, json.dumps(stored | entries))
+    return [entries[str(file)][-1] for file in files]
+
+
+def _remembered(memory: Path) -> Digests:
+    """What a memory holds; nothing where it is missing or damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        stored = json.loads(memory.read_text())
+        if isinstance(stored, dict) and all(isinstance(entry, list) and len(entry) == 4 for entry in stored.values()):
+            return stored
+    return {}
+
+
+def _entry_of(file: Path) -> list:
+    """A file's size, times and digest; the digest is computed unless the rest is remembered."""
+    status = file.stat()
+    entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    known = _digests.get(str(file), [])
+    if known[:-1] == entry:
+        return known
+    with file.open("rb") as stream:
+        return [*entry, hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()]

@@ -1,0 +1,79 @@
+"""Weights as diffusers loads them: a LoRA file, or a whole transformer. Equal weights make files of equal bytes."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import save_torch_state_dict
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flow_grpo.base import distributed, folders
+from flow_grpo.weights import fsdp_utils, lora_files, quantisation, safetensors_reader
+
+logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
+
+
+def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
+    """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
+
+    Its header says "base_precision" where the base is quantised.
+    """
+    weights = fsdp_utils.full_state_dict(pipeline.transformer)
+    distributed.on_main(_save_lora, pipeline, folder, adapter, weights)
+
+
+def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[str, Tensor]) -> None:
+    layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name=adapter)
+    settings = pipeline.transformer.peft_config[adapter].to_dict()
+    type(pipeline).save_lora_weights(
+        folder,
+        transformer_lora_layers=layers,
+        # Without it the loader would take alpha = rank.
+        transformer_lora_adapter_metadata={
+            key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
+        },
+    )
+    file = Path(folder, lora_files.FILE)
+    if precision := quantisation.precision_of(pipeline.transformer):
+        _add_metadata(file, base_precision=precision)
+    _sort_header(file)
+    folders.as_any_new_file(file)
+
+
+def _add_metadata(file: Path, base_precision: str) -> None:
+    with safe_open(file, framework="pt") as stored:
+        metadata = stored.metadata()
+    save_file(load_file(file), file, metadata=metadata | {"base_precision": base_precision})
+
+
+def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
+    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`."""
+    weights = fsdp_utils.full_state_dict(transformer, trainable_only=False)
+    distributed.on_main(_save_transformer, transformer, Path(folder), weights)
+
+
+def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads(transformer.to_json_string())
+    config["_class_name"] = config["_class_name"].removeprefix("FSDP")  # fully_shard subclasses the transformer's class
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    pattern = safetensors_reader.WEIGHTS.replace(".", "{suffix}.")
+    save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
+    for file in folder.glob("*.safetensors"):
+        folders.as_any_new_file(file)
+
+
+def _sort_header(file: Path) -> None:
+    """Put the header of a safetensors file into one order, in place: safetensors writes its metadata in any."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(data) <= size
+        stream.seek(8)
+        stream.write(data.ljust(size))

@@ -1,0 +1,1 @@
+"""Prompts, preference pairs and their embeddings."""

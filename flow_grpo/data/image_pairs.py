@@ -1,0 +1,118 @@
+"""Pairs of image files that someone has compared: pairs.jsonl with a folder of images, or Pick-a-Pic's parquet files.
+
+A row is a dict with "prompt", "winner" and "loser" (bytes or path of an image), and "winner_score" and "loser_score"
+where they are known.
+"""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.data.prompts import parse_line, read_lines
+from flow_grpo.diffusers_patch.size import Size
+
+PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
+NO_PREFERENCE = "no preference"  # the one reason to drop a pair that is no fault of its source
+
+
+class Dropped(Exception):
+    """A pair that cannot be used, and why."""
+
+
+def open_rows(folder: str):
+    """The rows of `folder`, with len() and slices.
+
+    Raises:
+        UserError: there are none, or pairs.jsonl is malformed; names file and line, or the missing columns.
+    """
+    listed, files = Path(folder, "pairs.jsonl"), sorted(Path(folder).glob("*.parquet"))
+    rows = read_jsonl(listed) if listed.is_file() else PickAPic(files)
+    if not len(rows):
+        raise UserError(f"config.preferences.source {quoted(folder)}: no row in a pairs.jsonl or *.parquet there")
+    return rows
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """An object a line, whose "winner" and "loser" are paths beside `path`."""
+    rows = []
+    for number, line in enumerate(read_lines(path), start=1):
+        row = parse_line(line, f"{path}, line {number}")
+        try:
+            scores = [row.get(f"{side}_score") for side in ("winner", "loser")]
+            if not all(score is None or isinstance(score, int | float) for score in scores):
+                raise TypeError("a score is no number")
+            rows.append(
+                row | {side: path.parent / row[side] for side in ("winner", "loser")} | {"prompt": str(row["prompt"])}
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            needs = 'needs an object with "prompt", "winner" and "loser", and numbers for scores'
+            raise UserError(f"{path}, line {number}: {needs}, has {quoted(line)}") from error
+    return rows
+
+
+class PickAPic:
+    """Parquet files with PICK_A_PIC's columns; a slice reads the row groups that it meets."""
+
+    def __init__(self, paths: list[Path]):
+        self.groups = []  # (file, its row group, rows)
+        for path in paths:
+            try:
+                file = pq.ParquetFile(path)
+            except (OSError, pa.ArrowException) as error:
+                raise UserError(f"{path} is no parquet file: {error}") from error
+            if missing := set(PICK_A_PIC) - set(file.schema_arrow.names):
+                raise UserError(f"{path} has no columns {sorted(missing)}, as Pick-a-Pic's files have")
+            groups = range(file.num_row_groups)
+            self.groups += [(file, group, file.metadata.row_group(group).num_rows) for group in groups]
+
+    def __len__(self) -> int:
+        return sum(count for *_, count in self.groups)
+
+    def __getitem__(self, rows: slice) -> list[dict]:
+        labelled, first = [], 0
+        for file, group, count in self.groups:
+            inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
+            if inside.start < inside.stop:
+                labelled += [by_label(row) for row in file.read_row_group(group, list(PICK_A_PIC))[inside].to_pylist()]
+            first += count
+        return labelled
+
+
+def by_label(row: dict) -> dict:
+    """The image with the higher label wins."""
+    labels = [row[f"label_{side}"] or 0.0 for side in (0, 1)]
+    winner = int(labels[1] > labels[0])
+    images = dict(winner=row[f"jpg_{winner}"], loser=row[f"jpg_{1 - winner}"])
+    return dict(prompt=row["caption"] or "", **images, winner_score=labels[winner], loser_score=labels[1 - winner])
+
+
+def load_pair(row: dict, size: Size) -> tuple[Tensor, Tensor]:
+    """Winner and loser, [3, height, width] float32 in [0, 1] each. Raises Dropped."""
+    if not row["prompt"].strip():
+        raise Dropped("empty prompt")
+    scores = row.get("winner_score"), row.get("loser_score")
+    if None not in scores and not scores[0] > scores[1]:
+        raise Dropped(NO_PREFERENCE)
+    pair = load_image(row["winner"], size), load_image(row["loser"], size)
+    if torch.equal(*pair):
+        raise Dropped("winner and loser are one image")
+    return pair
+
+
+def load_image(stored: bytes | Path, size: Size) -> Tensor:
+    """Upright, resized, and cropped at the centre to the size's aspect. Raises Dropped."""
+    try:
+        picture = Image.open(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
+        picture = ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Dropped("unreadable image") from error
+    picture = ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255

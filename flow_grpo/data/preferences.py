@@ -1,0 +1,257 @@
+"""Preference pairs: chosen from groups of images, stored as parquet, read back for training.
+
+A folder of pairs holds train_*.parquet and validation_*.parquet, a pair a row, complete in itself: neither VAE nor text
+encoder is needed to train on it. `scripts/prepare_preferences.py` makes such folders; its columns are `schema`'s.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import in_one_line
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
+from flow_grpo.diffusers_patch.size import Size
+
+SPLITS = ("train", "validation")
+ARROW = {"float32": pa.float32(), "bfloat16": pa.uint16()}  # parquet has no bfloat16: its bits
+LATENTS = ("winner_latents", "loser_latents")
+ROW_GROUP_BYTES = 2**18  # a pair is read with its row group
+
+
+@dataclass
+class Pairs:
+    """P pairs. Winner and loser share a prompt, and in training a noise."""
+
+    winners: Tensor  # [P, ...] f32, latents
+    losers: Tensor  # [P, ...] f32
+    loss_weight: Tensor  # [P] f32, averages to 1; 0 where the rewards do not tell the images apart
+    embeds: Condition  # P rows
+    numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
+    num_rows: int = 0  # of the whole update, on this rank
+
+    @property
+    def where(self) -> Tensor:
+        """[P, 2] int64, as in Minibatch."""
+        return torch.stack([self.numbers, torch.zeros_like(self.numbers)], 1)
+
+    def take(self, rows: slice, num_rows: int) -> "Pairs":
+        """Some of them, as part of an update of `num_rows`."""
+        columns = {name: getattr(self, name)[rows] for name in ("winners", "losers", "loss_weight", "numbers")}
+        return Pairs(**columns, embeds=self.embeds.take(rows), num_rows=num_rows)
+
+
+def dtype_of(precision: str) -> str:
+    """Of stored pairs, by config.precision."""
+    return "bfloat16" if precision == "bf16" else "float32"
+
+
+def concat(batches: list[Pairs]) -> Pairs:
+    """Join along P."""
+    names = ("winners", "losers", "loss_weight", "numbers")
+    joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return Pairs(**joined, embeds=batches[0].embeds.concat([batch.embeds for batch in batches]))
+
+
+def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
+    """Per optimizer step its minibatches of up to `size` pairs.
+
+    An update takes whole batches, in their order, so it trains the same pairs on any number of GPUs.
+    """
+    total = len(pairs.loss_weight) // updates
+    for start in range(0, total * updates, total):
+        yield [pairs.take(slice(at, min(at + size, start + total)), total) for at in range(start, start + total, size)]
+
+
+def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Tensor, group: int, margin: float):
+    """Of B images in whole groups of neighbours, a pair per group, of weight 1 where the rewards differ by over
+    `margin`, else 0.
+
+    Args:
+        latents: [B, ...]; embeds has B rows.
+        scores: [B] f32 on the CPU; NaN where an image has none.
+        images: their numbers.
+    """
+    scores = scores.view(-1, group)
+    high, low = scores.nan_to_num(-torch.inf), scores.nan_to_num(torch.inf)  # an image without a score is neither
+    best, worst, first = high.amax(1), low.amin(1), torch.arange(0, scores.numel(), group)
+    winners, losers = first + high.argmax(1), first + low.argmin(1)
+    on_device = lambda index: index.to(latents.device)  # noqa: E731
+    return Pairs(
+        latents[on_device(winners)],
+        latents[on_device(losers)],
+        on_device((best - worst > margin).float()),
+        embeds.take(on_device(first)),
+        torch.tensor(images)[first],
+    )
+
+
+def schema(shapes: dict[str, tuple[int, ...]], dtype: str) -> pa.Schema:
+    """The columns of a pair.
+
+    Args:
+        shapes: of latents and of a Condition's fields, one row each, from a model's `row_shapes`.
+        dtype: "float32", or "bfloat16", which is stored as the uint16 of its bits.
+    """
+    array = lambda name: pa.fixed_shape_tensor(pa.uint8() if name == "mask" else ARROW[dtype], shapes[name])  # noqa: E731
+    fields = {name: pa.string() for name in ("prompt", "negative_prompt", "model", "dtype")}
+    fields |= {"height": pa.int32(), "width": pa.int32(), "winner_score": pa.float64(), "loser_score": pa.float64()}
+    fields |= dict.fromkeys(LATENTS, array("latents"))
+    return pa.schema(fields | {name: array(name) for name in TENSORS if name in shapes})
+
+
+def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
+    """Write P rows, in one rename. Tensors are [P, *shape]; the same rows make the same file."""
+    wanted = schema(shapes, dtype)
+    arrays = [_to_arrow(columns[field.name], field.type, dtype) for field in wanted]
+    table = pa.table(arrays, schema=wanted)
+    rows = max(1, ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
+    scratch = path.with_suffix(".tmp")
+    pq.write_table(
+        table, scratch, row_group_size=rows, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    scratch.replace(path)
+
+
+def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
+    if not isinstance(values, Tensor):
+        return pa.array(values, kind)
+    values = values.cpu()
+    if kind.value_type == pa.uint8():
+        stored = values.to(torch.uint8)
+    else:
+        stored = values.float() if dtype == "float32" else values.bfloat16().view(torch.uint16)
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(stored.numpy()))
+
+
+def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size: Size) -> dict[str, "PairFiles"]:
+    """Both splits, checked: columns, model, size, prompts, scores, and every latent.
+
+    Raises:
+        UserError: names file, row and column.
+    """
+    if Path(folder, "unfinished").exists():
+        raise UserError(f"{folder} is not complete: scripts/prepare_preferences.py, started again, goes on with it")
+    paths = {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
+    if not paths["train"]:
+        raise UserError(
+            f"config.preferences.path {folder!r} holds no train_*.parquet: "
+            "python scripts/prepare_preferences.py with the same --config makes them"
+        )
+    return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
+
+
+class PairFiles:
+    """Rows of parquet files, numbered through; memory-mapped, so that ranks of one machine share what is read."""
+
+    def __init__(self, paths: list[Path], shapes: dict[str, tuple[int, ...]], model: str, size: Size):
+        expected = dict(model=model, height=size.height, width=size.width)
+        files, texts = [_open(path) for path in paths], []
+        for path, file in zip(paths, files):
+            texts += _check_file(path, file, shapes, expected)
+        self.prompts = [Prompt(text, {"pair": row}) for row, text in enumerate(texts)]
+        self.groups = [(path, f, group) for path, f in zip(paths, files) for group in range(f.num_row_groups)]
+        counts = (file.metadata.row_group(group).num_rows for _, file, group in self.groups)
+        self.starts = [0, *itertools.accumulate(counts)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(_check_latents, paths, files))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def read(self, rows: list[int], numbers: list[int], device: torch.device) -> Pairs:
+        """The given rows as one batch."""
+        group_of_row = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
+        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(group_of_row)}
+        places = [(groups[number], row - self.starts[number]) for number, row in zip(group_of_row, rows)]
+        joined = {name: torch.stack([group[name][row] for group, row in places]).to(device) for name in places[0][0]}
+        condition = Condition(**{name: joined[name] for name in TENSORS if name in joined})
+        ones = torch.ones(len(rows), device=device)
+        return Pairs(joined["winner_latents"], joined["loser_latents"], ones, condition, torch.tensor(numbers))
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is no parquet file: {error}") from error
+
+
+def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
+    """Columns of a file, or of one of its row groups. Raises UserError where its checksums are others."""
+    try:
+        return file.read(columns) if group is None else file.read_row_group(group, columns)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is damaged: {in_one_line(error)}") from error
+
+
+def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> dict[str, Tensor]:
+    """Columns of a row group that are there, each [P, *shape] float32, or bool for the mask; all filled and finite."""
+    table, arrays = _read(path, file, [name for name in columns if name in file.schema_arrow.names], group), {}
+    for name in table.column_names:
+        column = table.column(name).combine_chunks()
+        filled = torch.tensor(column.is_valid().to_pylist())
+        if filled.all():
+            values = torch.from_numpy(column.to_numpy_ndarray().copy())
+            values = values.view(torch.bfloat16) if values.dtype == torch.uint16 else values
+            arrays[name] = values.bool() if values.dtype == torch.uint8 else values.float()
+            filled = arrays[name].flatten(1).isfinite().all(1)
+        if not filled.all():
+            row = sum(file.metadata.row_group(n).num_rows for n in range(group)) + (~filled).nonzero()[0].item()
+            raise UserError(f"{path}, row {row}, column {name!r}: missing, or not finite")
+    return arrays
+
+
+def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) -> list[str]:
+    """Everything but the arrays' values; the rows' prompts."""
+    stored, num_rows = file.schema_arrow, file.metadata.num_rows
+    if num_rows == 0:
+        raise UserError(f"{path} has no row")
+    named = set(schema(shapes, "float32").names)
+    if set(stored.names) != named:
+        differ = {"missing": named - set(stored.names), "unknown": set(stored.names) - named}
+        raise UserError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
+    table = _read(path, file, ["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
+    rows = table.to_pylist()
+    wanted = schema(shapes, rows[0]["dtype"] if rows[0]["dtype"] in ARROW else "float32")
+    for field in wanted:
+        if not stored.field(field.name).type.equals(field.type):
+            raise UserError(
+                f"{path}, column {field.name!r} holds {stored.field(field.name).type}, not {field.type}, which "
+                "config.model, config.height, config.width and config.text_tokens ask for"
+            )
+    for number, row in enumerate(rows):
+        _check_row(f"{path}, row {number}, column", row, expected | {"dtype": rows[0]["dtype"]})
+    return [row["prompt"] for row in rows]
+
+
+def _check_row(place: str, row: dict, expected: dict) -> None:
+    for column, value in expected.items():
+        if row[column] != value or (column == "dtype" and value not in ARROW):
+            raise UserError(f"{place} {column!r}: {row[column]!r}, but this run has {value!r}")
+    if not (row["prompt"] or "").strip():
+        raise UserError(f"{place} 'prompt': empty")
+    scores = row["winner_score"], row["loser_score"]
+    if None not in scores and not scores[0] > scores[1]:
+        raise UserError(f"{place} 'winner_score': {scores[0]} is not above the loser's {scores[1]}")
+
+
+def _check_latents(path: Path, file: pq.ParquetFile) -> None:
+    """That all are finite, and no pair is one image twice."""
+    row = 0
+    for group in range(file.num_row_groups):
+        winners, losers = _read_arrays(path, file, group, LATENTS).values()
+        same = (winners == losers).flatten(1).all(1)
+        if same.any():
+            raise UserError(f"{path}, row {row + same.nonzero()[0].item()}, columns {LATENTS}: one image twice")
+        row += len(same)

@@ -1,0 +1,158 @@
+"""Prompt files, and which prompts an epoch draws on which rank."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flow_grpo.base import rng, shipped
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import quoted
+
+
+class Split(NamedTuple):
+    """Prompts that are evaluated together."""
+
+    name: str  # "validation", "test", "train", or the name of a file
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one rank that are sampled together, or finished together."""
+
+    prompts: list[Prompt]  # B
+    groups: list[int]  # B, number of the prompt within the epoch
+    images: Sequence[int]  # B global image numbers within the epoch
+    block: int | None = None  # smallest run of batches that holds whole groups; its images share an SDE window
+
+
+def load_prompts(folder: str, split: str) -> list[Prompt]:
+    """`{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a line).
+
+    Raises:
+        UserError: no such file, an empty one, or a malformed line; names file and line.
+    """
+    path = find_file(folder, split)
+    if path is None:
+        names = " or ".join(_file_names(split))
+        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there")
+    return load_file(path)
+
+
+def find_file(folder: str | Path, split: str) -> Path | None:
+    """The file of a split; None if there is none. Raises UserError if the folder cannot be looked into."""
+    try:
+        folder = shipped.find(str(folder))
+        return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
+    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+        raise UserError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
+
+
+def _file_names(split: str) -> tuple[str, str]:
+    return f"{split}_metadata.jsonl", f"{split}.txt"
+
+
+def load_file(path: Path) -> list[Prompt]:
+    """The prompts of one file: GenEval's format where its name ends in .jsonl, a prompt a line elsewhere.
+
+    Raises:
+        UserError: an empty file, or a malformed line; names file and line.
+    """
+    lines = read_lines(path)
+    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
+    prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    if not prompts:
+        raise UserError(f"{path} is empty: it needs one prompt a line")
+    return prompts
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file as an editor counts them: a byte order mark is none of the text, and only a line feed, with
+    or without a carriage return before it, ends a line.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8; names file and line.
+    """
+    try:
+        stored = path.read_bytes()
+        text = stored.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = stored.count(b"\n", 0, error.start) + 1, stored[error.start]
+        raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]
+
+
+def parse_line(line: str, place: str) -> Any:
+    """What a line of JSON says.
+
+    Raises:
+        UserError: it is no JSON, or names characters that are none (lone surrogates); names `place`.
+    """
+    try:
+        value = json.loads(line)
+        if "\\u" in line:  # only so can JSON name them
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{place}: half of a surrogate pair, which is no character: {quoted(line)}") from error
+    except RecursionError as error:
+        raise UserError(f"{place}: nested too deeply: {quoted(line)}") from error
+    except ValueError as error:
+        raise UserError(f"{place}: not JSON ({error}): {quoted(line)}") from error
+    return value
+
+
+def _parse_json(line: str, place: str) -> Prompt:
+    metadata = parse_line(line, place)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
+        raise UserError(f'{place}: needs an object with a "prompt" string, has {quoted(line)}')
+    tag = metadata.get("tag", "")
+    if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
+        raise UserError(f'{place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
+    return Prompt(_parse_text(metadata["prompt"], place).text, metadata)
+
+
+def _parse_text(line: str, place: str) -> Prompt:
+    if not line.strip():
+        raise UserError(f"{place}: empty prompt")
+    return Prompt(line.strip())
+
+
+def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:
+    """Which `per_epoch` of `num_prompts` prompts an epoch draws, from shuffled passes over all of them."""
+    picks, passes = [], {}
+    for n in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+        number, position = divmod(n, num_prompts)
+        if number not in passes:
+            passes[number] = torch.randperm(num_prompts, generator=rng.generator(seed, "prompts", number)).tolist()
+        picks.append(passes[number][position])
+    return picks
+
+
+def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
+    """This rank's batches; each prompt is repeated `plan.group_size` times.
+
+    Neighbours in the order of all images share a batch, and batch n goes to rank n % world_size, so that a batch holds
+    the same images on any number of GPUs.
+    """
+    picks = epoch_prompts(len(dataset), plan.num_groups, seed, epoch)
+    for number in range(rank, plan.batches_per_epoch * world_size, world_size):
+        images = range(number * plan.batch_size, (number + 1) * plan.batch_size)
+        groups = [image // plan.group_size for image in images]
+        rows = [dataset[picks[group]] for group in groups]
+        block = images.start // math.lcm(plan.batch_size, plan.group_size)
+        yield Batch(rows, groups, images, block)
+
+
+def pick(rows: Iterable[tuple[Batch, int]]) -> Batch:
+    """The given rows of some batches."""
+    columns = zip(*((b.prompts[row], b.groups[row], b.images[row]) for b, row in rows))
+    return Batch(*(list(column) for column in columns))

@@ -1,0 +1,93 @@
+"""FLUX.1: diffusers' FluxPipeline taken apart into what training needs.
+
+Guidance is an input of the distilled transformer, not a second forward; latents are packed [B, N, C].
+"""
+
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from torch import Tensor
+
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.size import Size
+
+T5_TOKENS = 512  # that FluxPipeline reads
+
+
+class Flux(FlowModel):
+    """Latents are packed [B, N, C]; the transformer was trained to see padding, and sees it."""
+
+    NAME = "flux"
+    PIPELINE, TRANSFORMER = FluxPipeline, FluxTransformer2DModel
+    SHARD_UNITS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    LORA_TARGETS = (
+        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")),
+        *("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+    GUIDANCE_SCALE = 3.5
+    # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
+    # H200); flash attention, the next choice, does not.
+    CUDNN_ATTENTION = False
+    MASKED_TEXT = False
+
+    def check(self, prompts: list[Prompt], width: int | None) -> None:
+        """Raises UserError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
+        loading.check_lengths(prompts, lambda text: len(self.pipeline.tokenizer_2(text).input_ids), width, T5_TOKENS)
+
+    @torch.no_grad()
+    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
+        """`width` T5 tokens, None = diffusers' 512. `guided` has no effect: the transformer is guided by a number."""
+        self.check(prompts, width)
+        unique = {prompt: self._encode_one(prompt.text, width or T5_TOKENS) for prompt in dict.fromkeys(prompts)}
+        return Condition.concat([unique[prompt] for prompt in prompts])
+
+    def _encode_one(self, text: str, width: int) -> Condition:
+        device = self.pipeline.text_encoder.device
+        embeds, pooled, _ = self.pipeline.encode_prompt(text, text, device=device, max_sequence_length=width)
+        return Condition(embeds, pooled)
+
+    def num_tokens(self, size: Size) -> int:
+        """Of 2 x 2 latents."""
+        return packed_tokens(self.pipeline, size)
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """[N, C]."""
+        return self.num_tokens(size), self.transformer_config["in_channels"]
+
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """T5's tokens and CLIP's vector."""
+        config = self.transformer_config
+        return dict(text=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""
+        transformer, grid = self.transformer, packed_grid(self.pipeline, size)
+        dtype, guided = transformer.x_embedder.weight.dtype, transformer.config.guidance_embeds
+        return transformer(
+            hidden_states=x.to(dtype),
+            timestep=t / 1000,
+            guidance=torch.full_like(t, guidance_scale) if guided else None,
+            encoder_hidden_states=condition.text.to(dtype),
+            pooled_projections=condition.pooled.to(dtype),
+            txt_ids=torch.zeros(condition.num_tokens, 3, device=x.device, dtype=dtype),
+            img_ids=self.PIPELINE._prepare_latent_image_ids(1, *grid, x.device, dtype),
+            return_dict=False,
+        )[0].float()
+
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, N, C] -> [B, c, h, w]."""
+        return self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
+
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """The VAE's latents have a scale and a shift."""
+        vae, config = self.pipeline.vae, self.pipeline.vae.config
+        z = self.features(latents, size) / config.scaling_factor + config.shift_factor
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0]
+
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """The other way round."""
+        vae, config = self.pipeline.vae, self.pipeline.vae.config
+        z = (vae.encode(images.to(vae.dtype)).latent_dist.mode().float() - config.shift_factor) * config.scaling_factor
+        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])

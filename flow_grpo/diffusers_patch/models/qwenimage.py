@@ -1,0 +1,203 @@
+"""Qwen-Image: diffusers' QwenImagePipeline taken apart into what training needs."""
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.kernels import flash_attention
+from flow_grpo.kernels.lora_linear import results_of
+from flow_grpo.kernels.qk_norm_rope import norm_rotate_join
+
+TEXT_TOKENS = 1024  # that QwenImagePipeline reads, whatever is asked for
+NEGATIVE_PROMPT = " "  # what Qwen-Image is guided away from; an empty string has no token to attend to
+
+
+class QwenImage(FlowModel):
+    """Latents are packed [B, N, C]; text is masked."""
+
+    NAME = "qwenimage"
+    PIPELINE, TRANSFORMER = QwenImagePipeline, QwenImageTransformer2DModel
+    SHARD_UNITS = ("QwenImageTransformerBlock",)
+    LORA_TARGETS = tuple(
+        f"{stream}.{linear}"
+        for stream, linears in {
+            "attn": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+            "img_mlp": ("net.0.proj", "net.2"),
+            "txt_mlp": ("net.0.proj", "net.2"),
+        }.items()
+        for linear in linears
+    )
+    GUIDANCE_SCALE = 4.0
+    CUDNN_ATTENTION = True
+    MASKED_TEXT = True
+
+    def check(self, prompts: list[Prompt], width: int | None) -> None:
+        """Raises UserError for a prompt of more than `width` tokens, or more than the pipeline reads."""
+        pipeline = self.pipeline
+        template, drop = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
+        length = lambda text: len(pipeline.tokenizer(template.format(text)).input_ids) - drop  # noqa: E731
+        loading.check_lengths(prompts, length, width if (width or TEXT_TOKENS) < TEXT_TOKENS else None, TEXT_TOKENS)
+
+    @torch.no_grad()
+    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
+        """With a `width`, always with a mask; without, as wide as the longest prompt, masked where a row is padded."""
+        pipeline, device = self.pipeline, self.pipeline.text_encoder.device
+        self.check(prompts, width)
+        unique = {prompt: pipeline.encode_prompt(prompt.text, device)[0][0] for prompt in dict.fromkeys(prompts)}
+        widths = {len(row) for row in unique.values()}
+        masked = width is not None or len(widths) > 1
+        width = width or max(widths)
+        text = torch.stack([F.pad(unique[prompt], (0, 0, 0, width - len(unique[prompt]))) for prompt in prompts])
+        lengths = torch.tensor([len(unique[prompt]) for prompt in prompts], device=device)
+        mask = torch.arange(width, device=device) < lengths[:, None] if masked else None
+        negative = Condition(pipeline.encode_prompt(NEGATIVE_PROMPT, device)[0]) if guided else None
+        return Condition(text, mask=mask, negative=negative)
+
+    def num_tokens(self, size: Size) -> int:
+        """Of 2 x 2 latents."""
+        return packed_tokens(self.pipeline, size)
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """[N, C]."""
+        return self.num_tokens(size), self.transformer_config["in_channels"]
+
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Text and its mask."""
+        return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """Guidance as in Qwen-Image: neg + g (pos - neg), rescaled per token to the norm of pos."""
+        transformer, grid = self.transformer, packed_grid(self.pipeline, size)
+        dtype = transformer.img_in.weight.dtype
+
+        def forward(part: Condition) -> Tensor:
+            return transformer(
+                hidden_states=x.to(dtype),
+                timestep=t / 1000,
+                encoder_hidden_states=part.text.to(dtype),
+                encoder_hidden_states_mask=part.mask,
+                img_shapes=[[(size.frames, *grid)]] * len(x),
+                return_dict=False,
+            )[0].float()
+
+        combined, positive = guided(forward, condition, len(x), guidance_scale)
+        if guidance_scale <= 1:
+            return positive
+        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    def fuse(self, attention: str = "") -> None:
+        """Queries and keys by one kernel each, on a GPU; and `attention`, wherever it is asked for."""
+        if self.device.type == "cuda" or attention:
+            join_attention(self.transformer, attention)
+
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, N, C] -> [B, c, h, w]."""
+        pipeline = self.pipeline
+        return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
+
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """The VAE's latents have a mean and a standard deviation per channel."""
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        z = self.features(latents, size)[:, :, None] * std + mean
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
+
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """The other way round."""
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        z = (vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
+        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
+
+
+def normalisation(vae) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
+    values = vae.config.latents_mean, vae.config.latents_std
+    return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
+
+
+class JointAttention(QwenDoubleStreamAttnProcessor2_0):
+    """A processor of diffusers' Attention, in the place of the one it is derived from. Image tokens go first, so that
+    what is masked goes last.
+
+    Args:
+        attention: as config.attention.
+    """
+
+    def __init__(self, attention: str = ""):
+        super().__init__()
+        self.attention = attention
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Image tokens [B, N, C], text tokens [B, T, C], a mask [B, T] of the text or None, and the angles of both."""
+        if attention_mask is not None:
+            raise ValueError("the mask is the text's: encoder_hidden_states_mask")
+        image, text = hidden_states, encoder_hidden_states
+        of_image = results_of([attn.to_q, attn.to_k, attn.to_v], image)
+        of_text = results_of([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], text)
+        queries, keys, values = ([x.unflatten(-1, (attn.heads, -1)) for x in pair] for pair in zip(of_image, of_text))
+        queries, keys = (
+            norm_rotate_join(tokens, [image_norm.weight, text_norm.weight], list(image_rotary_emb), image_norm.eps)
+            for tokens, image_norm, text_norm in (
+                (queries, attn.norm_q, attn.norm_added_q),
+                (keys, attn.norm_k, attn.norm_added_k),
+            )
+        )
+        values = torch.cat(values, 1)
+        out = self._attend(queries, keys, values, encoder_hidden_states_mask)
+        image_out, text_out = out.flatten(2).to(values.dtype).split([image.shape[1], text.shape[1]], 1)
+        for layer in attn.to_out:
+            image_out = layer(image_out)
+        return image_out, attn.to_add_out(text_out)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, L, H, D] each; the mask [B, T] is of the last tokens. "flash_4" reads it as if all padding came last."""
+        num_rows, num_tokens = queries.shape[:2]
+        if self.attention == flash_attention.NAME:
+            lengths = torch.full((num_rows,), num_tokens, dtype=torch.int32, device=queries.device)
+            lengths = lengths if mask is None else lengths - mask.logical_not().sum(1, dtype=torch.int32)
+            return flash_attention.attend_first(queries, keys, values, lengths)[0]
+        if mask is not None:
+            mask = F.pad(mask, (num_tokens - mask.shape[1], 0), value=True)[:, None, None]
+        return dispatch_attention_fn(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+
+
+def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
+    """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
+    of 2, as the kernel has it.
+
+    Raises:
+        ValueError: it is not so, and `attention` would be ignored.
+    """
+    for block in transformer.transformer_blocks:
+        attn = block.attn
+        norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
+        suit = all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms)
+        if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
+            chosen, attn.processor = vars(attn.processor), JointAttention(attention)
+            vars(attn.processor).update(chosen)
+        elif attention:
+            raise ValueError(
+                f"attention {attention!r} needs frozen norms whose width is a power of 2, and diffusers' own processor"
+            )

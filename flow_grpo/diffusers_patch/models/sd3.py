@@ -1,0 +1,113 @@
+"""Stable Diffusion 3 and 3.5: diffusers' StableDiffusion3Pipeline taken apart into what training needs.
+
+Two CLIP encoders and T5, pooled embeddings, latents [B, C, h, w], a static shift.
+"""
+
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel, guided
+from flow_grpo.diffusers_patch.size import Size
+
+T5_TOKENS = 256  # that StableDiffusion3Pipeline reads
+
+
+class StableDiffusion3(FlowModel):
+    """Latents are pictures [B, C, h, w]; the transformer was trained to see padding, and sees it."""
+
+    NAME = "sd3"
+    PIPELINE, TRANSFORMER = StableDiffusion3Pipeline, SD3Transformer2DModel
+    SHARD_UNITS = ("JointTransformerBlock",)
+    LORA_TARGETS = tuple(
+        f"attn.{linear}"
+        for linear in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    )
+    GUIDANCE_SCALE = 4.5
+    CUDNN_ATTENTION = True
+    MASKED_TEXT = False
+    GIVES_SIGMAS = False
+
+    def check_size(self, size: Size) -> None:
+        """Raises UserError also for a side beyond the learned position embeddings."""
+        super().check_size(size)
+        config = self.transformer_config
+        largest = config["pos_embed_max_size"] * config["patch_size"] * self.pipeline.vae_scale_factor
+        if max(size.height, size.width) > largest:
+            raise UserError(f"an image of {size} pixels is too large: this model draws up to {largest} pixels a side")
+
+    def check(self, prompts: list[Prompt], width: int | None) -> None:
+        """Raises UserError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
+        tokenizer = self.pipeline.tokenizer_3
+        if tokenizer is not None:  # pipelines may be without T5
+            loading.check_lengths(prompts, lambda text: len(tokenizer(text).input_ids), width, T5_TOKENS)
+
+    @torch.no_grad()
+    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
+        """`width` T5 tokens, None = diffusers' 256; L is this and CLIP's 77. The negative prompt is empty."""
+        self.check(prompts, width)
+        width = width or T5_TOKENS
+        unique = {prompt: self._encode_one(prompt.text, width) for prompt in dict.fromkeys(prompts)}
+        rows = Condition.concat([unique[prompt] for prompt in prompts])
+        return Condition(rows.text, rows.pooled, negative=self._encode_one("", width) if guided else None)
+
+    def _encode_one(self, text: str, width: int) -> Condition:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            text,
+            text,
+            text,
+            device=self.pipeline.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=width,
+        )
+        return Condition(embeds, pooled)
+
+    def num_tokens(self, size: Size) -> int:
+        """Of patches of latents."""
+        side = self.pipeline.vae_scale_factor * self.transformer_config["patch_size"]
+        return (size.height // side) * (size.width // side)
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """[C, h, w]."""
+        factor = self.pipeline.vae_scale_factor
+        return self.transformer_config["in_channels"], size.height // factor, size.width // factor
+
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        """CLIP's and T5's tokens, and CLIP's vectors."""
+        config, length = self.transformer_config, self.pipeline.tokenizer_max_length + width
+        return dict(text=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """neg + g (pos - neg). The latents say how large they are."""
+        transformer = self.transformer
+        dtype = transformer.context_embedder.weight.dtype
+
+        def forward(part: Condition) -> Tensor:
+            return transformer(
+                hidden_states=x.to(dtype),
+                timestep=t,
+                encoder_hidden_states=part.text.to(dtype),
+                pooled_projections=part.pooled.to(dtype),
+                return_dict=False,
+            )[0].float()
+
+        return guided(forward, condition, len(x), guidance_scale)[0]
+
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """[B, C, h, w] as they are."""
+        return latents
+
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """The VAE's latents have a scale and a shift."""
+        vae, config = self.pipeline.vae, self.pipeline.vae.config
+        return vae.decode((latents / config.scaling_factor + config.shift_factor).to(vae.dtype), return_dict=False)[0]
+
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """The other way round."""
+        vae, config = self.pipeline.vae, self.pipeline.vae.config
+        latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        return (latents - config.shift_factor) * config.scaling_factor

@@ -1,0 +1,69 @@
+"""What scores [S, P] of S noises of each of P prompts say: means, standard errors, best of k, per category.
+
+The noises of one prompt are not independent draws of the score, so standard errors are those of the prompts' means.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts."""
+
+    mean: float
+    error: float  # its standard error; NaN for a single prompt
+    num_prompts: int
+
+
+def mean(values: Tensor) -> Estimate:
+    """The mean of all scores, those that failed (NaN) left out."""
+    return _over_prompts(values.double().nanmean(0))._replace(mean=values.nanmean().item())
+
+
+def best_of(values: Tensor, k: int) -> Estimate:
+    """The expected highest of k of a prompt's S scores, without bias: sum_i C(i - 1, k - 1) / C(S, k) x_(i), with x_(i)
+    the i-th smallest. Of scores 0 and 1 this is pass@k."""
+    num = _checked(values, k)
+    weights = [math.comb(i, k - 1) / math.comb(num, k) for i in range(num)]
+    return _over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
+
+
+def pass_at(values: Tensor, k: int) -> Estimate:
+    """The chance that one of k of a prompt's S images is right: 1 - C(S - c, k) / C(S, k), with c right ones
+    (arXiv:2107.03374, eq. 1).
+
+    Args:
+        values: 1 = right, 0 = wrong.
+    """
+    num = _checked(values, k)
+    assert is_binary(values)
+    wrong = [math.comb(num - int(right), k) for right in values.nansum(0).tolist()]
+    chances = 1 - torch.tensor(wrong, dtype=torch.float64) / math.comb(num, k)
+    return _over_prompts(chances.where(~values.isnan().any(0), torch.nan))
+
+
+def is_binary(values: Tensor) -> bool:
+    """Whether scores say right or wrong, no more; False where all of them failed."""
+    values = values[~values.isnan()]
+    return bool(len(values)) and bool(((values == 0) | (values == 1)).all())
+
+
+def by_category(values: Tensor, categories: list[str]) -> dict[str, Estimate]:
+    """The mean of each category of prompts, in the order in which they come; P categories."""
+    columns = {name: [i for i, other in enumerate(categories) if other == name] for name in dict.fromkeys(categories)}
+    return {name: mean(values[:, rows]) for name, rows in columns.items()}
+
+
+def _checked(values: Tensor, k: int) -> int:
+    assert 1 <= k <= len(values), (k, len(values))
+    return len(values)
+
+
+def _over_prompts(values: Tensor) -> Estimate:
+    """Of one number per prompt, [P] float64; NaN: left out."""
+    values = values[~values.isnan()]
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Estimate(values.mean().item(), error, len(values))

@@ -1,0 +1,129 @@
+"""How good a policy is: deterministic images of fixed prompts from fixed noises, and their scores.
+
+A run's evaluations and scripts/evaluate.py draw by the same function, `score`. S noises of each of P prompts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo.base import distributed, rng
+from flow_grpo.data.prompts import Split
+from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import evaluation_size
+from flow_grpo.evaluation import estimates
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.scorers import joined
+
+NUM_SHOWN = 12  # images that trackers and samples.png show
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What draws and scores the images of a policy."""
+
+    model: FlowModel
+    embed: Callable  # B prompts -> their Condition
+    velocity: Velocity  # the policy
+    pool: Pool  # of the rewards
+    bar: Callable  # (iterable, description) -> the same under a progress bar
+    rank: int
+    world_size: int
+    config: ConfigDict  # of which height, width, vae_batch_size and eval are read
+
+
+class Scores(NamedTuple):
+    """Scores of S noises of each of P prompts."""
+
+    values: dict[str, Tensor]  # name -> [S, P] float32, "avg" among them; NaN where a reward failed that may
+    images: dict[int, Tensor]  # number of the prompt -> its image [3, H, W] of the first noise, of those to be shown
+
+
+@torch.no_grad()
+def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[int] | None = None) -> Scores:
+    """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
+
+    Noise s of prompt i does not depend on the run or its seed, and batches are the same on any number of ranks.
+
+    Args:
+        seeds: S numbers; the first noise of all prompts is drawn first, so that one noise more changes no batch.
+        shown: prompts whose image of the first noise is returned.
+    """
+    rows = [(seed, number) for seed in seeds for number in range(len(split.prompts))]
+    size, shown, batches = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
+    for turn, counts in turns(-(-len(rows) // size), sampler.rank, sampler.world_size, sampler.bar):
+        start = turn * size
+        images, pending = _draw(sampler, split, rows[start : start + size])
+        shown_now = shown[(shown >= start) & (shown < start + size)]
+        panel = images[(shown_now - start).to(images.device)].cpu() if len(shown_now) else []
+        batches += [(start, pending, dict(zip(shown_now.tolist(), panel)))] if counts else []
+    batches = [(start, pending.result(), panel) for start, pending, panel in batches]
+    sampler.pool.clock.pop()  # time that no rollout hid
+    batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
+    values = {name: column.view(len(seeds), -1) for name, column in joined([batch[1] for batch in batches]).items()}
+    return Scores(values, {number: image for batch in batches for number, image in batch[2].items()})
+
+
+def means(scores: Scores) -> dict[str, float]:
+    """The mean of each score over prompts and noises, those that failed left out."""
+    return {name: values.nanmean().item() for name, values in scores.values.items()}
+
+
+def means_by_category(scores: Scores, split: Split) -> dict[str, float]:
+    """The mean of each score that says right or wrong over the prompts of each category, as NAME/TAG."""
+    tags = [prompt.metadata.get("tag", "") for prompt in split.prompts]
+    binary = {name: values for name, values in scores.values.items() if any(tags) and estimates.is_binary(values)}
+    return {
+        f"{name}/{tag}": part.mean
+        for name, values in binary.items()
+        for tag, part in estimates.by_category(values, tags).items()
+    }
+
+
+def spread(items, count: int) -> list:
+    """`count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def turns(count: int, rank: int, world_size: int, bar: Callable) -> Iterator[tuple[int, bool]]:
+    """This rank's numbers below `count`, under a progress bar, and whether each counts: every rank makes equally many,
+    so that sharded forwards meet."""
+    for turn in bar(range(0, count, world_size), "evaluation"):
+        yield min(turn + rank, count - 1), turn + rank < count
+
+
+def noise(split: str, seed: int, number: int) -> torch.Generator:
+    """Noise `seed` of prompt `number`. The prompts that choose have other noises than those that choose nothing."""
+    return rng.generator(seed, "eval validation" if split == "validation" else "eval", number)
+
+
+def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
+    """Images of (seed, number of the prompt) rows, and their scores to be."""
+    config, drawn_prompts = sampler.config, [split.prompts[number] for _, number in rows]
+    start = Start(
+        sampler.model,
+        sampler.embed(drawn_prompts),
+        [noise(split.name, seed, number) for seed, number in rows],
+        SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
+        evaluation_size(config),
+    )
+    sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
+    return sampled.images, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
+
+
+def evaluates(config: ConfigDict) -> bool:
+    """Whether a run ever evaluates images."""
+    return bool(config.eval_freq and config.eval.num_prompts)
+
+
+def part_of(split: Split, config: ConfigDict) -> Split:
+    """The eval.num_prompts of it that are drawn."""
+    return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))

@@ -1,0 +1,166 @@
+"""What can be evaluated without training: a base model, a LoRA folder, a run's best or last weights."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ml_collections import ConfigDict
+
+from flow_grpo.base import checksums, folders, shipped
+from flow_grpo.base.errors import UserError
+from flow_grpo.checkpoints import best
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.settings import older, table
+from flow_grpo.weights import finite, fsdp_utils, lora_files, policies, quantisation
+
+OF_A_RUN = (  # top settings that say how a run's policy is evaluated
+    *("model", "model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
+    *("precision", "base_precision", "vae_precision", "vae_batch_size"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy to be evaluated."""
+
+    name: str  # as the user wrote it
+    weights: str  # "base", "LoRA", "best, epoch 21" or "last"
+    config: ConfigDict  # config.model is its base
+    lora: Path | None  # folder of its LoRA file
+    transformer: Path | None  # folder of its weights, trained in full
+
+
+def is_run(folder: Path) -> bool:
+    """Whether it is a run's folder."""
+    return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
+
+
+def run_config(folder: Path) -> ConfigDict:
+    """The settings with which a run evaluated; those that are younger than the run have their defaults."""
+    config, file = table.default_config(), folder / "config.json"
+    stored = older.with_defaults(folders.read_json(file), file)
+    sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
+    with config.unlocked():
+        for section, keys in sections.items():
+            target, source = (config[section], stored[section]) if section else (config, stored)
+            for key in keys:
+                target[key] = ConfigDict(source[key]) if isinstance(source[key], dict) else source[key]
+    return config
+
+
+def find(name: str, config: ConfigDict, weights: str) -> Candidate:
+    """What a folder or hub id is.
+
+    Args:
+        config: of what is no run; its model is the base of a LoRA folder.
+        weights: "best" or "last", of a run.
+
+    Raises:
+        UserError: it is nothing that could be evaluated.
+    """
+    folder = Path(shipped.find(name))
+    if is_run(folder):
+        return _of_run(name, folder, weights)
+    if (folder / lora_files.FILE).is_file():
+        return Candidate(name, "LoRA", config, folder, None)
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not folder.parent.is_dir()
+    if (folder / "model_index.json").is_file() or is_hub_id:
+        config = config.copy_and_resolve_references()
+        config.model = name
+        return Candidate(name, "base", config, None, None)
+    what = "does not exist" if not folder.exists() else "is none of these"
+    raise UserError(f"{name!r} {what}: a run's folder, a folder with {lora_files.FILE}, or a diffusers model")
+
+
+def _of_run(name: str, folder: Path, weights: str) -> Candidate:
+    config, label = run_config(folder), weights
+    if weights == "best":
+        source = best.find(folder)
+        if source is None:
+            raise UserError(f"{name!r} has no best evaluation; take --weights last")
+        label = f"best, epoch {best.read(folder).epoch}"
+    else:
+        source = folder
+    lora, transformer = (source, None) if config.lora.rank else (None, source / "transformer")
+    if not ((lora / lora_files.FILE).is_file() if lora else transformer.is_dir()):
+        raise UserError(f"{source} holds no weights: the run did not come to its end; take --weights best")
+    return Candidate(name, label, config, lora, transformer)
+
+
+def check(candidate: Candidate, family: type[FlowModel]) -> None:
+    """Raises UserError where its LoRA file does not fit its base model, or where a quantised base is asked for and all
+    weights were trained. Loads none."""
+    precision = candidate.config.base_precision
+    if precision and candidate.transformer:
+        raise UserError(
+            f"config.base_precision is {precision!r}, but {candidate.name!r} trained all weights: it has no frozen base"
+        )
+    if candidate.lora is None:
+        return
+    adapter = lora_files.check(candidate.lora)
+    model = candidate.config.model
+    lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
+
+
+def check_bytes(candidates: list[Candidate]) -> None:
+    """Raises UserError for weights, trained in full, that are not those that were written, where checksums tell."""
+    for folder in {candidate.transformer.parent for candidate in candidates if candidate.transformer}:
+        checksums.check(folder)
+
+
+def load(
+    candidate: Candidate,
+    family: type[FlowModel],
+    device: torch.device,
+    model: FlowModel | None = None,
+) -> FlowModel:
+    """A model whose transformer carries the candidate.
+
+    Args:
+        model: of another candidate that shares its base, which is used again; None = load it.
+
+    Raises:
+        FloatingPointError: the weights are not finite.
+    """
+    config, weights = candidate.config, candidate.transformer
+    if model is None:
+        model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+        weights = weights or family.transformer_folder(config.model)
+    else:
+        model.transformer.unload_lora()
+    _fill(candidate, model, weights)
+    finite.check(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
+    return model
+
+
+def share_base(one: Candidate, other: Candidate) -> bool:
+    """Whether the model of one can carry the other. A quantised base cannot: its layers take no second adapter."""
+    return _base(one) == _base(other) and other.transformer is None and not other.config.base_precision
+
+
+def _base(candidate: Candidate) -> tuple:
+    config = candidate.config
+    precisions = config.precision, config.base_precision, config.vae_precision
+    return config.model, config.model_class, *precisions, candidate.transformer
+
+
+def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
+    """As training lays weights out: what was trained is float32, the rest of config.precision."""
+    transformer = model.transformer
+    transformer.requires_grad_(candidate.transformer is not None)
+    init = None
+    if candidate.lora is not None:
+        adapter = lora_files.read(candidate.lora)
+        policies.attach(transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
+        init = policies.stored_adapter(candidate.lora)
+    quantisation.quantise_units(transformer, model.SHARD_UNITS, candidate.config.base_precision)
+    fsdp_utils.prepare(
+        transformer,
+        None,
+        units=model.SHARD_UNITS,
+        weights=weights,
+        init=init,
+        device=model.device,
+        precision=candidate.config.precision,
+    )

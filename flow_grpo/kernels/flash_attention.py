@@ -1,0 +1,145 @@
+"""FlashAttention-4 as one operation with its gradient. Masked keys cost nothing, and gradients are repeatable; cuDNN's
+attention, which torch takes by itself, is slower under a mask, and sums the gradient of queries in any order.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from flow_grpo.base import checksums
+from flow_grpo.base.errors import UserError
+
+NAME = "flash_4"  # of config.attention
+CAPABILITIES = (9, 10, 11)  # major ones with a repeatable backward
+INSTALL = "pip install 'flow_grpo[flash4]'"
+
+
+def check_device(config: ConfigDict, device: torch.device) -> None:
+    """Raises UserError where config asks for it and the GPU has no kernels of it, or the package is not there."""
+    if config.attention != NAME:
+        return
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
+    check_capability(name, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    check_package()
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Raises UserError for a GPU, or none, without the kernels."""
+    if capability[0] not in CAPABILITIES:
+        raise UserError(
+            f"config.attention is {NAME!r}, which runs on H100, H200, B200 and B300 (compute capability 9, 10 or 11), "
+            f"not on {name}"
+        )
+
+
+def check_package() -> None:
+    """Raises UserError unless the kernels can be imported."""
+    try:
+        _kernels()
+    except (ImportError, OSError) as error:
+        raise UserError(f"config.attention {NAME!r} needs flash_attn.cute ({error}): {INSTALL}") from error
+
+
+def _kernels():
+    from flash_attn.cute import interface
+
+    return interface
+
+
+VERSION = checksums.file_digest(Path(__file__))[:8]  # see qk_norm_rope.py
+
+
+@torch.library.custom_op(f"flow_grpo::attend_first_{VERSION}", mutates_args=())
+def attend_first(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to the first tokens of each row: softmax(q k / sqrt(D)) v (arXiv:2307.08691; the GPU's kernels are of
+    arXiv:2407.08608).
+
+    Args:
+        query, key, value: [B, L, H, D], on a GPU bf16 or fp16.
+        lengths: [B] int32, of the keys and values that are attended to. All queries attend, padding too.
+
+    Returns:
+        [B, L, H, D] in the dtype of `value`; and the logarithms of the softmax's sums, [B, H, L] float32, which the
+        backward needs and which have no gradient.
+    """
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if query.is_cuda:
+        out, sums, *_ = _kernels()._flash_attn_fwd(query, key, value, seqused_k=lengths, return_lse=True)
+        return out, sums
+    scores = masked_scores(query, key, lengths)
+    sums = scores.logsumexp(-1)
+    out = torch.einsum("bhlm,bmhd->blhd", (scores - sums[..., None]).exp(), value.float())
+    return out.to(value.dtype).contiguous(), sums
+
+
+@torch.library.custom_op(f"flow_grpo::attend_first_backward_{VERSION}", mutates_args=())
+def attend_first_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from that of `out`; keys and values that nobody attended to have 0."""
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    if query.is_cuda:
+        return _kernels()._flash_attn_bwd(
+            query,
+            key,
+            value,
+            out,
+            grad.contiguous(),
+            sums,
+            seqused_k=lengths,
+            deterministic=True,
+            dk=torch.zeros_like(key),  # it writes none for keys behind a row's length
+            dv=torch.zeros_like(value),
+        )
+    shares = (masked_scores(query, key, lengths) - sums[..., None]).exp()
+    of_shares = torch.einsum("blhd,bmhd->bhlm", grad.float(), value.float())
+    mean = (grad.float() * out.float()).sum(-1).transpose(1, 2)[..., None]
+    of_scores = shares * (of_shares - mean) / math.sqrt(query.shape[-1])
+    of_query = torch.einsum("bhlm,bmhd->blhd", of_scores, key.float())
+    of_key = torch.einsum("bhlm,blhd->bmhd", of_scores, query.float())
+    of_value = torch.einsum("bhlm,blhd->bmhd", shares, grad.float())
+    return tuple(x.to(query.dtype).contiguous() for x in (of_query, of_key, of_value))
+
+
+def masked_scores(query: Tensor, key: Tensor, lengths: Tensor) -> Tensor:
+    """[B, H, L, L] float32, -inf for keys behind a row's length."""
+    scores = torch.einsum("blhd,bmhd->bhlm", query.float(), key.float()) / math.sqrt(query.shape[-1])
+    behind = torch.arange(key.shape[1], device=key.device) >= lengths[:, None]
+    return scores.masked_fill(behind[:, None, None], -torch.inf)
+
+
+@attend_first.register_fake
+def _(query, key, value, lengths):
+    num_rows, num_tokens, heads, _ = query.shape
+    return value.new_empty(value.shape), query.new_empty(num_rows, heads, num_tokens, dtype=torch.float32)
+
+
+@attend_first_backward.register_fake
+def _(grad, query, key, value, lengths, out, sums):
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+@register_flop_formula(getattr(torch.ops.flow_grpo, f"attend_first_{VERSION}"))
+def _flops(query, key, *_, **named) -> int:
+    """Of the forward, from shapes: the compiler weighs what to compute twice by them."""
+    num_rows, num_queries, heads, width = query
+    return 4 * num_rows * heads * num_queries * key[1] * width
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, of_sums):
+    assert of_sums is None, "no gradient leads through the sums"
+    query, key, value, lengths, out, sums = ctx.saved_tensors
+    return *attend_first_backward(grad, query, key, value, lengths, out, sums), None
+
+
+attend_first.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,230 @@
+"""Linear layers that are not trained and keep their weights in 8 or 4 bits, with gradients of what they are given."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.kernels import stochastic_rounding
+
+E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa; arXiv:2209.05433
+LARGEST = torch.finfo(E4M3).max  # 448
+FEW_ROWS = 128  # below it reading W takes all of a product's time, and cuBLAS refuses some shapes
+SMALLEST_SCALE = 1e-12  # a row or block of zeros stays one
+NF4_BLOCK = 64  # weights of a scale, at most
+NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2305.14314, appendix E
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+class QuantisedLinear(nn.Module):
+    """x W^T + b of a stored W that gets no gradient. Its weight has no dtype that an optimizer or autocast would see,
+    and is in no state dict: `store` fills it.
+
+    Args:
+        out_features, in_features: of W.
+        bias: [out] or None.
+        dtype: of the result.
+        device: "meta" for a layer that is filled later.
+    """
+
+    rounds_x = False  # whether x has 8 bits in products, too; for results that enter neither a log-prob nor a loss
+    filled = False  # whether W is there before the model's own weights are read
+
+    def __init__(
+        self, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__()
+        self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        for name, tensor in self.empty(device).items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "QuantisedLinear":
+        """The layer in this precision, on the same device."""
+        weight = linear.weight
+        layer = cls(*weight.shape, linear.bias, weight.dtype, weight.device)
+        if not weight.is_meta:
+            layer.store(weight.detach())
+        return layer
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of W."""
+        return torch.Size((self.out_features, self.in_features))
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """What W is stored as, by name, without its numbers."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Fill in W [out, in], of any floating dtype and from any device; no more of it than this lies beside it."""
+        raise NotImplementedError
+
+
+class EightBitLinear(QuantisedLinear):
+    """W as rows of 8-bit floats, each with a float32 scale, unpacked for each product. Sides are multiples of 16."""
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """Rows, scales, and the norm of the longest row, which bounds what a product can become."""
+        if self.in_features % 16 or self.out_features % 16:
+            raise UserError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
+        return dict(
+            rows=torch.empty(self.shape, dtype=E4M3, device=device),
+            scale=torch.empty(self.out_features, 1, device=device),
+            longest=torch.empty(1, device=device),
+        )
+
+    def store(self, weight: Tensor) -> None:
+        """Each row by its largest."""
+        self._set(*quantise(weight.to(self.rows.device)))
+
+    def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
+        """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded stochastically,
+        with the scales of `base`, or a power of two times these where a row outgrows them. So without a change it is
+        `base`, number for number."""
+        total = (change / base.scale).add_(base.rows.float())
+        outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
+        growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
+        total.div_(growth).clamp_(-LARGEST, LARGEST)  # log2 may round down
+        self._set(stochastic_rounding.rounded(total, E4M3), base.scale * growth)
+
+    def _set(self, rows: Tensor, scale: Tensor) -> None:
+        self.rows.copy_(rows)
+        self.scale.copy_(scale)
+        self.longest.copy_((torch.linalg.vector_norm(rows.float(), dim=1, keepdim=True) * scale).max())
+
+    def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
+        if self.rounds_x and x.ndim > 2:
+            return float8_product(x, self.rows, self.scale, self.bias, largest).to(self.dtype)
+        return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
+
+
+class Float8Linear(EightBitLinear):
+    """Products of 8-bit rows of x and of W; sums in float32. Without gradients.
+
+    An x of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
+    """
+
+    rounds_x = True
+
+
+def float8_product(
+    x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None
+) -> Tensor:
+    """x W^T + b of 8-bit rows. x: [..., in]; rows: [out, in]; scale: [out, 1]; largest: [..., 1]. Returns bf16."""
+    assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
+    bias = None if bias is None else bias.to(torch.bfloat16)
+    if x[..., 0].numel() < FEW_ROWS:
+        return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
+    largest = None if largest is None else largest.flatten(0, -2)
+    return _product(x.flatten(0, -2), rows.T, scale.T, bias, largest).unflatten(0, x.shape[:-1])
+
+
+def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
+    """x [n, k], of |x| up to `largest` [n, 1], times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
+    rows, row_scale = quantise(padded(x), None if largest is None else padded(largest))
+    return product_of_rows(rows, row_scale, columns, scale, bias)[: len(x)]
+
+
+def padded(x: Tensor) -> Tensor:
+    """[n, k] with rows of zeros behind it, for cuBLAS, which asks for a multiple of 16."""
+    return F.pad(x, (0, 0, 0, -len(x) % 16))
+
+
+def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """e4m3 rows [n, k] of scales [n, 1] times e4m3 columns [k, m] of scales [1, m], plus bf16 [m]; [n, m] bf16."""
+    if not rows.is_cuda:  # CPUs have such products in newer versions of torch alone
+        product = rows.float() @ columns.float() * row_scale * scale
+        return (product if bias is None else product + bias).to(torch.bfloat16)
+    # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
+    # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
+    return torch._scaled_mm(
+        rows,
+        columns,
+        scale_a=row_scale,
+        scale_b=scale,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """W [out, in] of e4m3 rows and their scales [out, 1]."""
+    return (rows.float() * scale).to(dtype)
+
+
+def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[n, k] -> e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits; a row's largest becomes 448, or
+    what is given as such [n, 1]."""
+    largest = x.abs().amax(1, keepdim=True) if largest is None else largest
+    largest = largest.float().clamp(min=SMALLEST_SCALE)
+    return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
+
+
+class NF4Linear(QuantisedLinear):
+    """Products with W as 4-bit codes make it, in the result's dtype, in forward and backward anew."""
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """Two codes a byte, and a bfloat16 scale for a block of a row."""
+        if self.in_features % 2:
+            raise UserError(f"a layer of {self.in_features} columns has an odd number of 4-bit codes in a row")
+        num_blocks = self.in_features // math.gcd(self.in_features, NF4_BLOCK)
+        return dict(
+            codes=torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
+            scale=torch.empty(self.out_features, num_blocks, dtype=torch.bfloat16, device=device),
+        )
+
+    def store(self, weight: Tensor) -> None:
+        """Each weight as the nearest level of its block's largest."""
+        blocks = weight.to(self.scale.device).float().unflatten(1, (self.scale.shape[1], -1))
+        self.scale.copy_(blocks.abs().amax(2))
+        shares = blocks / self.scale.float().clamp(min=SMALLEST_SCALE)[..., None]
+        levels = nf4_levels(shares.device)
+        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+        self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return UnpackedProduct.apply(x.to(self.dtype), self.codes, self.scale, self.bias)
+
+
+class UnpackedProduct(torch.autograd.Function):
+    """x W^T + b and the gradient of x, in the dtype of x. W, as it is stored, is unpacked for each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in]; stored: e4m3 [out, in] or codes [out, in / 2]; scale: [out, blocks of a row]."""
+        ctx.save_for_backward(stored, scale)
+        return F.linear(x, _weight(stored, scale, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """grad: [..., out]."""
+        stored, scale = ctx.saved_tensors
+        return grad @ _weight(stored, scale, grad.dtype), None, None, None
+
+
+def _weight(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (nf4_weight if stored.dtype == torch.uint8 else unpacked)(stored, scale, dtype)
+
+
+@lru_cache
+def nf4_levels(device: torch.device) -> Tensor:
+    """[16] f32; once per device, since a copy from the host would wait for it."""
+    return torch.tensor(NF4_LEVELS, device=device)
+
+
+def nf4_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """W [out, in] of 4-bit codes, a byte's high one first."""
+    numbers = torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()
+    blocks = nf4_levels(codes.device)[numbers].unflatten(1, (scale.shape[1], -1))
+    return (blocks * scale[..., None].float()).flatten(1).to(dtype)

@@ -1,0 +1,1 @@
+"""Metrics, dashboards, health, reports, the model card."""

@@ -1,0 +1,288 @@
+"""Where a run's numbers, images and progress go. The only module that prints.
+
+A run folder holds config.json, metrics.jsonl and images/, what the trackers of config.logger keep (wandb/,
+tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward` and `plot_samples` redraw from the
+folder alone. Where no tracker is open, report.html is written at every evaluation.
+"""
+
+import functools
+import json
+import math
+import re
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+from tqdm import tqdm
+
+from flow_grpo.base import folders
+from flow_grpo.base.errors import WriteFailed
+from flow_grpo.base.pixels import to_uint8
+from flow_grpo.monitoring import report, trackers
+from flow_grpo.monitoring.metrics import is_known
+from flow_grpo.monitoring.plots import (
+    contact_sheet,
+    damaged_lines,
+    fit,
+    keep_panel,
+    plot_reward,
+    plot_samples,
+    read_metrics,
+    read_panel,
+)
+
+LINE_EVERY_S = 60  # of what takes long, where there is no terminal
+
+
+def on_main(method):
+    """Run a Dashboard's method on the main rank only, and say what to do when its disk is full."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs) if self.is_main else None
+        except OSError as error:
+            if error.errno not in folders.FULL:
+                raise
+            advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
+            full = WriteFailed(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
+            full.errno = error.errno  # which the sentence need not repeat
+            raise full from error
+
+    return call
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bars; nothing for ""."""
+    if text:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+class Dashboard:
+    """A run's trackers, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
+
+    Args:
+        config: of the run.
+        synchronize: waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
+    """
+
+    def __init__(self, run_dir, config, name: str, is_main: bool, synchronize=None):
+        self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
+        self.synchronize = synchronize or (lambda: None)
+        self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
+        self.since_epoch = []  # records logged after the last one of kind "epoch"
+        self.trackers, self.unlisted = [], set()  # names that METRICS does not explain
+        self._open(name)
+
+    @on_main
+    def _open(self, name):
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        config = plain(self.config.to_dict())
+        folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        (self.run_dir / "images").mkdir(exist_ok=True)
+        self._set_damage_aside()
+        if notice := trackers.notice(self.config):
+            self.say(notice)
+        self.trackers = trackers.open_all(self.run_dir, self.config, name)
+        self._recall()
+
+    def _set_damage_aside(self):
+        """A run goes on without what is damaged; the files are kept under other names."""
+        metrics, id_file, first = (self.run_dir / name for name in ("metrics.jsonl", "wandb_id", "images/first.npz"))
+        if lines := damaged_lines(self.run_dir):
+            numbers = ", ".join(map(str, lines[:8])) + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+            shutil.copy2(metrics, aside := metrics.with_suffix(".damaged.jsonl"))
+            say(f"{metrics}: line {numbers} cannot be read and is left out; the file as it was is {aside}")
+        if id_file.exists() and not re.fullmatch(rb"[\w-]{1,64}", id_file.read_bytes()):
+            id_file.unlink()
+            say(f"{id_file} holds no name of a wandb run: the run goes on as a new one there")
+        if first.exists() and read_panel(first) is None:
+            first.replace(aside := first.with_suffix(".damaged.npz"))
+            say(f"{first} cannot be read and is now {aside}: the next evaluation's images are the first of samples.png")
+
+    def _recall(self):
+        records = read_metrics(self.run_dir)
+        self.lines = len(records)
+        self.latest = {name: value for record in records for name, value in record.items()}
+
+    def history(self) -> list[dict[str, float]]:
+        """The lines so far; [] on other ranks than the main one."""
+        return read_metrics(self.run_dir) if self.is_main else []
+
+    @on_main
+    def say(self, text: str) -> None:
+        """Print a line above the progress bars."""
+        say(text)
+
+    @on_main
+    def truncate(self, epoch: int, kinds: Collection[str] = ()) -> None:
+        """Before the first log: forget the lines from `epoch` on, and a last line that a kill cut short.
+
+        Args:
+            kinds: of lines of this very epoch that stay.
+        """
+        if epoch and not (self.run_dir / "metrics.jsonl").exists():
+            say(f"{self.run_dir} has no metrics.jsonl: curves, health and the figures before training begin anew")
+        stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
+        records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
+        self.since_epoch = [line for line in records if line["epoch"] == epoch]
+        scratch = self.run_dir / "metrics.jsonl.tmp"
+        scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
+        scratch.replace(self.run_dir / "metrics.jsonl")
+        self._recall()
+
+    @on_main
+    def log(
+        self, kind: str, values: dict[str, float], *, epoch: int, step: int, seconds_left: float = math.inf
+    ) -> None:
+        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation".
+
+        Args:
+            seconds_left: after which the run ends with its epoch, for an epoch's ETA.
+        """
+        assert kind in ("update", "epoch", "eval", "test", "validation"), kind
+        record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
+        if kind == "epoch":
+            record |= self._pop_times(record.get("images"))
+        self.unlisted |= {name for name in record if not is_known(name, self.config)}
+        with (self.run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain({"kind": kind, **record})) + "\n")
+        for tracker in self.trackers:
+            tracker.log(record, self.lines)
+        self.lines += 1
+        self.latest |= record
+        self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
+        if kind != "update":
+            tqdm.write(self._summary(kind, epoch, values, seconds_left), file=sys.stdout)
+            sys.stdout.flush()
+
+    @contextmanager
+    def timed(self, phase: str):
+        """Add the seconds spent inside to time/<phase>_s of the next "epoch" line."""
+        self.synchronize()
+        start = time.perf_counter()
+        self.epoch_start = start if self.epoch_start is None else self.epoch_start
+        yield
+        self.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+
+    def _pop_times(self, images):
+        if self.epoch_start is None:
+            return {}
+        epoch_s = time.perf_counter() - self.epoch_start
+        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()} | {"time/epoch_s": epoch_s}
+        if images is not None:
+            training_s = epoch_s - self.seconds["eval"] - self.seconds["save"]
+            times["images_per_s"] = (images - self.latest.get("images", 0)) / training_s
+        self.seconds.clear()
+        self.epoch_start = None
+        self.epochs_s.append(epoch_s)
+        return times
+
+    def _summary(self, kind, epoch, values, seconds_left):
+        evals = sorted(name for name in self.latest if name.startswith("eval/"))
+        held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
+        tests = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
+        names = {"eval": evals, "test": tests, "validation": held_out}.get(
+            kind, ["reward/avg", *evals, held_out[0], "loss", "grad_norm"]
+        )
+        figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
+        if kind != "epoch":
+            return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *figures])
+        total = self.config.num_epochs
+        if self.epochs_s:
+            figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
+            mean_s = sum(self.epochs_s) / len(self.epochs_s)
+            epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
+            figures.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
+        return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
+
+    def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
+        """The same under a progress bar; where there is no terminal, with a line a minute."""
+        if not self.is_main:
+            return iterable
+        if sys.stderr.isatty():
+            return tqdm(iterable, desc, total, leave=False, dynamic_ncols=True)
+        return self._with_lines(iterable, desc, len(iterable) if total is None else total)
+
+    def _with_lines(self, iterable: Iterable, desc: str, total: int) -> Iterator:
+        start = last = time.perf_counter()
+        for number, item in enumerate(iterable):
+            now = time.perf_counter()
+            if now - last >= LINE_EVERY_S and number:
+                left = tqdm.format_interval((now - start) / number * (total - number))
+                self.say(f"{desc}: {number}/{total}, {left} left")
+                last = now
+            yield item
+
+    @on_main
+    def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval", scores=None):
+        """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
+        images/<name>_<epoch>.png, with a .json of the same name that says what is where.
+
+        Of "eval", the first and the last are kept for samples.png.
+
+        Args:
+            scores: prompt -> its reward, of all prompts, not only those that are shown.
+        """
+        pictures = [Image.fromarray(p) for p in to_uint8(images)]
+        figures = [""] * len(pictures) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
+        labels = [" | ".join(filter(None, pair)) for pair in zip(captions, figures, strict=True)]
+        whole, pictures = pictures, [fit(picture) for picture in pictures]
+        sheet = contact_sheet(pictures, captions, figures)
+        for tracker in self.trackers:
+            tracker.log_images(name, whole, labels, sheet.page, {"epoch": epoch, "step": step}, self.lines)
+        file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
+        file.parent.mkdir(exist_ok=True)
+        cells = [dict(caption=c, reward=f, box=box) for c, f, box in zip(captions, figures, sheet.boxes, strict=True)]
+        file.with_suffix(".json").write_text(json.dumps(plain({"cells": cells, "scores": scores or {}})))
+        sheet.page.save(file)
+        if name == "eval":
+            keep_panel(self.run_dir, pictures, captions, [float(reward) for reward in rewards], epoch)
+            self._report()
+
+    def _report(self):
+        """Without a tracker, write report.html. A run does not end because its page cannot be drawn."""
+        if self.trackers:
+            return
+        try:
+            report.write([self.run_dir], self.run_dir / "report.html")
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in folders.FULL:
+                raise
+            self.say(
+                f"report.html could not be drawn: {error!r}; "
+                f"python -m flow_grpo.monitoring.report {self.run_dir} tries again"
+            )
+
+    @on_main
+    def finish(self) -> None:
+        """Draw reward.png and samples.png, say what METRICS does not explain, and close the trackers."""
+        plot_reward(self.run_dir)
+        plot_samples(self.run_dir)
+        if self.unlisted:
+            self.say(f"logged without a row in flow_grpo/monitoring/metrics.py: {', '.join(sorted(self.unlisted))}")
+        self._report()
+        self.close()
+
+    @on_main
+    def close(self) -> None:
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = []
+
+
+def plain(value):
+    """The same value as valid JSON: NaN and infinities become the strings "nan", "inf", "-inf", which float() reads."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

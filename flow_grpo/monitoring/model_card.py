@@ -1,0 +1,221 @@
+"""What lets others use a run's weights: a model card, the files by which peft loads a LoRA, and links to the pipeline
+around full weights. All of it is made from the run's folder, after training or later."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import jinja2
+from huggingface_hub import ModelCard, ModelCardData
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flow_grpo.base import folders, shipped
+from flow_grpo.base.quoting import in_one_line
+from flow_grpo.checkpoints import best
+from flow_grpo.monitoring import report
+from flow_grpo.weights import lora_files
+
+PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
+PICTURES = ("samples.png", "reward.png")
+ADDED = (*PICTURES, "README.md", "adapter_config.json", "adapter_model.safetensors", "model_index.json")
+ALGORITHMS = {  # config.algorithm -> for the card
+    "grpo": "Flow-GRPO (arXiv:2505.05470)",
+    "pr": "Flow-GRPO with per-step branches (TempFlow-GRPO, arXiv:2508.04324)",
+    "nft": "DiffusionNFT (arXiv:2509.16117)",
+    "dpo": "Diffusion-DPO (arXiv:2311.12908)",
+}
+
+
+def complete(run_folder: Path) -> list[str]:
+    """Add to the last weights and to the best ones what others need; what there is to tell the user."""
+    run, notices = report.read(run_folder, run_folder.resolve().name), []
+    for folder in filter(None, [run_folder, best.find(run_folder)]):
+        for name in ADDED:
+            folders.own(folder / name)
+        if run.config.lora.rank and (reason := problem(folder)):
+            notices.append(f"not everything that others need was added to {folder}: {reason}")
+            continue
+        if run.config.lora.rank:
+            add_peft_files(folder, run.config.model)
+            notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
+        else:
+            link_pipeline(folder, run.config.model)
+        write_card(run, folder)
+    return notices
+
+
+def problem(folder: Path) -> str:
+    """Why the file in a folder that has a LoRA file's name is none; "" for a sound one."""
+    try:
+        lora_files.read(folder)
+    except ValueError as error:
+        return in_one_line(error)
+    return ""
+
+
+def changes_nothing(folder: Path) -> str:
+    """Why a LoRA leaves its base as it is; "" where it does not."""
+    with safe_open(folder / lora_files.FILE, framework="pt") as file:
+        if any(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name):  # noqa: SIM118
+            return ""
+    evaluation = best.read(folder.parent) if folder.name == best.NAME else None
+    if evaluation and evaluation.epoch == 0:
+        return "the LoRA changes nothing, since no evaluation was better than the one before training"
+    return "the LoRA changes nothing: all of its B weights are 0, as before the first update that had a gradient"
+
+
+def add_peft_files(folder: Path, base: str) -> None:
+    """Write adapter_config.json and adapter_model.safetensors, by which peft loads what LORA_FILE holds."""
+    adapter = lora_files.read(folder)
+    config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.layers))
+    config.base_model_name_or_path, config.inference_mode = base, True
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True))
+    weights = load_file(folder / lora_files.FILE)
+    renamed = {PEFT_PREFIX + name.removeprefix(OUR_PREFIX): weight for name, weight in weights.items()}
+    save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    folders.as_any_new_file(folder / "adapter_model.safetensors")
+
+
+def base_folder(model: str) -> Path | None:
+    """Where a model's files lie on this machine; None where nothing is downloaded."""
+    if Path(shipped.find(model)).is_dir():
+        return Path(shipped.find(model)).resolve()
+    try:
+        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError, OSError):
+        return None
+
+
+def link_pipeline(folder: Path, model: str) -> None:
+    """Put the base's other parts beside transformer/, as links, so that diffusers loads the folder as a pipeline."""
+    base = base_folder(model)
+    if base is None or not (base / "model_index.json").is_file():
+        return
+    for part in base.iterdir():
+        link = folder / part.name
+        if part.is_dir() and part.name != "transformer" and not link.exists():
+            link.unlink(missing_ok=True)  # one that leads nowhere any more
+            link.symlink_to(part, target_is_directory=True)
+    shutil.copy(base / "model_index.json", folder)
+
+
+def write_card(run: report.Recorded, folder: Path) -> None:
+    """Write README.md, with the pictures that it shows beside it."""
+    for name in PICTURES:
+        if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
+            shutil.copy(run.folder / name, folder)
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["cell"] = lambda value: re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+    template = Path(__file__).parents[1] / "assets" / "model_card.md"
+    text = environment.from_string(template.read_text()).render(contents(run, folder))
+    (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")
+
+
+def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
+    """What the card says, by the names of its template."""
+    config, is_hub_id = run.config, not Path(shipped.find(run.config.model)).exists()
+    base = config.model if is_hub_id else _without_the_machine(Path(shipped.find(config.model)).resolve())
+    return dict(
+        name=run.label,
+        kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
+        base=base,
+        base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
+        algorithm=ALGORITHMS.get(config.algorithm, config.algorithm),
+        split="Test",
+        before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
+        num_prompts=config.eval.num_prompts,
+        num_steps=config.eval.num_steps,
+        guidance_scale=config.eval.guidance_scale,
+        pictures=[folder / name for name in PICTURES if (folder / name).is_file()],
+        lora=bool(config.lora.rank),
+        facts=facts(run, folder),
+        settings=public_settings(run),
+        licence=licence_text(run.config.model, base),
+    )
+
+
+def _without_the_machine(model: Path) -> str:
+    """A folder's name; of what is shipped the path in a checkout."""
+    package = shipped.PACKAGE.resolve()
+    return str(model.relative_to(package.parent)) if model.is_relative_to(package) else model.name
+
+
+def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, str]]:
+    """Name, figure before training, figure of these weights; on the test prompts."""
+    tests = [record for record in run.records if record["kind"] == "test"]
+    first = next((record for record in tests if record["epoch"] == 0), {})
+    last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
+    names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
+    return [(name, f"{first.get(f'test/{name}', float('nan')):.4g}", f"{last[prefix + name]:.4g}") for name in names]
+
+
+def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
+    """What was trained, on what, for how long."""
+    config, lines = run.config, [record for record in run.records if record["kind"] == "epoch"]
+    steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
+    rewards = {key: value for key, value in run.stored.items() if key.startswith("reward_fn.")}
+    averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
+    chosen = best.read(run.folder) if folder.name == best.NAME else None
+    return [
+        ("prompts", Path(config.dataset).name),
+        (
+            "rewards and weights",
+            ", ".join(f"{key.removeprefix('reward_fn.')} {value}" for key, value in rewards.items()),
+        ),
+        ("epochs, updates, images", f"{len(lines)}, {steps}, {images}"),
+        ("weights", averaged if steps >= config.train.ema_interval else "as trained: no averaging had begun"),
+        ("chosen", f"best {chosen.best_by}, after {chosen.epoch} epochs" if chosen else "the last"),
+        ("seed", str(run.stored.get("seed", ""))),
+        ("size", _size(run.stored)),
+    ]
+
+
+def _size(stored: dict[str, Any]) -> str:
+    """Of the images it was trained with, and of the measured ones where these have another."""
+    trained = [stored.get(side, "") for side in ("height", "width")]
+    measured = [stored.get(f"eval.{side}") or stored.get(side, "") for side in ("height", "width")]
+    differs = f"; measured at {measured[0]} x {measured[1]}" if measured != trained else ""
+    return f"{trained[0]} x {trained[1]} pixels, height first{differs}"
+
+
+def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
+    """Settings that differ from the defaults, without paths, addresses and secrets of the machine."""
+    rows = [(key, value) for key, _, value in report.changed_settings([run]).rows if value]
+    private = ("reward.", "embeddings_cache", "lora.path", "preferences.", "dataset", "model", "reward_fn.")
+    return [(key, value) for key, value in rows if not key.startswith(private) and not re.match(r"[/~]|\w+://", value)]
+
+
+def base_licence(model: str) -> ModelCardData | None:
+    """What the base's own card says, where it lies on this machine."""
+    folder = base_folder(model)
+    if folder is None or not (folder / "README.md").is_file():
+        return None
+    return ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+
+
+def licence_text(model: str, base: str) -> str:
+    """What the card says of licences."""
+    data = base_licence(model)
+    known = f"It names: {data.get('license_name') or data.license}. " if data is not None and data.license else ""
+    return f"The licence of the base model, {base}, holds for these weights, too. {known}Read it before you share them."
+
+
+def front_matter(run: report.Recorded) -> str:
+    """The card's data for the hub, as YAML."""
+    data, model = base_licence(run.config.model), run.config.model
+    tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{run.config.algorithm}"]
+    named = {key: data.get(key) for key in ("license_name", "license_link") if data is not None and data.get(key)}
+    return ModelCardData(
+        base_model=None if Path(shipped.find(model)).exists() else model,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        license=data.license if data is not None else None,
+        tags=tags + (["lora", "peft"] if run.config.lora.rank else []),
+        **named,
+    ).to_yaml()

@@ -1,0 +1,266 @@
+"""What a run has come to, or what several have, on one page: report.html needs no server and no network.
+
+    python -m flow_grpo.monitoring.report RUN [RUN ...] [--out report.html]
+
+Everything is read from the runs' folders. One run's page is written into its folder.
+"""
+
+import argparse
+import base64
+import io
+import json
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+from ml_collections import ConfigDict
+
+from flow_grpo.base import folders
+from flow_grpo.base.errors import UserError
+from flow_grpo.monitoring import health, metrics, plots
+from flow_grpo.settings import command_line, table
+
+SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"
+GROUPS = {  # title -> what the names of its curves look like
+    "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{SPREADS})[^/]+$",
+    "Signal within groups": rf"(reward|eval)/.*{SPREADS}",
+    "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
+    "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_abs_mean",
+    "Health": "health/|parity/log_prob_abs_diff_max$",
+}
+NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm")  # settings that say nothing
+MOST_EVALUATIONS = 12  # whose images are on the page
+NUM_PROMPTS = 5  # best ones, and worst ones
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run as its folder tells it."""
+
+    label: str
+    folder: Path
+    stored: dict[str, Any]  # config.json, flat
+    config: ConfigDict  # the same; settings that are younger than the run have their defaults
+    records: list[dict[str, float]]
+
+
+class Panel(NamedTuple):
+    """A curve of every run."""
+
+    name: str
+    unit: str
+    meaning: str
+    expect: str
+    svg: str
+
+
+class Moment(NamedTuple):
+    """An evaluation's images."""
+
+    title: str
+    cells: list[tuple[str, str, str]]  # picture as a data: address, prompt, reward
+
+
+class Table(NamedTuple):
+    head: list[str]
+    rows: list[list[str]]
+
+
+def read(folder: Path, label: str) -> Recorded:
+    """Raises UserError for what is no run's folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} is no run's folder: {path} does not exist")
+    stored, config = table.flat(ConfigDict(folders.read_json(path))), table.default_config()
+    with config.unlocked(), config.ignore_type():
+        for key in set(stored) & set(table.BY_KEY):
+            section, _, name = key.rpartition(".")
+            (config[section] if section else config)[name] = stored[key]
+    return Recorded(label, folder, stored, config, plots.read_metrics(folder))
+
+
+def curve(run: Recorded, name: str) -> plots.Line | None:
+    """One figure over epochs, of all lines that have it; those of one epoch's updates lie side by side."""
+    points = [(record["epoch"], record[name]) for record in run.records if name in record]
+    count, seen, epochs = Counter(epoch for epoch, _ in points), Counter(), []
+    for epoch, _ in points:
+        epochs.append(epoch + seen[epoch] / count[epoch])
+        seen[epoch] += 1
+    return plots.Line(run.label, np.array(epochs), np.array([value for _, value in points])) if points else None
+
+
+def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
+    """The curves of each group, and those of names that METRICS does not explain."""
+    logged = {name: None for run in runs for record in run.records for name in record if name != "kind"}
+    chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
+    single = [name for name in logged if name.partition("/")[2] != "avg" and _repeats_the_sum(runs, name)]
+    chosen = {title: [name for name in names if name not in single] for title, names in chosen.items()}
+    chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.is_known(name)]
+    return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+
+
+def _repeats_the_sum(runs: Sequence[Recorded], name: str) -> bool:
+    """Whether a reward is the only one, so that the weighted sum says what it says."""
+    total = f"{name.partition('/')[0]}/avg"
+    return all(record[name] == record.get(total) for run in runs for record in run.records if name in record)
+
+
+def panel(runs: Sequence[Recorded], name: str) -> Panel:
+    """One figure of all runs, and what the table of metrics says of it."""
+    key, metric = metrics.explain(name) or (name, metrics.Metric("", "logged by a script of your own", ""))
+    limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
+    expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
+    return Panel(name, metric.unit, metric.meaning, expect, plots.svg_panel([curve(run, name) for run in runs], limit))
+
+
+def summary(runs: Sequence[Recorded]) -> Table:
+    """A row per run: how far it is, and its evaluation before, last and at its best."""
+    head = ["run", "epochs", "hours", "evaluation", "before", "last", "best", "epochs with an alarm"]
+    return Table(head, [_summary_row(run) for run in runs])
+
+
+def _summary_row(run: Recorded) -> list[str]:
+    epochs = [record for record in run.records if record["kind"] == "epoch"]
+    hours = sum(record.get("time/epoch_s", 0.0) for record in epochs) / 3600
+    name = f"eval/{run.config.eval.best_by}"
+    values = [(record[name], int(record["epoch"])) for record in run.records if name in record]
+    before, last = (f"{values[i][0]:.4g}" if values else "" for i in (0, -1))
+    best = max((value for value in values if math.isfinite(value[0])), default=None)
+    alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
+    best_text = f"{best[0]:.4g} (after {best[1]} epochs)" if best else ""
+    return [
+        *(run.label, f"{len(epochs)} of {run.config.num_epochs}", f"{hours:.3g}", name),
+        *(before, last, best_text, str(alarmed)),
+    ]
+
+
+def alarms(run: Recorded) -> list[str]:
+    """One sentence per alarm and stretch of epochs, as it was at the end of the stretch."""
+    exceeded = {record["epoch"] for record in run.records if record.get("health/limits_exceeded")}
+    epochs, sentences, start = health.by_epoch(run.records, run.config), [], None
+    for number, epoch in enumerate(epochs):
+        if epoch.number not in exceeded:
+            continue
+        start = epoch.number if start is None else start
+        if number + 1 == len(epochs) or epochs[number + 1].number not in exceeded:
+            stretch = f"epoch {start + 1}" if start == epoch.number else f"epochs {start + 1} to {epoch.number + 1}"
+            verdict = health.judge(epochs[: number + 1], run.config.health)
+            sentences += [f"{run.label}, {stretch}: {alarm.sentence}" for alarm in verdict.alarms]
+            start = None
+    return sentences
+
+
+def moments(run: Recorded) -> list[Moment]:
+    """The panel's images at evenly spread evaluations, the first and the last among them."""
+    sheets = sorted((run.folder / "images").glob("eval_*.png"))
+    count = min(len(sheets), MOST_EVALUATIONS)
+    sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
+    return [
+        Moment(
+            f"after {int(sheet.stem.removeprefix('eval_'))} epochs",
+            [(data_address(picture), caption, reward) for picture, caption, reward in plots.panel_pictures(sheet)],
+        )
+        for sheet in sheets
+    ]
+
+
+def data_address(picture: plots.Image.Image) -> str:
+    """A picture as the address of itself."""
+    stream = io.BytesIO()
+    picture.save(stream, format="webp", quality=80)
+    return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def prompts(run: Recorded) -> dict[str, Table]:
+    """The best and the worst of the last evaluation's prompts, with their reward before training."""
+    files = sorted((run.folder / "images").glob("eval_*.json"))
+    if not files:
+        return {}
+    first, last = ({k: float(v) for k, v in json.loads(files[i].read_text())["scores"].items()} for i in (0, -1))
+    order = sorted((prompt for prompt in last if math.isfinite(last[prompt])), key=last.get)
+    chosen = {"Best prompts": order[::-1][:NUM_PROMPTS], "Worst prompts": order[:NUM_PROMPTS]}
+    head = ["prompt", "before", "last"]
+    return {
+        title: Table(head, [[p, f"{first.get(p, math.nan):.3f}", f"{last[p]:.3f}"] for p in names])
+        for title, names in chosen.items()
+        if names
+    }
+
+
+def changed_settings(runs: Sequence[Recorded]) -> Table:
+    """Settings in which a run differs from the defaults; no secret among them."""
+    defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
+    keys = sorted({key for run in runs for key in run.stored} | {*defaults})
+    keys = [key for key in keys if key not in NOT_SHOWN and not key.endswith("token")]
+    rows = [[key, *(_shown(values.get(key)) for values in (defaults, *(run.stored for run in runs)))] for key in keys]
+    rows = [row for row in rows if any(value != row[1] for value in row[2:])]
+    return Table(["setting", "default", *(run.label for run in runs)], rows)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def phases(runs: Sequence[Recorded]) -> Table:
+    """Mean seconds of an epoch's phases, its rate, and its memory."""
+    epochs = [[record for record in run.records if record["kind"] == "epoch"] for run in runs]
+    names = sorted({name for lines in epochs for line in lines for name in line if name.startswith("time/")})
+    names += ["images_per_s", "memory/peak_gib"]
+    columns = [[[line[name] for line in lines if name in line] for name in names] for lines in epochs]
+    means = [[f"{statistics.fmean(values):.4g}" if values else "" for values in column] for column in columns]
+    return Table(
+        ["mean of an epoch", *(run.label for run in runs)], [[name, *row] for name, *row in zip(names, *means)]
+    )
+
+
+def page(runs: Sequence[Recorded]) -> str:
+    """The whole page. Everything that comes from a run is escaped."""
+    template = Path(__file__).parents[1] / "assets" / "report.html"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(template.read_text()).render(
+        title=" · ".join(run.label for run in runs),
+        summary=summary(runs),
+        groups=panels(runs),
+        alarms=[sentence for run in runs for sentence in alarms(run)],
+        runs=[(run, moments(run), prompts(run)) for run in runs],
+        settings=changed_settings(runs),
+        phases=phases(runs),
+    )
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, or their paths where two have the same."""
+    names = [folder.resolve().name for folder in folders]
+    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names)]
+
+
+def write(folders: Sequence[Path], file: Path) -> None:
+    """Draw the page of some runs; whoever looks at it meanwhile sees the old one, or the new one."""
+    text = page([read(folder, label) for folder, label in zip(folders, labels(folders))])
+    scratch = file.with_suffix(".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
+    args = parser.parse_args(arguments)
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
+    write(args.runs, out)
+    sys.stdout.write(f"{out}\n")
+
+
+if __name__ == "__main__":
+    with command_line.sentences():
+        main()

@@ -1,0 +1,116 @@
+"""Where else a run's curves go, as config.logger says: wandb, tensorboard. Each is imported when a run asks for it."""
+
+import importlib.util
+import os
+import uuid
+from pathlib import Path
+
+import numpy as np
+from ml_collections import ConfigDict
+from PIL import Image
+
+from flow_grpo.base.errors import UserError
+
+NAMES = {"wandb": ("wandb",), "tensorboard": ("tensorboard",), "none": ()}
+
+
+class Wandb:
+    """The run in wandb, offline unless WANDB_MODE says otherwise."""
+
+    def __init__(self, run_dir: Path, config: ConfigDict, name: str):
+        import wandb
+
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
+            name=name,
+            dir=run_dir,
+            id=id_file.read_text(),
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=config.to_dict(),
+            settings=wandb.Settings(silent=True, console="off"),
+            reinit="finish_previous",
+        )
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, record: dict[str, float], line: int) -> None:
+        """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""
+        self.run.log(record, step=line)
+
+    def log_images(
+        self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
+    ) -> None:
+        """Show pictures under images/<name>, each with its label."""
+        import wandb
+
+        kind = "png" if max(pictures[0].size) <= 256 else "jpg"
+        shown = [wandb.Image(p, caption=label, file_type=kind) for p, label in zip(pictures, labels, strict=True)]
+        self.run.log({f"images/{name}": shown, **at}, step=line)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
+
+    def __init__(self, run_dir: Path, config: ConfigDict, name: str):
+        self.folder, self.writer = run_dir / "tensorboard", None
+
+    def _opened(self, step: int):
+        """Open at the first figure: what an abandoned future of a resumed run has written after it is to be hidden."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder, purge_step=step + 1 if self.folder.exists() else None)
+        return self.writer
+
+    def log(self, record: dict[str, float], line: int) -> None:
+        """Log the record of a line of metrics.jsonl."""
+        writer = self._opened(int(record["step"]))
+        for name, value in record.items():
+            if name != "step":
+                writer.add_scalar(name, value, int(record["step"]))
+
+    def log_images(
+        self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
+    ) -> None:
+        """Show the sheet, which has prompts and rewards in it, under images/<name>."""
+        self._opened(at["step"]).add_image(f"images/{name}", np.asarray(sheet), at["step"], dataformats="HWC")
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; a folder of its name, such as a run's wandb/, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def check(logger: str) -> None:
+    """Raises UserError where config.logger asks for tensorboard and its package is missing."""
+    if logger == "tensorboard" and not is_installed("tensorboard"):
+        raise UserError(f"config.logger is {logger!r}, but tensorboard is not installed: pip install tensorboard")
+
+
+def open_all(run_dir: Path, config: ConfigDict, name: str) -> list[Wandb | TensorBoard]:
+    """The trackers of config.logger that are installed."""
+    logger = config.get("logger", "wandb")
+    return [KINDS[kind](run_dir, config, name) for kind in NAMES[logger] if is_installed(kind)]
+
+
+def notice(config: ConfigDict) -> str:
+    """What to tell the user, if anything: wandb is the default, so a run goes on without it."""
+    if "wandb" in NAMES[config.get("logger", "wandb")] and not is_installed("wandb"):
+        return "wandb is not installed, so it will show nothing; pip install wandb, or set config.logger to 'none'"
+    return ""

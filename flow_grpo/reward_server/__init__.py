@@ -1,0 +1,1 @@
+"""Any reward behind HTTP."""

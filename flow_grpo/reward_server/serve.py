@@ -1,0 +1,101 @@
+"""The command line of a reward server."""
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import socket
+import sys
+from contextlib import suppress
+
+import torch
+
+from flow_grpo import rewards
+from flow_grpo.base.errors import UserError
+from flow_grpo.reward_server.listening import serve
+from flow_grpo.reward_server.requests import Limits
+from flow_grpo.reward_server.server import make_app
+from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.settings.command_line import sentences
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The arguments."""
+    defaults = Limits()
+    parser = argparse.ArgumentParser(description="Serve a reward file; see docs/howto/reward_servers.md.")
+    parser.add_argument("name", help="a file of flow_grpo/rewards, or of a folder in FLOW_GRPO_REWARDS")
+    parser.add_argument("--port", type=int, default=18087, help="0 = any that is free")
+    parser.add_argument("--host", default="127.0.0.1", help="who may connect; 0.0.0.0 or :: = everyone")
+    parser.add_argument("--token-file", default="", help="holds the token; without it the environment's REWARD_TOKEN")
+    parser.add_argument("--without-token", action="store_true", help="other machines may connect without one")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
+    parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="images scored together")
+    parser.add_argument("--max-delay-s", type=float, default=defaults.max_delay_s, help="an image waits for others")
+    parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="images in line, then HTTP 429")
+    parser.add_argument("--max-body-mib", type=int, default=defaults.max_body_bytes >> 20, help="of a request")
+    memory_gib = defaults.max_memory_bytes / 2**30
+    parser.add_argument("--max-memory-gib", type=float, default=memory_gib, help="of all requests, then HTTP 429")
+    parser.add_argument("--max-side", type=int, default=defaults.max_side, help="pixels of an image")
+    parser.add_argument("--parent", type=int, default=0, help="end when this process is no longer the parent")
+    return parser.parse_args(args)
+
+
+def announce(url: str) -> None:
+    """Who started this server reads its address from the first line."""
+    sys.stdout.write(url + "\n")
+    sys.stdout.flush()
+
+
+def main(args: list[str] | None = None) -> None:
+    """Load the reward, print the server's address, serve until stopped.
+
+    Raises:
+        UserError: for what a user can mend, before the reward is loaded.
+    """
+    with suppress(KeyboardInterrupt):
+        parsed = parse(args)
+        token = read_token(parsed.token_file)
+        check(parsed, token)
+        score = rewards.load(parsed.name, torch.device(parsed.device), parsed.options)
+        limits = Limits(
+            batch_size=parsed.batch_size,
+            max_delay_s=parsed.max_delay_s,
+            max_waiting=parsed.max_waiting,
+            max_body_bytes=parsed.max_body_mib << 20,
+            max_side=parsed.max_side,
+            max_memory_bytes=int(parsed.max_memory_gib * 2**30),
+        )
+        app = make_app(parsed.name, score, limits, token)
+        asyncio.run(serve(app, parsed.host, parsed.port, announce, limits.idle_s, parsed.parent))
+
+
+def check(parsed: argparse.Namespace, token: str) -> None:
+    """Raises UserError for what a user can mend."""
+    rewards.check_rewards({parsed.name: 1.0})
+    rewards.check_options(parsed.name, parsed.options)
+    if not 0 <= parsed.port < 2**16:
+        raise UserError(f"--port is {parsed.port}; it may be 0 to 65535")
+    if not token and not parsed.without_token and not is_loopback(parsed.host):
+        raise UserError(
+            f"--host {parsed.host} lets other machines connect, and there is no token: set REWARD_TOKEN in the "
+            "environment or name a file by --token-file, for the server and its clients; or say --without-token"
+        )
+    try:
+        torch.empty(0, device=parsed.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device is {parsed.device!r}: {str(error).splitlines()[0]}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address. Raises UserError for what is none."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UserError(f"--host is {host!r}, which is no address: {error}") from error
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+if __name__ == "__main__":
+    with sentences():
+        main()

@@ -1,0 +1,165 @@
+"""A reward file as a server: POST /score, GET /health, GET /version. See wire.py for what is sent.
+
+Requests wait in line and are scored together, up to a batch size; a full line is answered with 429. A request that is
+repeated (same Idempotency-Key) gets the first one's answer.
+"""
+
+import asyncio
+import hmac
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import asynccontextmanager, suppress
+
+import torch
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from flow_grpo import rewards
+from flow_grpo.base.threads import Threads
+from flow_grpo.reward_server.requests import Hold, Job, Limits, Memory, read_job
+
+PROTOCOL = 1
+REMEMBERED = 4096  # answers
+DECODERS = 2  # threads that decode images
+
+
+class Line:
+    """Jobs in line, and the thread that scores them."""
+
+    def __init__(self, name: str, score: Callable, limits: Limits):
+        self.name, self.score, self.limits = name, score, limits
+        self.queue, self.waiting, self.thread = asyncio.Queue(), 0, Threads(1)
+
+    async def put(self, job: Job) -> dict[str, list[float]]:
+        """Its scores. Raises HTTPException 429 where the line is full."""
+        if self.waiting + len(job.images) > self.limits.max_waiting:
+            raise HTTPException(429, "too many images are waiting")
+        self.waiting += len(job.images)
+        try:
+            self.queue.put_nowait(job)
+            return await job.done
+        finally:
+            self.waiting -= len(job.images)
+
+    async def work(self) -> None:
+        """Score what comes, for ever."""
+        while True:
+            jobs = [await self.queue.get()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.limits.max_delay_s):
+                    while sum(len(job.images) for job in jobs) < self.limits.batch_size:
+                        jobs.append(await self.queue.get())
+            sizes = {job.images[0].shape for job in jobs}
+            for same_size in ([job for job in jobs if job.images[0].shape == size] for size in sizes):
+                await self._score(same_size)
+
+    async def _score(self, jobs: list[Job]) -> None:
+        try:
+            scores = await asyncio.wrap_future(self.thread.submit(self._call, jobs))
+        except Exception as error:
+            for job in jobs:
+                if not job.done.done():
+                    job.done.set_exception(
+                        error if len(jobs) == 1 else RuntimeError(f"{type(error).__name__}: {error}")
+                    )
+            return
+        start = 0
+        for job in jobs:
+            rows = slice(start, start + len(job.images))
+            start = rows.stop
+            if not job.done.done():
+                job.done.set_result({name: values[rows] for name, values in scores.items()})
+
+    def _call(self, jobs: list[Job]) -> dict[str, list[float]]:
+        images, prompts, metadata = (
+            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata")
+        )
+        scores = rewards.scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
+        return {name: values.tolist() for name, values in scores.items()}
+
+
+class Rewarder:
+    """The server of one reward; its methods are the endpoints."""
+
+    def __init__(self, name: str, score: Callable, limits: Limits, token: str):
+        self.name, self.limits, self.token = name, limits, token.encode()
+        self.line, self.memory, self.decoders = (
+            Line(name, score, limits),
+            Memory(limits.max_memory_bytes),
+            Threads(DECODERS),
+        )
+        self.answers = OrderedDict()  # Idempotency-Key -> a task for its scores
+
+    def is_allowed(self, request: Request) -> bool:
+        """Whether a request has the token."""
+        header = request.headers.get("authorization", "").encode("latin-1")
+        return not self.token or hmac.compare_digest(header, b"Bearer " + self.token)
+
+    async def post_score(self, request: Request) -> JSONResponse:
+        """Score, or say what is wrong."""
+        if not self.is_allowed(request):
+            raise HTTPException(401, "wrong or no token")
+        key = request.headers.get("idempotency-key")
+        answer = self.answers.get(key) or await self._enter(request)
+        if key is not None:
+            self.answers[key] = answer
+        try:
+            return JSONResponse({"scores": await asyncio.shield(answer)})
+        except HTTPException:
+            self.answers.pop(key, None)
+            raise
+        except ValueError as error:  # the reward refuses the input: trying again would not help
+            raise HTTPException(422, str(error)) from error
+        except asyncio.CancelledError as error:
+            raise HTTPException(503, "the server is stopping") from error
+        except Exception as error:
+            self.answers.pop(key, None)
+            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+        finally:
+            while len(self.answers) > REMEMBERED:
+                self.answers.popitem(last=False)
+
+    async def _enter(self, request: Request) -> asyncio.Task:
+        """Put a request into the line; it holds memory until it has its scores."""
+        hold = Hold(self.memory)
+        try:
+            job = await read_job(request, self.limits, hold, self.decoders)
+        except BaseException:
+            hold.release()
+            raise
+        answer = asyncio.create_task(self.line.put(job))
+        answer.add_done_callback(lambda _: hold.release())
+        return answer
+
+    async def get_health(self, request: Request) -> JSONResponse:
+        """That it lives, and whether it would score for the one who asks."""
+        return JSONResponse({"status": "ok", "waiting": self.line.waiting, "allowed": self.is_allowed(request)})
+
+    async def get_version(self, request: Request) -> JSONResponse:
+        """What it is."""
+        return JSONResponse({"reward": self.name, "protocol": PROTOCOL, "torch": torch.__version__})
+
+
+def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
+    """The server of one reward, whose `score` is loaded.
+
+    Args:
+        token: what `Authorization: Bearer` must say; "" = nothing.
+    """
+    served = Rewarder(name, score, limits, token)
+
+    @asynccontextmanager
+    async def working(app):
+        worker = asyncio.create_task(served.line.work())
+        yield
+        worker.cancel()
+
+    routes = [
+        Route("/score", served.post_score, methods=["POST"]),
+        Route("/health", served.get_health),
+        Route("/version", served.get_version),
+    ]
+    return Starlette(routes=routes, lifespan=working)

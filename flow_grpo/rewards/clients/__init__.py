@@ -1,0 +1,1 @@
+"""How rewards ask a server."""

@@ -1,0 +1,1 @@
+"""A training run: its state, start, rollout, update, evaluation, saving and end."""

@@ -1,0 +1,131 @@
+"""When a run evaluates its policy, and what follows: the best is kept, and test prompts say how good it is."""
+
+import math
+
+import torch
+from ml_collections import ConfigDict
+
+from flow_grpo.checkpoints import best
+from flow_grpo.evaluation import estimates, evaluation
+from flow_grpo.run import save
+from flow_grpo.run.run import Run
+
+
+def evaluate(run: Run, epoch: int, last: bool = False) -> None:
+    """Evaluate what is due before an epoch, or after the last one, and keep the best policy.
+
+    config.eval_freq says when the images of the choosing prompts are due, config.eval.test_freq when those of the test
+    prompts are; both are due before the first epoch and after the last. Nothing happens where config.eval_freq is 0.
+    """
+    kinds, figures = due(run.config, epoch, last), None
+    if "eval" in kinds:
+        figures = score_choosing(run, epoch)
+        save.keep_best(run, epoch, figures)
+    if "test" in kinds:
+        _test(run, epoch, figures)
+
+
+def due(config: ConfigDict, epoch: int, last: bool = False) -> set[str]:
+    """Which kinds of lines of metrics.jsonl are due before an epoch, or after the last one: "eval", "test"."""
+    if not evaluation.evaluates(config):
+        return set()
+    test_freq = config.eval.test_freq
+    kinds = {"eval": epoch % config.eval_freq == 0, "test": epoch == 0 or (test_freq and epoch % test_freq == 0)}
+    return {kind for kind, is_due in kinds.items() if last or is_due}
+
+
+def remaining(run: Run) -> set[str]:
+    """Which kinds of lines of its epoch a resumed run keeps: those of an end, whose weights are the checkpoint's,
+    unless they are made again or cannot be compared with what comes."""
+    if evaluation.evaluates(run.config) and run.best_evaluation is None:
+        return set()
+    return {"eval", "test"} - due(run.config, run.epoch, last=run.epoch >= run.config.num_epochs)
+
+
+def sampler_of(run: Run) -> evaluation.Sampler:
+    """A run's own, of the policy that its transformer carries."""
+    return evaluation.Sampler(
+        model=run.model,
+        embed=run.embed,
+        velocity=run.velocity,
+        pool=run.pool,
+        bar=run.board.bar,
+        rank=run.rank,
+        world_size=run.world_size,
+        config=run.config,
+    )
+
+
+def score_choosing(run: Run, epoch: int) -> dict[str, float]:
+    """Score the averaged weights on the prompts that choose the best ones, log the means and a panel of images; the
+    means by name.
+
+    Raises:
+        RewardFailed: a reward failed too often.
+    """
+    settings = run.config.eval
+    split = evaluation.part_of(run.choosing_prompts, run.config)
+    shown = evaluation.spread(range(len(split.prompts)), evaluation.NUM_SHOWN)
+    with run.ema.applied(), run.board.timed("eval"):
+        scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), shown)
+    figures, masked = evaluation.means(scores), run.pool.masked_shares(scores.values)
+    logged = {f"eval/{name}": value for name, value in figures.items()}
+    logged |= {f"eval/{name}_masked_share": share for name, share in masked.items()}
+    if settings.best_by in scores.values and len(split.prompts) > 1:
+        logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
+    run.board.log("eval", logged, epoch=epoch, step=run.step)
+    texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
+    images = torch.stack(list(scores.images.values()))
+    all_texts, all_rewards = [prompt.text for prompt in split.prompts], scores.values["avg"].nanmean(0).tolist()
+    by_prompt = dict(zip(all_texts, all_rewards, strict=True))
+    run.board.log_images(images, texts, rewards, epoch=epoch, step=run.step, scores=by_prompt)
+    return figures
+
+
+def score_test(run: Run) -> dict[str, float]:
+    """Score what the transformer carries on the prompts that choose nothing; the means by name, and by category.
+
+    Raises:
+        RewardFailed: a reward failed too often.
+    """
+    with run.board.timed("eval"):
+        split = evaluation.part_of(run.test_prompts, run.config)
+        scores = evaluation.score(sampler_of(run), split, range(run.config.eval.noises_per_prompt))
+    run.pool.masked_shares(scores.values)
+    return evaluation.means(scores) | evaluation.means_by_category(scores, split)
+
+
+def _test(run: Run, epoch: int, figures: dict[str, float] | None) -> None:
+    """Log the figures of the averaged weights on the test prompts; those at hand, if these prompts choose too."""
+    if figures is None or run.choosing_prompts.name != run.test_prompts.name:
+        with run.ema.applied():
+            figures = score_test(run)
+    run.test_figures = figures
+    run.board.log("test", {f"test/{name}": value for name, value in figures.items()}, epoch=epoch, step=run.step)
+
+
+def conclude(run: Run) -> None:
+    """After training: log the best weights' figures on the test prompts, and say what the run has come to.
+
+    The transformer carries these weights from here on.
+    """
+    chosen = run.best_evaluation
+    if chosen is None:
+        run.board.say(f"{run.folder}: no evaluation was a finite number, so there is no best policy")
+        return
+    name, folder = chosen.best_by, best.find(run.folder)
+    if chosen.split == run.test_prompts.name:
+        figures = chosen.figures
+    elif chosen.epoch == run.epoch:
+        figures = run.test_figures
+    else:
+        save.load_export(run, folder)
+        figures = score_test(run)
+    logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": chosen.epoch}
+    lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
+    before = lines[0].get(f"test/{name}", math.nan) if lines else math.nan
+    run.board.log("test", logged, epoch=run.epoch, step=run.step)
+    run.board.say(
+        f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; {name} on the test prompts: "
+        f"{before:.4g} before, {run.test_figures[name]:.4g} last, {figures[name]:.4g} best"
+    )

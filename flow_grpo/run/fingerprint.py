@@ -1,0 +1,125 @@
+"""What a run reads: digests of its data set, its base, its reference and its local rewards, kept beside config.json.
+
+A resumed run compares them. Reward servers, and weights that a reward loads, are not compared.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import try_to_load_from_cache
+from ml_collections import ConfigDict
+
+from flow_grpo import rewards
+from flow_grpo.base import checksums, folders, shipped
+from flow_grpo.base.errors import UserError
+from flow_grpo.data import prompts
+
+PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")  # of a pipeline's folder
+
+
+class Inputs(NamedTuple):
+    """Name of a file -> digest of what it holds; {} where there is nothing to compare."""
+
+    dataset: dict[str, str]
+    model: dict[str, str]  # of a hub id, "commit" alone
+    lora_path: dict[str, str]
+    preferences_path: dict[str, str]
+    rewards: dict[str, str]  # name of a reward -> digest of its file
+    rewards_since: int = 0  # epochs completed when a reward's file changed last
+
+    def of_figures(self) -> dict[str, str]:
+        """What decides the figures of an evaluation, but for the policy: name -> digest."""
+        parts = {"dataset": self.dataset, "model": self.model}
+        digests = {
+            name: hashlib.blake2b(json.dumps(part).encode(), digest_size=16) for name, part in parts.items() if part
+        }
+        return {name: digest.hexdigest() for name, digest in digests.items()} | self.rewards
+
+
+def of(config: ConfigDict, run_folder: Path) -> Inputs:
+    """What a run of this config reads now."""
+    places = [Path(place) for place in (config.weights_cache, config.embeddings_cache, run_folder) if place]
+    memory = next(place for place in places if place == run_folder or place.is_dir()) / folders.DIGESTS
+    files = lambda folder, *patterns: _digests(Path(folder), patterns, memory) if folder else {}  # noqa: E731
+    splits = (prompts.find_file(config.dataset, split) for split in ("train", "validation", "test"))
+    served = [name for name, args in config.reward.args.items() if args.get("url")]
+    sources = {name: rewards.source(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
+    sources = {name: file for name, file in sorted(sources.items()) if file}
+    return Inputs(
+        dataset=_named_digests({file.name: file for file in splits if file}, memory),
+        model=_model(shipped.find(config.model), memory),
+        lora_path=files(config.lora.path, "*.safetensors"),
+        preferences_path=files(config.preferences.path, "*.parquet"),
+        rewards=_named_digests(sources, memory),
+    )
+
+
+def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -> tuple[Inputs, list[str]]:
+    """What to store from now on, and what to tell the user.
+
+    Args:
+        stored: None = not known, as before there was such a record.
+        epoch: that the run goes on from.
+        accepts: whether config.accept_changes allows other files.
+
+    Raises:
+        UserError: the run learns from other files than before.
+    """
+    if stored is None:
+        return current, []
+    changed = [
+        f"config.{key.replace('_', '.')}: {', '.join(names[:3])}"
+        for key in ("dataset", "model", "lora_path", "preferences_path")
+        if (names := _changed(getattr(stored, key), getattr(current, key)))
+    ]
+    if changed and not accepts:
+        raise UserError(
+            f"what the run reads is not what it was ({'; '.join(changed)}): restore these files, or start a new run; "
+            "--config.accept_changes=True goes on with other ones"
+        )
+    notices = [f"goes on with other files than before ({'; '.join(changed)})"] if changed else []
+    common = stored.rewards.keys() & current.rewards.keys()
+    if others := [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]:
+        notices.append(f"the file of reward {', '.join(others)} has changed: scores from before cannot be compared")
+    return current._replace(rewards_since=epoch if others else stored.rewards_since), notices
+
+
+def read(run_folder: Path) -> Inputs | None:
+    """What a run has stored; None where there is no record. Raises UserError for a damaged one."""
+    if not (file := run_folder / folders.INPUTS).exists():
+        return None
+    stored = folders.read_json(file)
+    kinds = {name: int if name == "rewards_since" else dict for name in Inputs._fields}
+    if {*stored} != {*kinds} or not all(isinstance(value, kinds[name]) for name, value in stored.items()):
+        raise UserError(f"{file} is damaged; delete it to go on without comparing what the run reads")
+    return Inputs(**stored)
+
+
+def write(run_folder: Path, inputs: Inputs) -> None:
+    """Store them beside config.json."""
+    folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
+
+
+def _changed(stored: dict[str, str], current: dict[str, str]) -> list[str]:
+    """Names of files that came, went or changed."""
+    return [name for name in sorted(stored.keys() | current.keys()) if stored.get(name) != current.get(name)]
+
+
+def _model(folder: str, memory: Path) -> dict[str, str]:
+    """Of a pipeline: its files in a folder, or the commit of a hub id."""
+    if Path(folder).is_dir():
+        return _digests(Path(folder), PARTS, memory)
+    index = try_to_load_from_cache(folder, "model_index.json")
+    return {"commit": Path(index).parent.name} if isinstance(index, str) else {}
+
+
+def _digests(folder: Path, patterns: Iterable[str], memory: Path) -> dict[str, str]:
+    files = {str(path.relative_to(folder)): path for pattern in patterns for path in sorted(folder.glob(pattern))}
+    return _named_digests(files, memory)
+
+
+def _named_digests(files: dict[str, Path], memory: Path) -> dict[str, str]:
+    return dict(zip(files, checksums.file_digests(files.values(), memory)))

@@ -1,0 +1,145 @@
+"""A run: everything that lives as long as it."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.algorithms.ratio_statistics import StepGaps
+from flow_grpo.algorithms.rollout import TrainedRows
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.checkpoints import best
+from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.size import Size, training_size
+from flow_grpo.kernels import compilation
+from flow_grpo.monitoring import health
+from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.run.fingerprint import Inputs
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.weights import fsdp_utils, policies
+from flow_grpo.weights.ema import Ema
+
+
+@dataclass
+class Run:
+    """What every algorithm needs at hand. `velocity` is the policy. `<- NAMES`: who may write a field."""
+
+    config: ConfigDict
+    plan: batch_plan.BatchPlan
+    rank: int
+    world_size: int
+    device: torch.device
+    model: FlowModel  # its transformer is the policy
+    train_prompts: list[Prompt]
+    choosing_prompts: prompts.Split  # evaluated to choose the best policy
+    test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
+    pool: Pool | None  # of the rewards; None where no image is ever made
+    optimizer: torch.optim.AdamW
+    loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
+    ema: Ema
+    reference: policies.Reference | None  # None where train.beta is 0, unless the script asks for it
+    shadows: dict[str, Ema]  # what else a script keeps of the policy, by a name that checkpoints store it under
+    inputs: Inputs  # digests of what the run reads
+    board: Dashboard
+    meter: Meter  # means of what the update adds, until the next optimizer step
+    embed_one: Callable[[Prompt], Condition]  # of one prompt, one row, cached
+    scheduler: Any  # the rollout's, with timesteps set
+    gaps: StepGaps  # of log-probs, rollout to update, in this epoch
+    started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
+    epoch: int = 0  # epochs completed  <- log_epoch, resume
+    step: int = 0  # optimizer steps taken  <- optimizer_step, resume
+    saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
+    stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
+    on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
+    num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
+    trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- accumulate, optimizer_step
+    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches  <- score_images, watch
+    epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
+    history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
+    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
+    learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume
+    num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
+    evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way  <- resume
+    best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, resume
+    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
+
+    @property
+    def pipeline(self) -> DiffusionPipeline:
+        """The model's."""
+        return self.model.pipeline
+
+    @property
+    def size(self) -> Size:
+        """Of the images that are sampled and trained on."""
+        return training_size(self.config)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """Of the rollout."""
+        sample = self.config.sample
+        return SamplingParams(
+            num_steps=sample.num_steps,
+            guidance_scale=sample.guidance_scale,
+            noise_level=sample.noise_level,
+            sde_type=sample.sde_type,
+            flash_ratio=sample.flash_ratio,
+            flash_solver=sample.flash_solver,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return self.board.run_dir
+
+    @property
+    def seconds_left(self) -> float:
+        """Until weights were loaded config.max_hours ago; infinite without that limit."""
+        return (self.config.max_hours or math.inf) * 3600 - (time.monotonic() - self.started_s)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What is trained."""
+        return list(fsdp_utils.trainable_parameters(self.pipeline.transformer).values())
+
+    @property
+    def exact(self) -> Callable:
+        """() -> context in which a forward without a backward has the update's bits."""
+        return partial(compilation.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
+
+    def velocity(
+        self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
+    ) -> Tensor:
+        """The policy. Rollout and update both go through here, so they cannot disagree.
+
+        Args:
+            guidance_scale: None = the rollout's; `size`: None = the one that is trained.
+        """
+        scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
+        if not self.ema.is_applied:  # then this is an evaluation
+            self.num_forwards += len(x) * (2 if scale > 1 and condition.negative is not None else 1)
+        return policies.predict(self.model, self.config.precision, x, t, condition, scale, size or self.size)
+
+    def log_images(
+        self, name: str, images: Tensor, captions: list[str], rewards: Iterable[float] | None = None
+    ) -> None:
+        """Show images [N, 3, H, W] in [0, 1] under a name of your own: in the run's folder images/, its trackers and
+        its report. Those of the main rank."""
+        self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)
+
+    def embed(self, prompts: list[Prompt]) -> Condition:
+        """Of B prompts."""
+        return Condition.concat([self.embed_one(prompt) for prompt in prompts])

@@ -1,0 +1,172 @@
+"""What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flow_grpo.base import distributed, folders
+from flow_grpo.base.errors import UserError, WriteFailed
+from flow_grpo.checkpoints import best, checkpoints, exports
+from flow_grpo.diffusers_patch.size import evaluation_size
+from flow_grpo.run.run import Run
+from flow_grpo.weights import finite, fsdp_utils, offload, policies
+
+
+def state(run: Run) -> dict[str, Tensor]:
+    """All that training needs to go on, live."""
+    reference = run.reference.state_dict() if run.reference else {}
+    tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
+    scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
+    others = {f"reference/{name}": weight for name, weight in reference.items()}
+    for shadow, ema in run.shadows.items():
+        others |= {f"{shadow}/{name}": weight for name, weight in ema.state_dict().items()}
+    return tensors | scale | others
+
+
+def save(run: Run) -> None:
+    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation.
+
+    Raises:
+        FloatingPointError: weights, averages or optimizer state are not finite; nothing is written.
+    """
+
+    def extra_files(folder: Path) -> None:
+        if run.config.lora.rank:
+            _export(run, folder)
+        distributed.on_main(best.link, run.folder, folder)
+
+    with run.board.timed("save"), _explained(run.folder):
+        _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
+    run.saved_epoch = run.epoch
+
+
+def _save_state(run: Run, folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
+    offload.reload_optimizer_state(run.optimizer)
+    tensors = state(run)
+    _check_finite(run, tensors)
+    moves = run.reference.num_moves if run.reference else 0
+    progress = checkpoints.Progress(epoch, run.step, run.learning_rate_factor, run.num_roll_backs, moves)
+    checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
+
+
+@contextmanager
+def _explained(run_folder: Path) -> Iterator[None]:
+    """What cannot be written is a WriteFailed that says how to go on."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not (isinstance(error, OSError) or folders.is_full(error) or "(os error" in str(error)):  # of safetensors
+            raise
+        what = "disk full: " if folders.is_full(error) else ""
+        way_out = "free some space; " if what else ""
+        raise WriteFailed(f"{what}{error}; {way_out}{folders.how_to_go_on(run_folder)}") from error
+
+
+def export(run: Run, folder: Path) -> None:
+    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training.
+
+    Raises:
+        FloatingPointError: they are not finite; nothing is written.
+    """
+    _check_finite(run, run.ema.state_dict())
+    _export(run, folder)
+
+
+def _export(run: Run, folder: Path) -> None:
+    with run.ema.applied():
+        if run.config.lora.rank:
+            exports.save_lora(run.pipeline, folder)
+        else:
+            exports.save_transformer(run.pipeline.transformer, folder / "transformer")
+
+
+def _check_finite(run: Run, tensors: dict[str, Tensor]) -> None:
+    last = checkpoints.find(run.folder / "checkpoints") if distributed.is_main() else None
+    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.named(last)})")
+
+
+def load_export(run: Run, folder: Path) -> None:
+    """Fill the transformer with what `export` wrote, bit for bit; what it carried is lost."""
+    offload.wait_for_offloaded(run.parameters)
+    transformer = run.pipeline.transformer
+    if run.config.lora.rank:
+        fsdp_utils.fill(transformer, None, policies.stored_adapter(folder))
+    else:
+        fsdp_utils.fill(transformer, folder / "transformer", None)
+
+
+def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:
+    """The record of an evaluation with the averaged weights.
+
+    Raises:
+        UserError: eval.best_by is none of the figures.
+    """
+    settings = run.config.eval
+    chooses, size = run.choosing_prompts, evaluation_size(run.config)
+    if figures and settings.best_by not in figures:
+        raise UserError(f"config.eval.best_by is {settings.best_by!r}; it may be {', '.join(sorted(figures))}")
+    return best.Evaluation(
+        epoch=epoch,
+        step=run.step,
+        split=chooses.name,
+        num_prompts=min(settings.num_prompts, len(chooses.prompts)),
+        noises_per_prompt=settings.noises_per_prompt,
+        num_steps=settings.num_steps,
+        guidance_scale=settings.guidance_scale,
+        best_by=settings.best_by,
+        value=figures.get(settings.best_by, float("nan")),
+        figures=figures,
+        height=size.height,
+        width=size.width,
+        vae_precision=run.config.vae_precision,
+        since=run.evaluations_since,
+        inputs=run.inputs.of_figures(),
+    )
+
+
+def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
+    """If no evaluation was better, write the averaged weights and the figures to best/."""
+    candidate = best_candidate(run, epoch, figures)
+    if best.improves(candidate, run.best_evaluation):
+        with run.board.timed("save"), _explained(run.folder):
+            best.write(run.folder, candidate, partial(_fill_best, run, epoch))
+        run.best_evaluation = candidate
+
+
+def load_best_state(run: Run) -> str:
+    """Go back to the training state of the best evaluation, bit for bit, but for the number of epochs and updates; why
+    that cannot be, "" where it was done."""
+    state_folder, problem = distributed.on_main(_best_state, run.folder)
+    if state_folder:
+        offload.reload_optimizer_state(run.optimizer)
+        load_state(run, state_folder)
+    return problem
+
+
+def load_state(run: Run, checkpoint: Path) -> checkpoints.Progress:
+    """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set."""
+    progress = checkpoints.load(checkpoint, state(run))
+    if run.reference:
+        moves, interval = progress.reference_moves, run.reference.interval
+        run.reference.num_moves = moves if moves >= 0 else interval and progress.step // interval
+    return progress
+
+
+def _best_state(run_folder: Path) -> tuple[Path | None, str]:
+    folder = best.find(run_folder) / best.STATE
+    try:
+        checkpoint, _ = checkpoints.choose(folder)
+    except ValueError as error:
+        return None, str(error)
+    missing = "" if checkpoint else f"{folder} is not there, as health.action was another one at that evaluation"
+    return checkpoint, missing
+
+
+def _fill_best(run: Run, epoch: int, folder: Path) -> None:
+    export(run, folder)
+    if run.config.health.action == "roll_back":
+        _save_state(run, folder / best.STATE, epoch)

@@ -1,0 +1,298 @@
+"""The start of a run: all that a user can get wrong is refused, then weights are loaded, then it resumes."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo import rewards
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.algorithms.ratio_statistics import StepGaps
+from flow_grpo.base import distributed, folders
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.data import embedding_cache, prompts
+from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import evaluation_size, training_size
+from flow_grpo.evaluation.evaluation import evaluates, part_of
+from flow_grpo.kernels import compilation, flash_attention, fused_mlp
+from flow_grpo.monitoring import trackers
+from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.run import evaluate, resume
+from flow_grpo.run.run import Run
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.settings import checks
+from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
+from flow_grpo.weights.ema import Ema
+
+NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
+
+
+class Prompts(NamedTuple):
+    """All prompts of a run."""
+
+    train: list[Prompt]
+    choosing: prompts.Split
+    test: prompts.Split
+    drawn: bool  # whether images of the training prompts are made; not where they are stored
+
+
+class Learner(NamedTuple):
+    """What trains the transformer; fields of Run."""
+
+    optimizer: torch.optim.AdamW
+    loss_scale: Tensor
+    ema: Ema
+    reference: policies.Reference | None
+    shadows: dict[str, Ema]
+
+
+def start(
+    config: ConfigDict,
+    script: checks.Script,
+    *,
+    make_plan: Callable[[ConfigDict, int], batch_plan.BatchPlan] = batch_plan.plan_batches,
+    shadows: tuple[str, ...] = (),
+    reference: bool = False,
+    stored_prompts: list[Prompt] | None = None,
+) -> Run:
+    """Check everything, then load everything, and resume.
+
+    Args:
+        script: what it asks of a config.
+        make_plan: how an epoch divides over the ranks, from batch_plan.py.
+        shadows: names for policies that the script keeps beside the trained one, see Run.shadows.
+        reference: whether to keep the first policy even where train.beta is 0.
+        stored_prompts: to train on in the place of the data set's, with images that exist already.
+
+    Raises:
+        UserError: before any weight is loaded, for all that a user can get wrong.
+    """
+    check_settings(config, script)
+    family = registry.resolve(config)
+    texts = _check_files(config, family, stored_prompts)
+    ranks = distributed.init_distributed()
+    quantisation.check_device(config, ranks.device)
+    flash_attention.check_device(config, ranks.device)
+    fused_mlp.check_package(config, ranks.device)
+    plan = make_plan(config, ranks.world_size)
+    place = distributed.on_main(resume.take_folder, config)
+    with folders.given_back(place.folder):
+        run = _load(config, family, ranks, place, plan, texts, shadows, reference)
+    if place.checkpoint:
+        resume.resume(run, place)
+    run.board.truncate(run.epoch, evaluate.remaining(run))
+    if evaluates(config) and run.choosing_prompts.name == "test":
+        run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
+    return run
+
+
+def check_settings(config: ConfigDict, script: checks.Script) -> None:
+    """Raises UserError for what no file is needed to refuse."""
+    checks.drop_unused_rewards(config)
+    checks.check(config, script)
+    trackers.check(config.logger)
+
+
+def _load(
+    config: ConfigDict,
+    family: type[FlowModel],
+    ranks: distributed.Ranks,
+    place: resume.Place,
+    plan: batch_plan.BatchPlan,
+    texts: Prompts,
+    shadows: tuple[str, ...],
+    reference: bool,
+) -> Run:
+    """Everything with weights, and the run folder."""
+    torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
+    mesh = fsdp_utils.make_mesh(
+        config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload == "weights"
+    )
+    images, cache, missing = texts.drawn or evaluates(config), None, []
+    if config.embeddings_cache and images:
+        cache, missing = _open_cache(config, family, ranks.device, plan, texts)
+    pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
+    model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
+    return Run(
+        **ranks._asdict(),
+        config=config,
+        plan=plan,
+        model=model,
+        train_prompts=texts.train,
+        choosing_prompts=texts.choosing,
+        test_prompts=texts.test,
+        pool=pool,
+        **_load_learner(config, model, mesh, shadows, reference)._asdict(),
+        inputs=place.inputs,
+        board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), _synchronize(ranks.device)),
+        meter=Meter(ranks.device),
+        embed_one=embed_one,
+        scheduler=model.schedule(config.sample.num_steps, training_size(config)),
+        gaps=StepGaps(config.sample.num_steps, ranks.device),
+    )
+
+
+def _load_frozen(
+    config: ConfigDict,
+    family: type[FlowModel],
+    device: torch.device,
+    images: bool,
+    cache: embedding_cache.Cache | None,
+    missing: list[Prompt],
+) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
+    """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
+    encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
+    model = family.load(
+        config.model,
+        device,
+        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
+        alone=not images,
+        text=cache is None or bool(missing),
+    )
+    return model, _embedder(config, model, cache, missing)
+
+
+def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
+    """That everything the config names is there; the prompts."""
+    load_weights.check(config, family)
+    if config.sample.text_multiple and not family.MASKED_TEXT:
+        raise UserError(
+            f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
+            "padding, so none of it can be taken away; set 0"
+        )
+    if config.attention and not family.MASKED_TEXT:
+        raise UserError(
+            f"config.attention is {config.attention!r}, which is for models that mask their text (Qwen-Image); for "
+            f"{config.model} set ''"
+        )
+    check_rewards(config.reward_fn, config.eval.rewards, config.reward)
+    light = family.without_weights(config.model)
+    for size in (training_size(config), evaluation_size(config)):
+        light.check_size(size)
+    drawn = stored_prompts is None
+    train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
+    chooses, test = _evaluated_prompts(config.dataset) if drawn or evaluates(config) else NO_PROMPTS
+    scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
+    rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
+    light.check(scored, config.text_tokens)
+    return Prompts(train, chooses, test, drawn)
+
+
+def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
+    """Those that choose the best policy, and those of the test; without a validation file they are the same."""
+    test = prompts.Split("test", prompts.load_prompts(dataset, "test"))
+    if prompts.find_file(dataset, "validation") is None:
+        return test, test
+    return prompts.Split("validation", prompts.load_prompts(dataset, "validation")), test
+
+
+def _load_learner(
+    config: ConfigDict,
+    model: FlowModel,
+    mesh: fsdp_utils.DeviceMesh | None,
+    shadows: tuple[str, ...],
+    reference: bool,
+) -> Learner:
+    """Lay out and fill the transformer, and build what trains it."""
+    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    recomputed = config.fsdp.activation_checkpointing
+    if recomputed == 1:
+        model.transformer.enable_gradient_checkpointing()
+    load_weights.fill(config, model, mesh)
+    if config.compile or config.attention:
+        model.fuse(config.attention)
+    if config.compile:
+        fuse_gelu = fused_mlp.available(config.attention, model.device)
+        compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1, fuse_gelu)
+        loading.compile_decoder(model.pipeline)
+    trained = fsdp_utils.trainable_parameters(model.transformer)
+    return Learner(
+        optimizer=_optimizer(config.train, trained),
+        loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
+        ema=Ema(trained, config.train.ema_decay, config.train.ema_interval),
+        reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
+        shadows={name: Ema(trained) for name in shadows},
+    )
+
+
+def _optimizer(train: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        trained.values(),
+        lr=train.learning_rate,
+        betas=train.adam_betas,
+        weight_decay=train.weight_decay,
+        fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
+    )
+
+
+def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Reference:
+    return policies.Reference(
+        transformer,
+        interval=config.train.reference_interval,
+        guidance_scale=config.train.reference_guidance_scale,
+        fresh=not config.lora.path,
+    )
+
+
+def _open_cache(
+    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
+) -> tuple[embedding_cache.Cache, list[Prompt]]:
+    """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks.
+
+    Raises:
+        UserError: it lacks some and cannot be written.
+    """
+    with suppress(OSError):  # where it cannot be made, it lacks prompts and is refused below
+        Path(config.embeddings_cache).mkdir(parents=True, exist_ok=True)
+    memory = Path(config.embeddings_cache, folders.DIGESTS)
+    version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config))
+    version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
+    cache = embedding_cache.Cache(config.embeddings_cache, version, config.text_tokens, device)
+    drawn = [
+        texts.train[pick]
+        for epoch in range(config.num_epochs if texts.drawn else 0)
+        for pick in prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
+    ]
+    splits = (texts.choosing, texts.test) if evaluates(config) else ()
+    evaluated = [prompt for split in splits for prompt in part_of(split, config).prompts]
+    missing = distributed.on_main(cache.missing, [*drawn, *evaluated])
+    if missing:
+        cache.check_writable()
+    return cache, missing
+
+
+def _is_guided(config: ConfigDict) -> bool:
+    reference = config.train.reference_guidance_scale
+    return max(config.sample.guidance_scale, config.eval.guidance_scale, reference) > 1
+
+
+def _embedder(
+    config: ConfigDict, model: FlowModel, cache: embedding_cache.Cache | None, missing: list[Prompt]
+) -> Callable[[Prompt], Condition]:
+    """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept.
+
+    With a cache, what it lacks is encoded now, and the text encoders are dropped.
+    """
+    guided = _is_guided(config)
+    encode = lambda prompt: model.encode([prompt], width=config.text_tokens, guided=guided)  # noqa: E731
+    if cache is None:
+        return embedding_cache.remembered(encode)
+    if missing:
+        cache.fill(distributed.shard_list(missing), encode)
+        loading.drop_text_encoders(model.pipeline)
+    distributed.barrier()
+    return embedding_cache.remembered(cache.read)
+
+
+def _synchronize(device: torch.device) -> Callable | None:
+    """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
+    return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None

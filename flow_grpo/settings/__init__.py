@@ -1,0 +1,1 @@
+"""Every setting, what is refused, config files and the command line."""

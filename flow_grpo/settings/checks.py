@@ -1,0 +1,195 @@
+"""What settings may say together, and what each script asks of them. Checked before any weight is loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.diffusers_patch.sde_with_logprob import check_noise_level
+from flow_grpo.settings import older, table
+from flow_grpo.settings.setting import Setting
+
+MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compilation.py's limit of 64
+BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
+    "exact": ("", "fp8_weights", "nf4"),
+    "merged": ("",),
+    "merged_fp8": ("", "fp8_weights"),
+    "fp8": ("fp8_weights",),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script asks of a config."""
+
+    algorithm: str  # config.algorithm of the configs that are for it
+    check: Callable[[ConfigDict], None]  # of config.sample
+    ignored: tuple[str, ...]  # settings that it does not read
+
+
+def check(config: ConfigDict, script: Script) -> None:
+    """Refuse what cannot be meant.
+
+    Raises:
+        UserError: with the setting, its value, and what it may be.
+    """
+    if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
+        raise UserError(
+            f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
+            f"{table.SCRIPTS[script.algorithm]}: config.algorithm is {config.algorithm!r}, not {script.algorithm!r}"
+        )
+    older.check_values(config)
+    table.check_values(config)
+    defaults = table.default_config()
+    for setting in table.SETTINGS:
+        value = table.value_of(config, setting.key)
+        if value != table.value_of(defaults, setting.key):
+            if setting.key in script.ignored:
+                raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
+            _check_condition(config, setting, value, script.algorithm)
+    _check_run_name(config.run_name)
+    _check_meaning(config)
+    _check_steps(config)
+    _check_speed(config)
+    script.check(config.sample)
+
+
+def drop_unused_rewards(config: ConfigDict) -> None:
+    """Leave rewards of weight 0 out of config.reward_fn. Raises UserError if that is no dict."""
+    table.BY_KEY["reward_fn"].check(config.reward_fn, "reward_fn")
+    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+
+
+def _check_condition(config: ConfigDict, setting: Setting, value, algorithm: str) -> None:
+    """Refuse a setting that others make the run ignore."""
+    for key, *values in setting.when:
+        other = table.value_of(config, key)
+        if algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
+            need = " or ".join(map(repr, values)) or "set"
+            raise UserError(
+                f"config.{setting.key} is {quoted(value)}, but it takes config.{key} {need}, which is {other!r}"
+            )
+
+
+def _check_run_name(name: str) -> None:
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or (name and not path.parts):
+        raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
+
+
+def _check_meaning(config: ConfigDict) -> None:
+    for key in ("height", "width", "eval.height", "eval.width"):
+        pixels = table.value_of(config, key)
+        if pixels % 16:
+            raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
+    # Of a reward's own figures only their beginning is known before it has scored.
+    names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
+    if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):
+        raise UserError(
+            f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
+            f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"
+        )
+    if config.health.action == "roll_back" and not (config.eval_freq and config.eval.num_prompts):
+        raise UserError(
+            f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
+            f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
+        )
+
+
+def _check_steps(config: ConfigDict) -> None:
+    """Which steps are noisy, and from which policy's images."""
+    sample, train = config.sample, config.train
+    if train.objective == "guard" and sample.sde_type == "cps":
+        raise UserError(
+            "config.train.objective 'guard' corrects a Gaussian log-prob, which sample.sde_type 'cps' does not have; "
+            "'cps_gaussian' is the same step with one"
+        )
+    check_noise_level(sample.noise_level, sample.sde_type, "config.sample.noise_level")
+    if sample.noise_level == 0:
+        raise UserError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
+    if 1 < train.old_decay_schedule < 2:
+        raise UserError(
+            f"config.train.old_decay_schedule is {train.old_decay_schedule}; it may be 1, 2, or a fixed decay "
+            "from 0 to below 1"
+        )
+
+
+def _check_speed(config: ConfigDict) -> None:
+    sample, recomputed = config.sample, config.fsdp.activation_checkpointing
+    if config.base_precision not in BASES[sample.rollout_weights]:
+        raise UserError(
+            f"config.sample.rollout_weights is {sample.rollout_weights!r} with config.base_precision "
+            f"{config.base_precision!r}; it takes {' or '.join(map(repr, BASES[sample.rollout_weights]))}"
+        )
+    if sample.completion_batch_size and sample.engine != "stepwise" and sample.num_branches == 1:
+        raise UserError(
+            f"config.sample.completion_batch_size is {sample.completion_batch_size}: a batch's rows walk "
+            "together; set config.sample.engine 'stepwise'"
+        )
+    widths = -(-config.text_tokens // sample.text_multiple) if sample.text_multiple else 1
+    if config.compile and widths > MAX_WIDTHS:
+        raise UserError(
+            f"config.sample.text_multiple is {sample.text_multiple}: {config.text_tokens} text tokens make "
+            f"{widths} widths, and config.compile makes a graph for each; at most {MAX_WIDTHS}"
+        )
+    if 0 < recomputed < 1 and not config.compile:
+        raise UserError(
+            f"config.fsdp.activation_checkpointing is {recomputed}: what to recompute is the compiler's choice, so it "
+            "takes config.compile; without it set 0 or 1"
+        )
+    if config.fsdp.offload == "weights" and config.fsdp.mode == "replicate":
+        raise UserError(
+            "config.fsdp.offload is 'weights' with config.fsdp.mode 'replicate': it is for sharded weights; set "
+            "'shard', on one GPU too"
+        )
+
+
+def check_window(sample) -> None:
+    """Raises UserError unless the SDE window lies within the steps; train_*.py."""
+    if sample.num_branches != 1:
+        raise UserError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
+    first, last = sample.sde_window_range
+    inside = 0 <= first < last <= sample.num_steps - 1
+    if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
+        raise UserError(
+            f"an SDE window of sde_window_size = {sample.sde_window_size} in sde_window_range = ({first}, {last}) does "
+            f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
+            f"(0, {sample.num_steps - 1}), since the last step is never noisy"
+        )
+    if sample.num_images_per_prompt < 2:
+        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+
+
+def check_branches(sample) -> None:
+    """Raises UserError unless branches can be compared; train_*_pr.py."""
+    if sample.num_branches < 2:
+        raise UserError(
+            f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
+            "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
+        )
+
+
+def check_pairs(sample) -> None:
+    """Raises UserError unless an image can lose against another; train_*_dpo.py and prepare_preferences.py."""
+    if sample.num_images_per_prompt < 2:
+        raise UserError("config.sample.num_images_per_prompt is 1: a pair is the best and the worst of a prompt's")
+
+
+def check_forward(sample) -> None:
+    """Raises UserError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
+    if sample.sde_window_size or sample.num_branches != 1:
+        raise UserError(
+            f"config.sample.sde_window_size is {sample.sde_window_size} and num_branches {sample.num_branches}: "
+            "without noise in the rollout there is neither window nor branch; set 0 and 1"
+        )
+    if sample.num_images_per_prompt < 2:
+        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+
+
+GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
+PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
+NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
+DPO = Script(table.DPO, check_pairs, table.ignored_by(table.DPO))

@@ -1,0 +1,208 @@
+"""The command line of every script: --config FILE:NAME,VARIANT and --config.KEY=VALUE, and errors as sentences."""
+
+import ast
+import difflib
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from flow_grpo.base import folders
+from flow_grpo.base.errors import RunFailed, UserError
+from flow_grpo.base.quoting import in_one_line
+from flow_grpo.settings import config_files, published, table
+
+LONGEST = 2000  # characters of a sentence
+ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
+ANOTHER_RANK = "another rank has ended; what it said is above or below"
+
+
+def run(
+    main: Callable[[ConfigDict], None],
+    default: str,
+    arguments: Sequence[str] | None = None,
+    after_stop: str = "",
+) -> None:
+    """Call a script's main with the config that the command line names.
+
+    Args:
+        default: FILE:NAME, where the command line has no --config.
+        arguments: those of the command line, by default.
+        after_stop: how to go on after Ctrl-C; "" = what the run's folder says.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n--config FILE:NAME,VARIANT (default: {default})\n")
+        sys.stdout.write("--config.KEY=VALUE for any setting of docs/reference/settings.md\n")
+        return
+    try:
+        with sentences(after_stop):
+            main(config_of(words, default))
+    except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
+        raise _stopped(after_stop) from None
+
+
+@contextmanager
+def sentences(after_stop: str = "") -> Iterator[None]:
+    """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray, a disk
+    is full or another rank has ended (1), and after Ctrl-C (130); a bug keeps its traceback.
+
+    Args:
+        after_stop: how to go on after Ctrl-C.
+    """
+    interrupted = []
+
+    def interrupt(signum, frame):
+        interrupted.append(signum)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if interrupted or isinstance(error, KeyboardInterrupt):  # some libraries make another error of it
+            raise _stopped(after_stop) from None
+        if (status := _status(error)) is None:
+            raise
+        _say(ANOTHER_RANK if _is_of_another_rank(error) else str(error))
+        raise SystemExit(status) from error
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, before)
+
+
+def _stopped(after_stop: str) -> SystemExit:
+    """Says so once for all ranks. A second Ctrl-C ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if os.environ.get("RANK", "0") == "0":
+        ways_on = [after_stop] if after_stop else map(folders.how_to_go_on, folders.held()[-1:])
+        _say("; ".join(["stopped by Ctrl-C", *ways_on]))
+    return SystemExit(128 + signal.SIGINT)
+
+
+def _say(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
+    sys.stderr.write(f"{who}: {in_one_line(text, LONGEST)}\n")
+
+
+def _status(error: BaseException) -> int | None:
+    """Of a process that ends with an error and a sentence; None for a bug, which keeps its traceback."""
+    if isinstance(error, UserError):
+        return 2
+    return 1 if isinstance(error, RunFailed | FloatingPointError) or _is_of_another_rank(error) else None
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    """Whether a rank that this one waited for has ended, as gloo says it."""
+    ended = re.search("[Cc]onnection (closed|reset) by peer", str(error))
+    return "RANK" in os.environ and isinstance(error, RuntimeError) and bool(ended)
+
+
+def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
+    """The config of a command line.
+
+    Raises:
+        UserError: a word that means nothing, a setting that there is not (with the nearest), a value of another type.
+    """
+    file, others = default, []
+    words = iter(arguments)
+    for word in words:
+        if re.fullmatch("--?config", word):
+            file = next(words, "")
+        elif re.match("--?config=", word):
+            file = word.partition("=")[2]
+        else:
+            others.append(word)
+    keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
+    _refuse_published(keys, _other_names(others))
+    config = config_files.load(file)
+    _add_rewards(config, others)
+    _refuse_unknown(config, keys)
+    _override(config, others)
+    return config
+
+
+def _other_names(words: Sequence[str]) -> list[str]:
+    """What a command line names otherwise than by --config.: flags of other code bases, and a.b=value."""
+    names = [re.match(r"--?(?!config\.)(\w[\w.]*)|(\w+\.[\w.]+)(?==)", word) for word in words]
+    return [match[1] or match[2] for match in names if match]
+
+
+def _refuse_published(keys: Sequence[str], others: Sequence[str]) -> None:
+    for name in [*keys, *others]:
+        if answer := published.answer(name):
+            raise UserError(answer)
+    for name in others:
+        if name in table.BY_KEY:
+            raise UserError(f"{name} is set by --config.{name}=VALUE")
+
+
+def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
+    """Make room for rewards that the config file does not know: those of one's own, of a server, and their options."""
+    for word, following in zip(words, [*words[1:], ""]):
+        match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
+        if match:
+            name, of, option, value = match.groups()
+            with config.unlocked():
+                if name:
+                    _add(config.reward_fn, name, 0.0)
+                else:
+                    _add(config.reward.args, of, ConfigDict())
+                    _add(config.reward.args[of], option, _literal(following if value is None else value))
+
+
+def _add(config: ConfigDict, key: str, value: Any) -> None:
+    if key not in config:
+        config[key] = value
+
+
+def _literal(text: str) -> bool | int | float | str:
+    """A value of the type that an option's value on the command line has: 0.5 is a number, /models/clip is none."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
+    for key in keys:
+        try:
+            table.value_of(config, key)
+        except (KeyError, TypeError) as error:
+            near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
+            advice = f"nearest: {near}" if near else "docs/reference/settings.md lists all there are"
+            raise UserError(f"there is no setting config.{key}; {advice}") from error
+
+
+def _nearest(key: str, names: Sequence[str]) -> list[str]:
+    """The settings, of its own section if possible, whose last part is most like that of `key`; none where that is only
+    loosely alike, since another setting would make another experiment of it."""
+    section, _, word = key.rpartition(".")
+    shares = {name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() for name in names}
+    best = [name for name, share in shares.items() if share == max(shares.values()) >= ALIKE]
+    return [name for name in best if name.rpartition(".")[0] == section] or best
+
+
+def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
+    """Put values of --config.KEY=VALUE into a config, each of its setting's type."""
+    values, line = flags.FlagValues(), [sys.argv[0], *arguments]
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
+        _, *words = values(line)
+    except (flags.Error, TypeError) as error:
+        raise UserError(str(error)) from error
+    if words:
+        raise UserError(
+            f"{words[0]!r} on the command line means nothing: write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
+        )

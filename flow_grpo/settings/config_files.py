@@ -1,0 +1,121 @@
+"""Config files: what FILE:NAME,VARIANT,... means, for the files of config/ and for a user's own anywhere."""
+
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ml_collections import ConfigDict
+
+from flow_grpo import rewards
+from flow_grpo.base.errors import UserError
+from flow_grpo.settings import published
+
+
+def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
+    """The config that NAME or NAME,VARIANT,... of a file's functions makes.
+
+    Variants are applied in the order in which the file lists them, so that the order in which they are written on the
+    command line changes nothing.
+
+    Args:
+        runs: () -> config, named by their functions.
+        variants: config -> config, likewise.
+        file: for messages.
+
+    Raises:
+        UserError: no such run or variant, with the nearest; or a setting or type that there is not.
+    """
+    runs, words = {run.__name__: run for run in runs}, name.split(",")
+    variants = {variant.__name__: variant for variant in variants}
+    if words[0] not in runs or set(words[1:]) - set(variants):
+        if recipe := published.recipe(words[0]):
+            raise UserError(f"no run {name!r} in {file}; {recipe}")
+        near = ", ".join(difflib.get_close_matches(words[0], runs, cutoff=0) or runs)
+        offered = f"; each also with variants of it, as NAME,VARIANT: {', '.join(variants)}" if variants else ""
+        raise UserError(f"no run {name!r} in {file}; nearest: {near}{offered}")
+    chosen = [variant for variant in variants if variant in words[1:]]
+    config = _made(runs[words[0]], (), file)
+    for variant in chosen:
+        config = _made(variants[variant], (config,), file)
+    config.name = "_".join([words[0], *chosen])
+    weights = dict.fromkeys(rewards.known(), 0.0)  # so that any can be set on the command line
+    config.reward_fn = weights | dict(config.reward_fn)
+    return config
+
+
+def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
+    """What a run or variant returns. Raises UserError for a setting that does not exist; a bug in it stays a bug."""
+    try:
+        config = function(*arguments)
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        if not _raised_by(error, "ml_collections"):
+            raise
+        words = str(error.args[0])  # ml_collections' own, which name the nearest setting
+        unknown = re.match(r"\W*(?:Key )?\W*(\w+)", words)
+        for key in published.names_ending_in(unknown[1]) if unknown else ():
+            raise UserError(f"{function.__name__} in {file}: {published.answer(key)}") from error
+        unlisted = f"{function.__name__} in {file} sets what docs/reference/settings.md does not list: {words}"
+        raise UserError(unlisted) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{function.__name__} in {file} returns {config!r} instead of a config")
+    return config
+
+
+def _raised_by(error: BaseException, package: str) -> bool:
+    """Whether the innermost frame of an error belongs to a package."""
+    entry = error.__traceback__
+    while entry.tb_next:
+        entry = entry.tb_next
+    return entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
+
+
+def load(text: str) -> ConfigDict:
+    """The config that FILE or FILE:NAME,VARIANT,... names.
+
+    A relative FILE is looked up in the current directory, then in the checkout of the running script. What lies beside
+    it can be imported, and config/ as `config`.
+
+    Raises:
+        UserError: no such file, or one without get_config(), or whose get_config() looks at no variants.
+    """
+    file, _, name = text.partition(":")
+    checkout = Path(sys.argv[0]).resolve().parent.parent
+    path = next((path for path in (Path(file), checkout / file) if path.is_file()), None)
+    if path is None:
+        where = f"{Path.cwd()} or {checkout}"
+        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(checkout, name)}")
+    sys.path += [str(checkout)] if str(checkout) not in sys.path else []
+    get_config = getattr(_module(path.resolve()), "get_config", None)
+    if get_config is None:
+        raise UserError(f"{path} has no get_config(name); docs/howto/own_config.md shows a whole file")
+    config = get_config(name) if name else get_config()
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"get_config() of {path} returns {config!r} instead of a config")
+    run, *variants = name.split(",")
+    if variants and get_config(run) == config:  # select names a config after its variants
+        raise UserError(f"get_config() of {path} makes of {name!r} what it makes of {run!r}; docs/howto/own_config.md")
+    return config
+
+
+def _elsewhere(checkout: Path, name: str) -> str:
+    """In which file of the checkout a run of this name is, or which files there are."""
+    files = [path for path in sorted((checkout / "config").glob("*.py")) if path.stem != "__init__"]
+    run = name.partition(",")[0]
+    if recipe := published.recipe(run):
+        return recipe
+    having = [path for path in files if run and f"\ndef {run}():" in path.read_text()]
+    names = ", ".join(f"config/{path.name}" for path in having or files)
+    return f"{run} is in {names}" if having else f"published configs are in {names}"
+
+
+def _module(path: Path) -> ModuleType:
+    """A config file as a module, which imports its neighbours as any script does."""
+    sys.path.insert(0, str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent))
+    spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

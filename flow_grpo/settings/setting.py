@@ -1,0 +1,98 @@
+"""One setting: what an entry of table.py says, and which values it allows."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+
+ALL = GRPO, PR, NFT, DPO = "grpo", "pr", "nft", "dpo"  # values of config.algorithm
+LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An entry."""
+
+    key: str  # dotted
+    default: Any
+    meaning: str
+    unit: str = ""
+    choices: tuple = ()  # all values there are; () = no such list
+    min: float = -LARGEST  # of a number
+    max: float = LARGEST
+    used_by: tuple[str, ...] = ALL  # scripts that read it; another one refuses a value that is not the default
+    resumable: bool = False  # a resumed run may change it, since it does not change the mathematics
+    when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
+
+    def check(self, value: Any, key: str) -> None:
+        """Raises UserError, which names the value by `key`, unless the entry allows it."""
+        if not _is_like(value, self.default):
+            raise UserError(f"config.{key} is {quoted(value)}; it must be {_kind(self.default)}")
+        if self.choices and value not in self.choices:
+            raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}")
+        for entry in value if isinstance(value, tuple) else (value,):
+            if _is_number(entry) and not self.min <= entry <= self.max:  # NaN compares false
+                limits = f"from {self.min:.7g} to {self.max:.7g}"
+                raise UserError(f"config.{key} is {quoted(value)}; it must be {limits}")
+            if isinstance(entry, str):
+                _check_text(entry, key)
+        if isinstance(value, ConfigDict):
+            _check_dict(value.to_dict(), key)
+
+    def limits(self) -> str:
+        """That the entry itself has, in words."""
+        if self.max < LARGEST:
+            return f"from {self.min:.7g} to {self.max:.7g}"
+        return f"at least {self.min:.7g}" if self.min > -LARGEST else ""
+
+    def needs(self) -> list[str]:
+        """The conditions of `when`, in words."""
+        return [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in self.when]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a value is of a default's type. An int may stand for a float; an empty tuple's entries are names."""
+    if isinstance(default, float):
+        return _is_number(value)
+    if isinstance(default, dict):
+        return isinstance(value, Mapping | ConfigDict) and all(isinstance(key, str) for key in value)
+    if isinstance(default, tuple) and isinstance(value, tuple):
+        entries = default or ("",) * len(value)
+        return len(value) == len(entries) and all(map(_is_like, value, entries))
+    return type(value) is type(default)
+
+
+def _kind(default: Any) -> str:
+    """Of a value, in words."""
+    if isinstance(default, tuple):
+        return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
+    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
+    names[dict] = "a dict with names as its keys"
+    return names[type(default)]
+
+
+def _check_text(value: str, key: str) -> None:
+    """Raises UserError for what no file's name can be."""
+    if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
+        raise UserError(f"config.{key} is {quoted(value)}; it has a character that no file's name can have")
+    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
+        raise UserError(
+            f"config.{key} is {quoted(value)}; it has {len(value)} characters, which is too long for a name"
+        )
+
+
+def _check_dict(value: dict, key: str) -> None:
+    """Raises UserError for what config.json cannot hold."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"config.{key} is {quoted(value)}, which config.json cannot hold: {error}") from error

@@ -1,0 +1,354 @@
+"""Every setting: one entry with its default, unit, meaning, limits, and which scripts read it.
+
+The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any machine. The experiment is stated here
+(prompts, images, updates per epoch); how it divides over the GPUs is arithmetic (algorithms/batch_plan.py). From this
+table follow the default config, what a value may be, what a script refuses because it would ignore it, what a resumed
+run may change, and docs/reference/settings.md.
+"""
+
+import sys
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.settings.setting import ALL, DPO, GRPO, NFT, PR, Setting
+
+SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
+ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
+RATIO = (GRPO, PR)  # with noise in the rollout, and ratios of probabilities in the loss
+TINY = 1e-6  # the least of a number above 0
+SECTIONS = {
+    "": "The run",
+    "reward": "How rewards are scored; what `reward.args` says of one reward goes before what is said here",
+    "lora": "The adapter that is trained",
+    "fsdp": "How weights lie over the GPUs",
+    "sample": "The rollout",
+    "train": "The update",
+    "preferences": "Pairs of a better and a worse image, and what prepare_preferences.py makes them of",
+    "eval": "The evaluation: deterministic, with averaged weights",
+    "health": "Alarms, each of which compares the run with itself; 0 = no limit; see [health](../design/health.md)",
+}
+
+# fmt: off
+SETTINGS = (
+    Setting("algorithm", GRPO, "Script that the config is for; another one refuses it.", choices=ALL,
+            resumable=True),  # a checkpoint without it may be resumed
+    Setting("name", "base", "Name of this config, set by the file that made it.", resumable=True),
+    Setting("run_name", "", 'Run folder under output_dir; "" = name.', resumable=True),
+    Setting("output_dir", "runs", "Folder in which run folders are made.", resumable=True),
+    Setting("logger", "wandb", 'Tracker that also shows the curves. "none" writes report.html at every evaluation.',
+            choices=("wandb", "tensorboard", "none"), resumable=True),
+    Setting("resume_from", "",
+            '"" starts a new run; "latest" resumes the newest checkpoint of this run; else a checkpoint\'s folder.',
+            resumable=True),
+    Setting("accept_changes", False,
+            "Resume even if files of the data set, model, lora.path or pairs have changed.", resumable=True),
+    Setting("custom", {}, "Settings of your own, which a config file of your own adds and no check looks at."),
+    Setting("seed", 42, "Seed of every random draw of the run.", min=-(2**63), max=2**63 - 1),
+    Setting("num_epochs", 100, "Number of epochs, each a rollout and an update.", min=1, resumable=True),
+    Setting("max_hours", 0.0, "Stop after the first epoch that ends more than this many hours after the run began; "
+            "0 = no limit.", unit="h", min=0, resumable=True),
+    Setting("save_freq", 10, "Save a checkpoint every N epochs, and after the last; 0 = only after the last.",
+            unit="epochs", min=0, resumable=True),
+    Setting("keep_checkpoints", 2, "Number of newest checkpoints that are kept.", min=1, resumable=True),
+    Setting("eval_freq", 10, "Evaluate every N epochs, and before the first and after the last; 0 = never.",
+            unit="epochs", min=0, resumable=True),
+    Setting("rollout_images_freq", 0, "Keep an image of each prompt of every N-th epoch in images/; 0 = never.",
+            unit="epochs", min=0, resumable=True),
+    Setting("model", "flow_grpo/assets/tiny_qwenimage", "Diffusers folder, or id on the hub."),
+    Setting("model_class", "", 'Model class of your own, as MODULE:CLASS, importable; "" = by the pipeline of model. '
+            "A run stores MODULE:CLASS@DIGEST of its source."),
+    Setting("dataset", "dataset/shapes",
+            "Folder with {train,validation,test}_metadata.jsonl or .txt; validation is optional."),
+    Setting("reward_fn", {"shapes": 1.0}, "Weight of each reward, a file of flow_grpo/rewards; 0 = not used."),
+    Setting("height", 64, "Height of an image; a multiple of 16.", unit="pixels", min=16, max=8192),
+    Setting("width", 64, "Width of an image; a multiple of 16.", unit="pixels", min=16, max=8192),
+    Setting("text_tokens", 20, "Width to which every prompt embedding is padded, in rollout and update alike.",
+            unit="tokens", min=1, max=2048),
+    Setting("embeddings_cache", "",
+            'Cache folder of encoded prompts: no text encoder stays on the GPU; "" = none.', resumable=True),
+    Setting("weights_cache", "", 'Cache folder of the quantised base model; "" = none.', resumable=True,
+            when=(("base_precision",),)),
+    Setting("precision", "fp32", "Precision of the transformer; trained weights are stored in fp32.",
+            choices=("fp32", "bf16", "fp16")),
+    Setting("base_precision", "",
+            'Precision of the frozen layers beneath an adapter, in rollout and update alike; "" = precision.',
+            choices=("", "fp8_weights", "nf4"), when=(("lora.rank",), ("fsdp.mode", "replicate"))),
+    Setting("vae_precision", "fp32",
+            "Precision of VAE decodes. With bf16, pixels differ by less than 0.3 of 255 on average.",
+            choices=("fp32", "bf16"), resumable=True),
+    Setting("attention", "",
+            'Attention of Qwen-Image on a GPU; "" = torch\'s; "flash_4" = FlashAttention-4, faster under masks, with '
+            "repeatable gradients. With compile, on H100 and H200, it also fuses GELU into 8-bit products.",
+            choices=("", "flash_4"), resumable=True, when=(("precision", "bf16", "fp16"), ("lora.rank",))),
+    Setting("compile", False, "Compile transformer blocks and the decoder; the first start is slow.", resumable=True),
+    Setting("vae_batch_size", 32, "Images per VAE decode.", unit="images", min=1, max=10**5, resumable=True),
+
+    Setting("reward.args", {}, "Overrides by reward: NAME -> any setting of this section, and options of its load()."),
+    Setting("reward.url", "",
+            "Only in args, of one reward: the server that scores it, such as http://127.0.0.1:18087, or a list.",
+            resumable=True),
+    Setting("reward.backend", "thread", "Where a reward runs. process = a server that the run starts, one per machine.",
+            choices=("inline", "thread", "process"), resumable=True),
+    Setting("reward.device", "", 'Device of the model of a thread or process, such as "cuda:7"; "" = the rank\'s own.',
+            resumable=True),
+    Setting("reward.batch_size", 32, "Images per request.", unit="images", min=1, max=10**5),
+    Setting("reward.on_failure", "fail", "What a failed reward does: end the run, or mask = leave the image out of its "
+            "group.", choices=("fail", "mask")),
+    Setting("reward.max_masked_share", 0.05,
+            "Fail if more than this fraction of an epoch's, an evaluation's or a file's images is masked.",
+            min=0, max=1),
+    Setting("reward.token_file", "",
+            "File whose first line is the token that a server asks for; \"\" = the environment's REWARD_TOKEN.",
+            resumable=True),
+    Setting("reward.timeout_s", 120.0, "Time limit of one request. A call in a thread may take 300 s more.",
+            unit="s", min=0.1, resumable=True),
+
+    Setting("lora.rank", 32, "Rank of the adapter; 0 trains the full weights.", min=0, max=4096),
+    Setting("lora.alpha", 64, "Scale of the adapter, times its rank.", min=1),
+    Setting("lora.path", "", 'Diffusers LoRA folder to start from; "" = a fresh adapter.'),
+
+    Setting("fsdp.mode", "replicate", "Layout of the weights. hybrid = shard inside groups of shard_size ranks.",
+            choices=("replicate", "shard", "hybrid"), resumable=True),
+    Setting("fsdp.shard_size", 0, "Ranks of a hybrid group.", unit="ranks", min=0, resumable=True,
+            when=(("fsdp.mode", "hybrid"),)),
+    Setting("fsdp.activation_checkpointing", 0.0,
+            "Fraction of activations that the backward recomputes: 0 = none, 1 = all but the blocks' inputs, a third "
+            "more compute. Between the two the compiler chooses what costs least, which takes compile.",
+            min=0, max=1, resumable=True),
+    Setting("fsdp.offload", "",
+            'What stays in host memory: "" = nothing; optimizer = its state while images are sampled; weights = also '
+            "sharded weights, one GPU's too, which are fetched block by block.",
+            choices=("", "optimizer", "weights"), resumable=True),
+
+    Setting("sample.num_steps", 10, "Denoising steps of a rollout.", min=2, max=1000),
+    Setting("sample.guidance_scale", 1.0, "Guidance scale; above 1 costs a second forward per step.", min=0, max=1000),
+    Setting("sample.noise_level", 0.7, "Noise level eta of the SDE step; at most 1 for cps and cps_gaussian.",
+            min=0, max=10, used_by=RATIO),
+    Setting("sample.sde_type", "sde", "Formula of a noisy step; cps_gaussian is cps with its true log-density.",
+            choices=("sde", "dance", "cps", "cps_gaussian"), used_by=RATIO),
+    Setting("sample.num_prompts_per_epoch", 16, "Prompts per epoch, on all GPUs together.", min=1, max=10**6),
+    Setting("sample.num_images_per_prompt", 8, "Group size; in train_*_pr.py, trunks per prompt.", min=1, max=10**4),
+    Setting("sample.batch_size", 16, "Rows per forward and GPU wherever a log-prob is computed: rollout and update.",
+            unit="rows", min=1, max=4096),
+    Setting("sample.global_std", False, "Divide advantages by the std of the whole epoch instead of the group's.",
+            used_by=ONLINE),
+    Setting("sample.baseline", "group",
+            "What rewards are compared within: group = images of a prompt, or branches of a trunk's step; prompt = "
+            "branches of all its trunks at a step; all = the whole epoch.", choices=("group", "prompt", "all"),
+            used_by=ONLINE),
+    Setting("sample.sde_window_size", 2, "Steps that are sampled with noise and trained; 0 = all but the last.",
+            unit="steps", min=0, used_by=(GRPO, NFT)),  # train_*_nft.py asks for 0
+    Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.", used_by=(GRPO,)),
+    Setting("sample.sde_window_schedule", "random", "How the window moves: random = to a new place in every batch; "
+            "progressive = on by one step, and from the end of the range back to its start.",
+            choices=("random", "progressive"), used_by=(GRPO,), when=(("sample.sde_window_size",),)),
+    Setting("sample.sde_window_interval", 25, "Updates between moves of a progressive window.", unit="updates", min=1,
+            used_by=(GRPO,), when=(("sample.sde_window_schedule", "progressive"),)),
+    Setting("sample.same_latent", False, "Start a group from one noise: it is one image until the window.",
+            used_by=(GRPO,)),
+    Setting("sample.num_branches", 1, "Noisy branches per step of a trunk, at least 2; 1 in the other scripts.", min=1,
+            max=4096, used_by=ONLINE),
+    Setting("sample.completion_batch_size", 0,
+            "Rows per forward without a log-prob, of branches or with engine stepwise; 0 = sample.batch_size.",
+            unit="rows", min=0, max=4096, used_by=ONLINE, resumable=True),
+    Setting("sample.flash_ratio", 0.0, "After the noise, compute only this fraction of the forwards; 0 = all of them.",
+            min=0, max=1),
+    Setting("sample.flash_solver", "dpm",
+            "Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a "
+            "forward.", choices=("dpm", "extrapolate"), when=(("sample.flash_ratio",),)),
+    Setting("sample.engine", "full", "full: a batch's rows walk together, stepwise: each row or branch in a slot",
+            choices=("full", "stepwise"), resumable=True),
+    Setting("sample.text_multiple", 0,
+            "Pad text to a multiple of this where no log-prob is computed (engine stepwise); 0 = text_tokens.",
+            unit="tokens", min=0, max=2048, resumable=True, when=(("sample.engine", "stepwise"),)),
+    Setting("sample.rollout_weights", "exact",
+            "Weights of forwards without a log-prob: exact = the update's; merged = a copy with the adapter added, "
+            "faster; merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products "
+            "of base_precision fp8_weights.", choices=("exact", "merged", "merged_fp8", "fp8"),
+            when=(("lora.rank",), ("fsdp.mode", "replicate"))),
+
+    Setting("train.learning_rate", 3e-4, "Highest learning rate of the run.", min=0, max=1000),
+    Setting("train.learning_rate_schedule", "constant", "linear and cosine fall to 0 at the end of num_epochs.",
+            choices=("constant", "linear", "cosine")),
+    Setting("train.warmup_updates", 0, "Updates over which the learning rate rises from 0.", unit="updates", min=0),
+    Setting("train.adam_betas", (0.9, 0.999), "Betas of AdamW.", min=0, max=0.9999999),
+    Setting("train.weight_decay", 1e-4, "Weight decay of AdamW.", min=0, max=1000),
+    Setting("train.max_grad_norm", 1.0, "Norm to which longer gradients are scaled down.", min=TINY),
+    Setting("train.updates_per_epoch", 2, "Optimizer steps per epoch and inner epoch.", unit="updates", min=1,
+            max=10**6),
+    Setting("train.inner_epochs", 1, "Passes over one rollout, reshuffled.", min=1, max=1000),
+    Setting("train.objective", "clip", "Loss of a noisy step: clip = PPO's; guard = ratios normalised per step, "
+            "GRPO-Guard.", choices=("clip", "guard"), used_by=RATIO),
+    Setting("train.old_log_prob", "rollout",
+            "Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row.",
+            choices=("rollout", "recompute"), used_by=RATIO),
+    Setting("train.clip_range", 1e-4, "Clip range of the ratio. Log-probs are means over elements, so ratios stay "
+            "near 1.", min=0, used_by=RATIO),
+    Setting("train.parity_largest", 1.0,
+            "End the run if a log-ratio of an epoch's first update, which should be 0, is larger than this, either "
+            "way; 0 = no limit, as with clip_range 0.", unit="clip ranges", min=0, used_by=RATIO, resumable=True),
+    Setting("train.parity_mean", 0.1, "The same limit of the mean size of log-ratios.", unit="clip ranges", min=0,
+            used_by=RATIO, resumable=True),
+    Setting("train.parity_clipped", 0.01, "The same limit of the fraction of rows that are clipped.", min=0, max=1,
+            used_by=RATIO, resumable=True),
+    Setting("train.adv_clip_max", 5.0, "Largest size of an advantage.", min=TINY, used_by=ONLINE),
+    Setting("train.reward_aggregation", "sum", "How several rewards become one advantage: sum = of weighted rewards; "
+            "gdpo = of their advantages.", choices=("sum", "gdpo"), used_by=ONLINE),
+    Setting("train.filter_groups", False,
+            "Leave groups whose rewards are all alike out of the mean that is the loss.", used_by=ONLINE),
+    Setting("train.beta", 0.0,
+            "Weight of the KL to the reference policy; in train_*_nft.py, of the squared distance to it.",
+            min=0, used_by=ONLINE),
+    Setting("train.reference_interval", 0,
+            "Let the policy become its own reference every N updates; 0 = never.", unit="updates", min=0,
+            when=(("train.beta",),)),
+    Setting("train.reference_guidance_scale", 0.0,
+            "Guidance scale of the first reference: above sample's, the policy learns it; 0 = sample's.",
+            min=0, max=1000, used_by=ONLINE, when=(("train.beta",),)),
+    Setting("train.shared_noise", False, "Noise the images of a group alike, to the same levels.", used_by=(NFT,)),
+    Setting("train.flow_matching_weight", 0.0, "Weight of flow matching on the run's own images, good and bad alike.",
+            min=0, used_by=(NFT,)),
+    Setting("train.nft_beta", 1.0, "Share of the trained policy in the mixture that is compared with x_0.", min=TINY,
+            used_by=(NFT,)),
+    Setting("train.old_decay_schedule", 1.0,
+            "What the sampling policy keeps of itself: 1 = up to a half, 2 = up to 0.999, see losses.old_policy_decay; "
+            "a number below 1 = always this share.", min=0, max=2, used_by=(NFT,)),
+    Setting("train.old_interval", 1, "Epochs between moves of the sampling policy.", unit="epochs", min=1,
+            used_by=(NFT,)),
+    Setting("train.dpo_beta", 1000.0, "How sharply a pair's difference of velocity errors decides.", min=0,
+            used_by=(DPO,)),
+    Setting("train.step_weight", "equal",
+            "Weight of a step's loss: mean_one = transition_std / its mean over the trained steps, which "
+            "TempFlow-GRPO's constants are; sqrt3 = sqrt(3) * transition_std; equal = 1.",
+            choices=("equal", "sqrt3", "mean_one"), used_by=RATIO),
+    Setting("train.timestep_fraction", 1.0,
+            "Train int(this * num_steps) steps, the first ones, in train_*_nft.py random ones; never the last. "
+            "A window is trained whole.", min=TINY, max=1, used_by=ONLINE, when=(("sample.sde_window_size", 0),)),
+    Setting("train.ema_decay", 0.9, "Decay of the averaged weights: min((1 + n) / (10 + n), this) after n updates.",
+            min=0, max=1),
+    Setting("train.ema_interval", 8,
+            "Updates between averagings; before the first, the average is the weights.", unit="updates", min=1),
+
+    Setting("preferences.path", "",
+            'Folder of parquet files from prepare_preferences.py; "" = online, of images just sampled.',
+            used_by=(DPO,)),
+    Setting("preferences.source", "",
+            'What to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files.',
+            used_by=(DPO,)),
+    Setting("preferences.min_margin", 0.0,
+            "Of rollouts, keep pairs whose winner's reward is higher by more than this.", min=0, used_by=(DPO,)),
+
+    Setting("eval.rewards", (), "Names of rewards that are measured but not trained on: they show what is hacked.",
+            resumable=True),
+    Setting("eval.num_prompts", 272, "Validation and test prompts, at most, evenly spread; 0 = none.",
+            unit="prompts", min=0, resumable=True),
+    Setting("eval.noises_per_prompt", 1, "Images of a prompt, always from the same noises.", min=1, max=10**4,
+            resumable=True),
+    Setting("eval.best_by", "avg", "Metric under eval/ whose highest value makes the policy in best/.", resumable=True),
+    Setting("eval.test_freq", 0, "Test every N epochs, and before the first and after the last; 0 = only these.",
+            unit="epochs", min=0, resumable=True),
+    Setting("eval.height", 0, "Height of an image; 0 = as in training.", unit="pixels", min=0, max=8192,
+            resumable=True),
+    Setting("eval.width", 0, "Width of an image; 0 = as in training.", unit="pixels", min=0, max=8192, resumable=True),
+    Setting("eval.num_steps", 10, "Deterministic denoising steps.", min=2, max=1000, resumable=True),
+    Setting("eval.guidance_scale", 1.0, "Guidance scale; above 1 costs a second forward per step.", min=0, max=1000,
+            resumable=True),
+    Setting("eval.batch_size", 64, "Rows per forward and GPU.", unit="rows", min=1, max=10**5, resumable=True),
+
+    Setting("health.action", "log",
+            "What an alarm does: log = print it; lower_learning_rate = halve it; stop = save and end; roll_back = to "
+            "the best weights.", choices=("log", "lower_learning_rate", "stop", "roll_back"), resumable=True),
+    Setting("health.max_roll_backs", 3, "Roll backs, each of which halves the learning rate, before the run stops.",
+            min=0, resumable=True, when=(("health.action", "roll_back"),)),
+    Setting("health.reward_drop", 3.0, "Largest fall of the training reward below its best (means of 5 epochs), less "
+            "what chance explains.", unit="standard errors", min=0, resumable=True),
+    Setting("health.eval_drop", 3.0, "Largest fall of the evaluation below its best.", unit="standard errors", min=0,
+            resumable=True),
+    Setting("health.epochs_without_signal", 3, "Most epochs in a row in which nothing could be learned.",
+            unit="epochs", min=0, resumable=True),
+)
+# fmt: on
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the token by config.reward.token_file"
+
+
+def default_config() -> ConfigDict:
+    """Every setting's default; a name that is not in the table is an error."""
+    config = ConfigDict()
+    for setting in SETTINGS:
+        section, _, key = setting.key.rpartition(".")
+        if section and section not in config:
+            config[section] = ConfigDict()
+        target = config[section] if section else config
+        target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
+    config.lock().custom.unlock()
+    return config
+
+
+def value_of(config: ConfigDict, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+def flat(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of all that is no section."""
+    values = {}
+    for key, value in config.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {f"{prefix}{key}": value}
+    return values
+
+
+def ignored_by(algorithm: str) -> tuple[str, ...]:
+    """The settings that an algorithm's script does not read."""
+    return tuple(setting.key for setting in SETTINGS if algorithm not in setting.used_by)
+
+
+def resumable() -> tuple[str, ...]:
+    """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
+    fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.resumable}
+    keys = [setting.key for setting in SETTINGS if setting.resumable]
+    keys += ["reward.token"]  # of older configs
+    return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a resumed run may not change the value of a dotted key. What `reward.args` says of one reward may change
+    where the setting that it overrides may; the options of a reward's load() may not."""
+    section, _, rest = key.partition("reward.args.")
+    if rest and not section:
+        setting = BY_KEY.get(f"reward.{rest.split('.', 2)[1] if '.' in rest else ''}")
+        return not (setting and setting.resumable)
+    return not any(key == changeable or key.startswith(changeable + ".") for changeable in resumable())
+
+
+def check_values(config: ConfigDict) -> None:
+    """Raises UserError for a value that its entry does not allow, with what it allows."""
+    for setting in SETTINGS:
+        setting.check(value_of(config, setting.key), setting.key)
+
+
+def tables() -> str:
+    """All settings as markdown, a table for each section: what docs/reference/settings.md holds."""
+    lines = []
+    for section, title in SECTIONS.items():
+        lines += [f"\n## {section or 'config'}: {title}\n", "| setting | default | meaning | scripts | resume |"]
+        lines += ["|---|---|---|---|---|", *(_row(s) for s in SETTINGS if s.key.rpartition(".")[0] == section)]
+    return "\n".join(lines).strip()
+
+
+def _row(setting: Setting) -> str:
+    facts = [setting.meaning, f"Takes {' and '.join(setting.needs())}." if setting.when else ""]
+    facts += [f"One of {', '.join(f'`{choice!r}`' for choice in setting.choices)}." if setting.choices else ""]
+    facts += [
+        f"{setting.unit}, {setting.limits()}.".strip(", ").capitalize() if setting.unit or setting.limits() else ""
+    ]
+    scripts = "all" if setting.used_by == ALL else ", ".join(f"`{SCRIPTS[name]}`" for name in setting.used_by)
+    changes = "yes" if setting.resumable else ""
+    return f"| `{setting.key}` | `{setting.default!r}` | {' '.join(filter(None, facts))} | {scripts} | {changes} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables() + "\n")

@@ -1,0 +1,1 @@
+"""The transformer's weights: LoRA, sharding, quantised storage, moving averages."""

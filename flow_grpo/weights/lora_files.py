@@ -1,0 +1,151 @@
+"""A LoRA file as diffusers writes it: what it says of itself, whether it is whole and fits a model, and its weights.
+
+Rank and alpha are what diffusers makes of the file. What it would compute otherwise than flow_grpo is refused.
+"""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from flow_grpo.base import checksums
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.weights import finite
+
+FILE = "pytorch_lora_weights.safetensors"
+METADATA = "lora_adapter_metadata"  # in the file's header: the LoraConfig, as JSON
+NAME = re.compile(r"transformer\.(.+)\.lora_[AB]\.weight")
+READ = {"r", "lora_alpha"}
+WITHOUT_EFFECT = {  # on what the stored tensors compute
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type"),
+    *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "megatron_core"),
+    *("qalora_group_size",),
+}
+WAY_OUT = "load it in diffusers, and save what it computes as a plain LoRA (save_lora_weights) or as a model"
+
+
+class Adapter(NamedTuple):
+    """What a LoRA file adapts."""
+
+    rank: int
+    alpha: float
+    shapes: dict[str, tuple[int, ...]]  # parameter name -> shape
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(sorted({name.split(".lora_")[0] for name in self.shapes}))
+
+
+def read(folder: Path | str) -> Adapter:
+    """What a LoRA file says of itself, without its weights.
+
+    Raises:
+        UserError: it cannot be read, or is not a LoRA of a diffusers transformer with one rank and one alpha.
+    """
+    path = Path(folder, FILE)
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get(METADATA)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            kinds = {part.get_dtype() for part in slices.values()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{in_one_line(path)} cannot be read: {in_one_line(error)}") from error
+    rank = _rank(path, shapes)
+    if whole_numbers := sorted(kind for kind in kinds if "F" not in kind):
+        raise UserError(f"{in_one_line(path)} holds whole numbers ({', '.join(whole_numbers)}), not weights")
+    shapes = {name.removeprefix("transformer."): shape for name, shape in shapes.items()}
+    return Adapter(rank, _alpha(path, header, rank), shapes)
+
+
+def check(folder: Path | str) -> Adapter:
+    """`read`, and that the weights are those that were written, where checksums tell, and finite.
+
+    Raises:
+        UserError: as `read`, or they are not.
+    """
+    checksums.check(Path(folder))
+    adapter = read(folder)
+    if problem := finite.problem(weights(folder)):
+        raise UserError(f"{in_one_line(Path(folder, FILE))} cannot be used: {problem}")
+    return adapter
+
+
+def weights(folder: Path | str) -> dict[str, Tensor]:
+    """Parameter name -> float32, on the CPU."""
+    with safe_open(Path(folder, FILE), framework="pt") as file:
+        return {name.removeprefix("transformer."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+
+
+def check_fits(folder: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
+    """Raises UserError unless every layer that a LoRA adapts is in a transformer, which may be on the meta device, and
+    as wide there."""
+    layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "in_features")}
+    for name, shape in adapter.shapes.items():
+        layer, part = name.removesuffix(".weight").rsplit(".lora_", 1)
+        width = layers.get(layer) and (layers[layer].in_features if part == "A" else layers[layer].out_features)
+        if width != shape[1 if part == "A" else 0]:
+            problem = f"is {list(shape)}, the layer is {width} wide" if width else "has no layer there"
+            raise UserError(f"{folder} is the LoRA of another model than {model}: {name} {problem}")
+
+
+def check_targets(folder: Path | str, adapter: Adapter, targets: tuple[str, ...]) -> None:
+    """Raises UserError for layers that a run does not adapt: their names end in none of `targets`."""
+    ends = tuple(f".{target}" for target in targets)
+    if others := [layer for layer in adapter.layers if not f".{layer}".endswith(ends)]:
+        raise UserError(
+            f"{in_one_line(Path(folder, FILE))} adapts {len(others)} layers that a run does not train ({others[0]}): "
+            "fuse it into the base model (fuse_lora, save_pretrained) and train that"
+        )
+
+
+def _rank(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Raises UserError for other names than diffusers', an A without its B, other shapes, or several ranks."""
+    file, layers = in_one_line(path), {match[1] for name in shapes if (match := NAME.fullmatch(name))}
+    pairs = {f"transformer.{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
+    strange = sorted(shapes.keys() - pairs)
+    if strange or not shapes:
+        held = ", ".join(strange[:3]) or "nothing"
+        raise UserError(f"{file} is no LoRA of a diffusers transformer: it holds {held}; {WAY_OUT}")
+    if missing := sorted(pairs - shapes.keys()):
+        raise UserError(f"{file} is not whole: it lacks {', '.join(missing[:3])}")
+    if flawed := [name for name, shape in shapes.items() if len(shape) != 2 or 0 in shape]:
+        raise UserError(f"{file}: {flawed[0]} is {list(shapes[flawed[0]])}, not a matrix")
+    ranks = {shape[0 if ".lora_A." in name else 1] for name, shape in shapes.items()}
+    if len(ranks) != 1:
+        raise UserError(f"{file} has layers of ranks {sorted(ranks)}; one rank is supported: {WAY_OUT}")
+    return ranks.pop()
+
+
+def _alpha(path: Path, header: str | None, rank: int) -> float:
+    """By the header; without one it is the rank. Raises UserError where diffusers would scale by more than that."""
+    if not header:
+        return rank
+    file, settings = in_one_line(path), _settings(path, header)
+    stored_rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if type(stored_rank) is not int or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise UserError(f"{file}: its header has r {quoted(stored_rank)} and lora_alpha {quoted(alpha)}, not numbers")
+    if stored_rank != rank:
+        raise UserError(f"{file}: its header has r {stored_rank}, its weights have rank {rank}")
+    plain = LoraConfig().to_dict()
+    others = {key: value for key, value in settings.items() if key not in READ | WITHOUT_EFFECT}
+    if strange := {key: value for key, value in others.items() if value != plain.get(key)}:
+        raise UserError(f"{file}: its header has {quoted(strange)}, which is not supported: {WAY_OUT}")
+    return alpha
+
+
+def _settings(path: Path, header: str) -> dict[str, Any]:
+    """Of the transformer's LoraConfig. Raises UserError for a header that is not the JSON that diffusers writes."""
+    try:
+        stored = json.loads(header)
+        return {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = in_one_line(error)
+        raise UserError(f"{in_one_line(path)}: {METADATA} in its header cannot be read: {why}") from error

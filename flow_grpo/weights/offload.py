@@ -1,0 +1,51 @@
+"""What stays in host memory, for a while or between its uses: optimizer states, and weights that FSDP2 offloads."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.weights import fsdp_utils
+
+
+def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
+    """To be called before weights in host memory are written: the device may not have read them yet."""
+    if torch.cuda.is_available() and any(p.device.type == "cpu" for p in parameters):
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
+    """Exchange weights with others of the same names and layout, tensor by tensor: no second copy of the model."""
+    wait_for_offloaded(weights.values())
+    for name, weight in weights.items():
+        present = weight.clone()
+        weight.copy_(others[name])
+        others[name].copy_(present)
+
+
+def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
+    for p, state in optimizer.state.items():
+        for key in _moments(p, state):
+            moment = fsdp_utils.local_part(state[key])
+            state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
+                moment, non_blocking=True
+            )
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `offload_optimizer_state`, if it was called."""
+    for p, state in optimizer.state.items():
+        for key in _moments(p, state):
+            moment = fsdp_utils.local_part(state[key]).to(p.device, non_blocking=True)
+            state[key] = fsdp_utils.from_local_part(moment, p)
+
+
+def _moments(p: nn.Parameter, state: dict[str, Any]) -> list[str]:
+    """Keys of the parameter-shaped state; the step count stays where the optimizer wants it."""
+    shapes = p.shape, fsdp_utils.local_part(p).shape
+    return [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim and value.shape in shapes]

@@ -1,0 +1,225 @@
+"""The policies that live in one transformer: the trained one, and the reference it started from."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from ml_collections import ConfigDict
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.kernels import stochastic_rounding
+from flow_grpo.weights import fsdp_utils, lora_files, offload, quantisation
+
+
+def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
+    """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
+    transformer.requires_grad_(lora.rank == 0)
+    if lora.rank:
+        with next(transformer.parameters()).device:  # on the meta device peft's own first weights cost no time
+            transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
+
+
+def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
+    """(parameter name, shape) -> the adapter's first weights: A normal / rank and B zero, or those of lora.path for the
+    layers that it adapts.
+
+    By name, so that every rank and every layout of the weights starts from the same numbers.
+    """
+
+    def init(name: str, shape: torch.Size) -> Tensor:
+        if ".lora_B." in name:
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=rng.generator(seed, "lora", name)) / lora.rank
+
+    return stored_adapter(lora.path, init) if lora.path else init
+
+
+def stored_adapter(folder: Path | str, otherwise: Callable = lambda name, shape: torch.zeros(shape)) -> Callable:
+    """(parameter name, shape) -> the weights of the adapter in a diffusers LoRA folder; `otherwise` for those of layers
+    that it does not adapt."""
+    stored = lora_files.weights(folder)
+
+    def weight(name: str, shape: torch.Size) -> Tensor:
+        known = stored.get(name.replace(".default.", "."))
+        return otherwise(name, shape) if known is None else known
+
+    return weight
+
+
+def check_lora(lora) -> None:
+    """Raises UserError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha, and finite."""
+    if lora.rank < 0 or (lora.rank == 0 and lora.path):
+        raise UserError(f"lora.rank is {lora.rank} with lora.path {quoted(lora.path)}: 0 trains the full weights")
+    if not lora.path:
+        return
+    name = in_one_line(path := Path(lora.path, lora_files.FILE))
+    if not path.is_file():
+        raise UserError(f"lora.path: {name} does not exist; lora.path is the folder that holds {path.name}")
+    adapter = lora_files.check(lora.path)
+    if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
+        raise UserError(
+            f"{name} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to these"
+        )
+
+
+def check_layers(lora, model: str, family: type[FlowModel]) -> None:
+    """Raises UserError unless the layers of lora.path ("" is fine) are among those of the model that a run adapts."""
+    if lora.path:
+        adapter = lora_files.read(lora.path)
+        lora_files.check_fits(lora.path, adapter, family.empty_transformer(model), model)
+        lora_files.check_targets(lora.path, adapter, family.LORA_TARGETS)
+
+
+def predict(
+    model: FlowModel,
+    precision: str,
+    x: Tensor,
+    t: Tensor,
+    condition: Condition,
+    guidance_scale: float,
+    size: Size,
+) -> Tensor:
+    """The model's velocity under the autocast that float32 adapters over weights of `precision` need."""
+    dtype = fsdp_utils.DTYPES[precision]
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        return model.velocity(x, t, condition, guidance_scale, size)
+
+
+@contextmanager
+def adapters_off(transformer: nn.Module) -> Iterator[None]:
+    """The base model inside this block. Touches nothing but a flag of each adapted layer (peft's own switch would also
+    turn requires_grad off and on)."""
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@torch.no_grad()
+def merged(transformer: nn.Module, fp8: bool = False) -> Callable:
+    """Add the present adapter to a copy of the weights it adapts; returns a context manager factory inside which the
+    transformer computes with these, one product per layer instead of three.
+
+    For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by stochastic rounding of the sum.
+    Weights that are not sharded only. Outside the context everything is bitwise what it was.
+
+    Args:
+        fp8: a copy of 8 bits, and products of such: half of the memory, less time, other images.
+
+    Raises:
+        RuntimeError: on entering the context, if the adapter has changed since.
+    """
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    others = [_merged_layer(layer, fp8) for layer in layers]
+    adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
+    versions = [p._version for p in adapter]  # every write in place counts it up
+
+    @contextmanager
+    def use_merged() -> Iterator[None]:
+        if [p._version for p in adapter] != versions:
+            raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
+        base_layers = [layer.base_layer for layer in layers]
+        _set_base_layers(layers, others)
+        try:
+            with adapters_off(transformer):
+                yield
+        finally:
+            _set_base_layers(layers, base_layers)
+
+    return use_merged
+
+
+def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
+    """() -> context of the forwards whose velocity enters no log-prob, with the present weights: as
+    sample.rollout_weights says."""
+    weights = config.sample.rollout_weights
+    fp8 = "fp8" in weights
+    use_merged = merged(transformer, fp8) if "merged" in weights else nullcontext
+    rounds_x = fp8 and config.base_precision == "fp8_weights"
+
+    @contextmanager
+    def fast() -> Iterator[None]:
+        with use_merged(), quantisation.products_of_8_bits(transformer) if rounds_x else nullcontext():
+            yield
+
+    return fast
+
+
+def _merged_layer(layer: BaseTunerLayer, fp8: bool) -> nn.Module:
+    base, change = layer.get_base_layer(), layer.get_delta_weight("default")
+    if fp8:
+        return quantisation.merged_copy(base, change)
+    other, total = copy.copy(base), base.weight.float() + change
+    if base.weight.dtype != torch.float32:
+        total = stochastic_rounding.rounded(total, base.weight.dtype)
+    other._parameters = dict(base._parameters, weight=nn.Parameter(total, requires_grad=False))
+    return other
+
+
+def _set_base_layers(layers: list[BaseTunerLayer], others: list[nn.Module]) -> None:
+    for layer, other in zip(layers, others, strict=True):
+        layer.base_layer = other
+
+
+class Reference:
+    """The policy that the trained one is held to: the present one or, with an interval, the trained policy as it was
+    after the last multiple of `interval` optimizer steps.
+
+    A fresh LoRA adapter that is never followed needs no memory for it: the reference is the base. Otherwise a copy of
+    what is trained is kept in its own layout (sharded weights stay sharded).
+
+    Args:
+        guidance_scale: of the first reference; 0 = as the policy's. What the reference becomes later is the policy as
+            it is trained, so its guidance is the policy's.
+    """
+
+    def __init__(self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float = 0.0, fresh: bool = True):
+        self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
+        self.num_moves = 0  # how often it has become the policy
+        has_adapter = any(isinstance(module, BaseTunerLayer) for module in transformer.modules())
+        copied = interval or not (fresh and has_adapter)
+        self.weights = {name: p for name, p in transformer.named_parameters() if p.requires_grad and copied}
+        self.copies = {name: p.detach().clone() for name, p in self.weights.items()}
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The transformer is the reference inside this block, and the trained policy, bit for bit, after it."""
+        if not self.copies:
+            with adapters_off(self.transformer):
+                yield
+            return
+        offload.exchange(self.weights, self.copies)
+        try:
+            yield
+        finally:
+            offload.exchange(self.weights, self.copies)
+
+    def guidance(self, of_policy: float) -> float:
+        """The guidance scale of the reference's forwards: its own until it first becomes the policy."""
+        return of_policy if self.num_moves or not self.guidance_scale else self.guidance_scale
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Call after every optimizer step with the number taken so far."""
+        if self.interval and step % self.interval == 0:
+            self.num_moves += 1
+            for name, weight in self.weights.items():
+                self.copies[name].copy_(weight)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
+        return self.copies if self.interval else {}

@@ -1,0 +1,464 @@
+"""What is wrong is said before any weight is loaded: the kind of error, and the key or number that its sentence holds.
+
+A row is what is called, with what, and the words of its sentence. Rows of a table are one test: they are cheap, and a
+failure lists each of them with what it said instead.
+"""
+
+import itertools
+import json
+import shutil
+import sys
+
+import prepare_preferences
+import pytest
+from safetensors import SafetensorError
+from small import ROOT, config_of, train
+from test_policies import lora, pipeline_with
+from test_preferences import some_rows, write
+
+from config import dpo, grpo, nft
+from flow_grpo import rewards
+from flow_grpo.base import checksums
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.checkpoints import checkpoints, exports
+from flow_grpo.data import prompts
+from flow_grpo.reward_server import serve
+from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.settings import checks, command_line, config_files, table
+from flow_grpo.weights import fsdp_utils
+
+WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
+DPO, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
+TINY, NAN, INF = "flow_grpo/assets/tiny_qwenimage", float("nan"), float("inf")
+FLASH_4 = dict(attention="flash_4", precision="bf16", lora__rank=8)
+
+
+def no(*words, **settings):
+    """A row: settings that are refused, and the words; where there are none, the first setting's name and value."""
+    key, value = next(iter(settings.items()))
+    return words or (key.rpartition("__")[2], repr(value)), settings
+
+
+def url(address, **more):
+    return dict(reward__args={"shapes": {"url": address, **more}})
+
+
+def otherwise(call, words, error=ValueError):
+    """What a call does instead of refusing in one line that holds all words; "" if it does so."""
+    try:
+        call()
+    except Exception as raised:
+        said = f"{type(raised).__name__}: {raised}"
+        good = isinstance(raised, error) and all(str(word) in said for word in words) and "\n" not in said
+        return "" if good else said
+    return "nothing"
+
+
+def assert_refused(rows):
+    """Args: rows: (name, call, words), or with the kind of error for a fourth."""
+    found = [(name, otherwise(call, words, *error)) for name, call, words, *error in rows]
+    assert not [said for _, said in found if said], "\n".join(f"{name} -> {said}" for name, said in found if said)
+
+
+TRAINING = {  # a script's run -> its rows
+    WINDOW: [
+        no("3 prompts", "[1, 3, 9]", sample__num_prompts_per_epoch=3, sample__num_images_per_prompt=3),
+        no("updates_per_epoch 5", "[1, 2, 4, 8]", train__updates_per_epoch=5),
+        no("sde_window_range = (0, 4)", "(0, 3)", sample__sde_window_range=(0, 4)),
+        no("sde_window_size = 4", "(0, 3)", sample__sde_window_size=4),
+        no("sde_window_schedule is 'progressive'", "sde_window_size set", sample__sde_window_size=0,
+           sample__sde_window_schedule="progressive"),
+        no("sde_window_interval is 5", "'progressive'", sample__sde_window_interval=5),
+        no("max_roll_backs is 5", "'roll_back'", health__max_roll_backs=5),
+        no(sample__flash_solver="heun"),
+        no("flash_solver", "flash_ratio set", sample__flash_solver="extrapolate"),
+        no(fsdp__activation_checkpointing=1.5),
+        no("activation_checkpointing is 0.5", "compile", fsdp__activation_checkpointing=0.5),
+        no("base_precision is 'nf4'", "lora.rank set", base_precision="nf4", lora__rank=0),
+        no("base_precision", "'nf4'", "'shard'", base_precision="nf4", fsdp__mode="shard"),
+        no("rollout_weights is 'merged'", "''", base_precision="fp8_weights", sample__rollout_weights="merged"),
+        no("rollout_weights is 'merged_fp8'", "'nf4'", base_precision="nf4", sample__rollout_weights="merged_fp8"),
+        no("rollout_weights is 'fp8'", "'fp8_weights'", sample__rollout_weights="fp8"),
+        no("base_precision", "'8bit'", "'fp8_weights'", base_precision="8bit"),
+        no("base_precision", "'fp8'", "gone", base_precision="fp8"),
+        no("step_weight", "'none'", "'equal'", train__step_weight="none"),
+        no(base_precision="2bit"),
+        no(attention="flash_3"),
+        no("attention", "config.precision 'bf16' or 'fp16', which is 'fp32'", attention="flash_4", lora__rank=8),
+        no("attention", "lora.rank set", **FLASH_4 | dict(lora__rank=0)),
+        no("attention", "tiny_sd3", **FLASH_4, model="flow_grpo/assets/tiny_sd3"),
+        no("attention", "H100", "without a GPU", **FLASH_4),
+        no("weights_cache is 'x'", "base_precision set", weights_cache="x"),
+        no("weights_cache", "/dev/null/x", weights_cache="/dev/null/x", base_precision="nf4"),
+        no("text_multiple is 8", "'stepwise'", sample__text_multiple=8),
+        no(vae_precision="fp16"),
+        no(sample__flash_ratio=1.5),
+        no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="guard"),
+        no("eval.rewards", "'shape'", "shapes", eval__rewards=("shape",)),
+        no("num_branches is 2", "_pr.py", sample__num_branches=2),
+        no("completion_batch_size is 7", "'stepwise'", sample__completion_batch_size=7),
+        no(sample__sde_type="sda"),
+        no(train__step_weight="sqrt2"),
+        no("noise_level is 0", sample__noise_level=0.0),
+        no("noise_level is 1.2", "to 1.0", sample__noise_level=1.2, sample__sde_type="cps"),
+        no(train__learning_rate=NAN),
+        no("timestep_fraction is 0.99", "sde_window_size 0, which is 2", train__timestep_fraction=0.99),
+        no(height=72),
+        no("eval.width is 8", "16", eval__width=8),
+        no(fsdp__mode="zero"),
+        no("1 ranks", "shard_size = 2", fsdp__mode="hybrid", fsdp__shard_size=2),
+        no("shard_size is 7", "'replicate'", fsdp__shard_size=7),
+        no("offload", "'replicate'", fsdp__offload="weights"),
+        no("offload", "torchrun", fsdp__offload="weights", fsdp__mode="shard"),
+        no("adam_betas", "nan", train__adam_betas=(NAN, 0.9)),
+        no(sample__num_steps=1),
+        no(sample__guidance_scale=INF),
+        no(lora__rank=-1),
+        no("lora.rank is 0", "'somewhere'", lora__rank=0, lora__path="somewhere"),
+        no("nowhere/pytorch_lora_weights.safetensors", lora__path="nowhere"),
+        no("'nowhere/at/all'", model="nowhere/at/all"),
+        no("dataset", "'nowhere'", dataset="nowhere"),
+        no("resume_from", "nowhere", resume_from="nowhere"),
+        no("embeddings_cache", "/proc/nowhere", embeddings_cache="/proc/nowhere"),
+        no("a prompt has", "text_tokens = 8", "'a photo", text_tokens=8),
+        no("best_by", "'beauty'", "avg", eval__best_by="beauty"),
+        no("eval_freq 0", health__action="roll_back", eval_freq=0),
+        no(train__dpo_beta=1.0),
+        no("reward_fn.shapes is nan", reward_fn={"shapes": NAN}),
+        no("ocr", "'a photo", reward_fn={"ocr": 1.0}),
+        no("reward.device", "'cuda:99'", reward__device="cuda:99"),
+        no("no/such/file", reward__token_file="no/such/file"),
+        no("reward.url is 'http://127.0.0.1:1'", "reward.args", reward__url="http://127.0.0.1:1"),
+        no("'local'", "'process'", reward__backend="process", reward_fn={"local": 1.0}),
+        no(reward__backend="threads"),
+        no(reward__max_masked_share=2.0),
+        no("vlm_judge: url, model", reward_fn={"vlm_judge": 1.0}),
+        no("vlm_judge.url is 'b:1'", reward_fn={"vlm_judge": 1.0},
+           reward__args={"vlm_judge": {"url": "b:1", "model": "m"}}),
+        no("reward.args.shape:", reward__args={"shape": {"url": "http://127.0.0.1:1"}}),
+        no("reward.args.shapes", "urll", reward__args={"shapes": {"urll": "x"}}),
+        no("shapes.on_failure is 'zero'", reward__args={"shapes": {"on_failure": "zero"}}),
+        no("shapes.backend is 'threads'", reward__args={"shapes": {"backend": "threads"}}),
+        no("shapes.batch_size is 0", reward__args={"shapes": {"batch_size": 0}}),
+        no("shapes.timeout_s is 'long'", reward__args={"shapes": {"timeout_s": "long"}}),
+        no("shapes.in_flight", "64", reward__args={"shapes": {"in_flight": 8}}),
+        no("shapes.token", "REWARD_TOKEN", reward__args={"shapes": {"token": "secret"}}),
+        no("shapes.url is '127.0.0.1:1'", **url("127.0.0.1:1")),
+        no("shapes.url is 'http://[::1:1'", **url("http://[::1:1")),
+        no("shapes.url is 'b:1'", **url(["http://a", "b:1"])),
+        no("shapes.url is 'ftp://a'", "http", **url("ftp://a")),
+        no("shapes.url holds a password", "REWARD_TOKEN", **url("http://me:secret@a")),
+        no("reward.args.shapes", "http://127.0.0.1:1", **url("http://127.0.0.1:1")),
+    ],
+    BRANCHES: [
+        no("text_multiple is 1", "40 widths", "32", sample__engine="stepwise", sample__text_multiple=1,
+           text_tokens=40, compile=True),
+        no("num_branches is 1", "2", sample__num_branches=1),
+        no(sample__sde_window_size=1),
+        no("timestep_fraction 0.1", "num_steps 4", train__timestep_fraction=0.1),
+        no("7 trained steps = 28 rows", "updates_per_epoch 3", "[1, 2, 4, 7, 14, 28]", sample__batch_size=4,
+           sample__num_steps=8, train__timestep_fraction=1.0, train__updates_per_epoch=3),
+        no("rollout_weights", "'shard'", fsdp__mode="shard"),
+        no("reward_fn", "'shape'", "shapes", reward_fn={"shape": 1.0}),
+    ],
+    NFT: [
+        no(sample__sde_window_size=2),
+        no(sample__noise_level=0.9),
+        no(train__old_decay_schedule=1.5),
+        no(train__nft_beta=0.0),
+        no("reference_guidance_scale is 3.0", "train.beta set", train__beta=0.0),
+        no(train__reference_interval=-1),
+        no(sample__num_images_per_prompt=1, sample__batch_size=2),
+    ],
+    DPO: [
+        no("preferences.path 'nowhere'", "train_*.parquet", preferences__path="nowhere"),
+        no("7 pairs", "2 pairs a batch", "= 4", sample__num_prompts_per_epoch=7),
+        no("9 pairs", "16", sample__num_prompts_per_epoch=16, train__updates_per_epoch=1),
+        no(sample__batch_size=3),
+        no("'winner_latents'", "[16,64]", "[32,64]", height=128),
+        no("'text'", "[20,64]", "[24,64]", text_tokens=24),
+        no(train__beta=0.1),
+    ],
+    ONLINE: [no("batch_size is 6", "num_images_per_prompt = 4", sample__batch_size=6)],
+}  # fmt: skip
+PREPARING = [
+    no("preferences.path", preferences__path=""),
+    no("preferences.source 'nowhere'", preferences__source="nowhere"),
+    no("'nowhere/at/all'", model="nowhere/at/all"),
+    no("batch_size", "num_images_per_prompt", sample__batch_size=6),
+    no(sample__num_images_per_prompt=1),
+    no("text_tokens = 5", text_tokens=5),
+    no("reward_fn", "'shape'", reward_fn={"shape": 1.0}),
+    no("rollout_weights is 'merged_fp8'", "lora.path", sample__rollout_weights="merged_fp8"),
+]
+
+
+@pytest.fixture(scope="module")
+def weightless(tmp_path_factory):
+    """The tiny model with weights that no one can read."""
+    folder = shutil.copytree(TINY, tmp_path_factory.mktemp("models") / "weightless")
+    for path in folder.rglob("*.safetensors"):
+        path.write_bytes(b"not weights")
+    return str(folder)
+
+
+def train_weightless(name, weightless, folder, **how):
+    how = {"model": weightless} | how
+    if name == DPO:
+        how.setdefault("preferences__path", str(folder / "pairs"))
+    return lambda: train(name, folder / "runs", **how)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_run_is_refused_before_any_weight_is_loaded_and_leaves_nothing(name, weightless, tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("local", lambda images, prompts, metadata: images.mean((1, 2, 3)))
+    (tmp_path / "pairs").mkdir()
+    write(tmp_path / "pairs", some_rows(9, model=[weightless] * 9))
+    rows = [(str(how), train_weightless(name, weightless, tmp_path, **how), words) for words, how in TRAINING[name]]
+    assert_refused(rows)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_config_without_fault_goes_on_to_the_weights(weightless, tmp_path):
+    with pytest.raises((SafetensorError, OSError)):  # as diffusers' or our own loader meets them first
+        train(WINDOW, tmp_path, model=weightless)
+
+
+def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path):
+    def prepare(how):
+        how = dict(preferences__path=str(tmp_path / "pairs"), model=weightless) | how
+        return lambda: prepare_preferences.main(config_of(DPO, **how))
+
+    assert_refused([(str(how), prepare(how), words) for words, how in PREPARING])
+    assert not (tmp_path / "pairs").exists()
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path / "file"), str(tmp_path / "file" / "pairs")]
+    assert_refused([(path, prepare(dict(preferences__path=path)), [tmp_path / "file"]) for path in paths])
+
+
+def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
+    config = config_of(WINDOW, tmp_path, model=weightless, reward_fn={"shapes": 1.0})
+    checkpoint = tmp_path / config.name / "checkpoints" / "epoch_000001"
+    checkpoint.mkdir(parents=True)
+    for folder in (checkpoint, tmp_path / config.name):
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    progress = {"format": checkpoints.FORMAT, **checkpoints.Progress(1, 2)._asdict()}
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
+    checksums.write(checkpoint, {})
+    how = dict(model=weightless, resume_from="latest", train__beta=0.5, lora__rank=8)
+    with pytest.raises(ValueError, match=r"\(lora\.rank: 4 -> 8, train\.beta: 0\.0 -> 0\.5\)"):
+        train(WINDOW, tmp_path, **how)
+
+
+def test_an_adapter_that_is_not_finite_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
+    pipeline = pipeline_with(lora())
+    next(iter(fsdp_utils.trainable_parameters(pipeline.transformer).values())).data.fill_(NAN)
+    exports.save_lora(pipeline, tmp_path / "lora")
+    how = dict(model=weightless, lora__path=str(tmp_path / "lora"))
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'lora'}.* 1 of \d+ tensors .*lora_A"):
+        train(WINDOW, tmp_path / "runs", **how)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_with_another_pipeline_is_refused_with_the_classes_that_there_are(weightless, tmp_path):
+    shutil.copytree(weightless, tmp_path / "wan")
+    (tmp_path / "wan" / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    with pytest.raises(ValueError, match=r"WanPipeline.* QwenImagePipeline, "):
+        train(WINDOW, tmp_path / "runs", model=str(tmp_path / "wan"))
+
+
+COMMAND_LINES = [
+    ("shapes_qwenimage_pr", "'shapes_qwenimage_pr'"),
+    ("--config.compile false", "'false'"),
+    ("--config.sample.num_stepz=3", "config.sample.num_stepz", "config.sample.num_steps"),
+    ("--config.seed.a=3", "config.seed.a"),
+    ("--config.train.sde_type=cps", "config.train.sde_type", "config.sample.sde_type"),
+    ("--config.train.num_steps=8", "config.eval.num_steps or config.sample.num_steps"),
+    ("--eta 0.3", "config.sample.noise_level", "config.sample.sde_type"),
+    ("sample.eval_num_steps=50", "config.eval.num_steps"),
+    ("--config.reward_fn.mine=high", "config.reward_fn.mine"),
+    ("--config.reward.args.mine=3", "config.reward.args.mine"),
+    ("--config.custom.temperature=3", "config.custom.temperature"),
+    ("--config.num_epochs=many", "config.num_epochs"),
+    ("--seed=3", "--config.seed=VALUE"),
+    ("train.beta=0.1", "--config.train.beta=VALUE"),
+    ("--sead=3", "sead"),
+    ("--config.trouble.action=stop", "config.trouble", "config.health"),
+    ("-config.trouble.action", "config.trouble", "config.health"),
+    ("--config.reward.token=x", "config.reward.token", "REWARD_TOKEN"),
+    ("--config=config/nothing.py:a", "'config/nothing.py'", "config/dpo.py, config/grpo.py, config/nft.py"),
+    ("--config=config/dgx.py:pickscore_qwenimage_pr", "pickscore_qwenimage_pr", "config/grpo.py"),
+    ("--config=config/dgx.py:geneval_sd3_pr", "scripts/reproduce/tempflow_grpo_geneval_sd3.sh"),
+    ("--config=config/grpo.py:geneval_sd3", "scripts/reproduce/flow_grpo_geneval_sd3.sh"),
+    ("--config=config/grpo.py:shapes_qwenimag", "'shapes_qwenimag'", "nearest: shapes_qwenimage"),
+    ("--config=config/grpo.py:pickscore", "'pickscore'", "pickscore_sd3"),
+    ("--config=config/grpo.py:shapes_qwenimage,smok", "'shapes_qwenimage,smok'", "smoke"),
+    ("--config=config/grpo.py:,smoke", "',smoke'", "shapes_qwenimage"),
+]
+
+
+def test_what_a_command_line_cannot_mean_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage.py")])
+    default = "config/grpo.py:shapes_qwenimage"
+    calls = [(words, lambda words=words: command_line.config_of(words.split(), default)) for words, *_ in COMMAND_LINES]
+    assert_refused([(*call, says) for call, (_, *says) in zip(calls, COMMAND_LINES, strict=True)])
+
+
+LINES = [  # of a user's run
+    ("config.num_epoch = 32", "num_epochs"),
+    ("config.sample.num_stepz = 8", "num_steps"),
+    ('config.train.step_weights = "sqrt3"', "step_weight"),
+    ("config.trian.beta = 0.1", "train"),
+    ('config.trouble.action = "stop"', "config.trouble", "config.health"),
+    ("config.trouble = default_config().health", "config.trouble", "config.health"),
+    ("config.train.ema = True", "config.train.ema_decay"),
+    ("config.sample.eval_num_steps = 50", "config.eval.num_steps"),
+    ('config.pretrained.model = "a"', "config.model"),
+    ("config.resolution = 512", "config.height"),
+    ("config.train.batch_size = config.sample.batch_size", "config.sample.batch_size"),
+    ('config.num_epochs = "32"', "num_epochs"),
+    ("config = None", "returns None"),
+]
+BUGS = [
+    ("None.sample", AttributeError),
+    ("dict()['sample']", KeyError),
+    ("config.num_epochs = 'a' + config.num_epochs", TypeError),
+]
+
+
+def made(line):
+    """What `select` makes of a user's run of the given line."""
+    code = f"def mine():\n    config = default_config()\n    {line}\n    return config\n"
+    names = dict(default_config=table.default_config)
+    exec(code, names)
+    return lambda: config_files.select("mine", (names["mine"],), grpo.VARIANTS, "mine.py")
+
+
+def test_an_unknown_key_in_a_run_is_answered_with_the_right_one_and_a_bug_keeps_its_own_error():
+    rows = [(line, made(line), ["mine in mine.py", *words]) for line, *words in LINES]
+    assert_refused([*rows, *((line, made(line), [error.__name__], error) for line, error in BUGS)])
+    assert not [line for line, error in BUGS if "mine.py" in otherwise(made(line), ["no such word"], error)]
+
+
+def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from flow_grpo.settings.table import default_config\n\n\ndef get_config(name):\n    return default_config()\n"
+    )
+    assert config_files.load(f"{tmp_path}/mine.py:mine").name == "base"
+    with pytest.raises(ValueError, match=r"mine\.py makes of 'mine,guard' what it makes of 'mine'"):
+        config_files.load(f"{tmp_path}/mine.py:mine,guard")
+
+
+def test_a_config_for_another_script_is_refused_with_that_scripts_name():
+    runs = {table.GRPO: (grpo, WINDOW), table.PR: (grpo, BRANCHES), table.NFT: (nft, NFT), table.DPO: (dpo, DPO)}
+    scripts = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}
+    rows = []
+    for (kind, (file, name)), (other, script) in itertools.product(runs.items(), scripts.items()):
+        if kind != other:
+            check = lambda file=file, name=name, script=script: checks.check(file.get_config(name), script)  # noqa: E731
+            rows.append((f"{name} by {other}", check, [f"{name} is a config for {table.SCRIPTS[kind]}"]))
+    assert_refused(rows)
+    assert len(rows) == 12
+
+
+SERVING = [
+    ("jpeg_compresibility", "'jpeg_compresibility'", "jpeg_compressibility"),
+    ("shapes --port 99999", "--port is 99999", "65535"),
+    ("shapes --host 0.0.0.0", "--host 0.0.0.0", "token"),
+    ("shapes --host ::", "token"),
+    ("shapes --host no.such.host", "no.such.host"),
+    ("shapes --device warp:9", "--device is 'warp:9'"),
+    ("shapes --token-file no/such/file", "'no/such/file'"),
+    ("shapes --host 0.0.0.0 --without-token --device warp:9", "--device is 'warp:9'"),
+]
+
+
+def test_what_serve_reward_refuses():
+    assert_refused([(words, lambda words=words: serve.main(words.split()), says) for words, *says in SERVING])
+
+
+def test_a_file_without_a_token_is_refused_and_its_text_is_not_said(tmp_path):
+    for text in ("", "\n", "open sesame", "sésame", None):
+        file = tmp_path / f"token {len(text or '')}"
+        if text is not None:
+            file.write_text(text)
+        said = otherwise(lambda file=file: read_token(str(file)), ["no such word"])
+        assert said.startswith("UserError: ")
+        assert "token" in said
+        assert not text or text not in said
+        file.unlink(missing_ok=True)
+
+
+WEIGHTS = [
+    ({"shape": 1.0}, (), "'shape'", "nearest: shapes"),
+    ({"shapes": "1"}, (), "reward_fn.shapes is '1'"),
+    ({"shapes": True}, (), "reward_fn.shapes is True"),
+    ({"shapes": INF}, (), "reward_fn.shapes is inf"),
+    ({"avg": 1.0}, (), "'avg'"),
+    ({}, (), "reward_fn", "shapes"),
+    ({"shapes": 1.0}, ["pickscor"], "'pickscor'", "nearest: pickscore"),
+]
+OPTIONS = [
+    ("pickscore", {"model": 5}, "config.reward.args.pickscore.model is 5", "str"),
+    ("ocr", {"threads": 1.5}, "ocr.threads is 1.5", "int | None"),
+    ("ocr", {"threads": True}, "ocr.threads is True"),
+    ("pickscore", {"models": "a"}, "pickscore", "models", "model, processor"),
+]
+METADATA = [
+    ("geneval", {}, "geneval", '"include"'),
+    ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
+    ("image_similarity", {"reference": 5}, "image_similarity"),
+]
+
+
+def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
+    rewards.check_options("ocr", {"threads": None})
+    rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
+    good, check = {"include": [{"class": "dog", "count": 1}], "reference": "a.png"}, rewards.check_prompts
+    rows = [(f"{w} {e}", lambda w=w, e=e: rewards.check_rewards(w, e), words) for w, e, *words in WEIGHTS]
+    rows += [(f"{n} {o}", lambda n=n, o=o: rewards.check_options(n, o), words) for n, o, *words in OPTIONS]
+    for name, metadata, *words in METADATA:
+        check([name], [Prompt("a", good), Prompt("b", good)])
+        prompts = Prompt("a", good), Prompt("b" * 5000, metadata)
+        call = lambda name=name, prompts=prompts: check([name], prompts)  # noqa: E731
+        rows.append((f"{name} {metadata}", call, [*words, "'" + "b" * 40, "b...b"]))
+    assert_refused(rows)
+
+
+FILES = [  # the file, its bytes and, after its own name, the words
+    ("train_metadata.jsonl", b"", "empty"),
+    ("train_metadata.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "line 2", "JSON"),
+    ("train_metadata.jsonl", b'{"prompt": "a"}\n\n', "line 2"),
+    ("train_metadata.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', "line 2", '"prompt"'),
+    ("train_metadata.jsonl", b'["a"]\n', "line 1", '"prompt"'),
+    ("train_metadata.jsonl", b'{"prompt": 3}\n', "line 1", '"prompt"'),
+    ("train_metadata.jsonl", b'{"prompt": " "}\n', "line 1"),
+    ("train_metadata.jsonl", b'{"prompt": "a"}\n{"prompt": "a", "tag": ["\\ud800"]}', "line 2", "surrogate"),
+    ("train_metadata.jsonl", b'{"prompt": "a", "tag": ["b"]}', "line 1", '"tag"', "['b']"),
+    ("train_metadata.jsonl", b'{"prompt": "a", "tag": "b\\nc"}', "line 1", '"tag"'),
+    ("train_metadata.jsonl", b"[" * 200_000, "line 1", "'[["),
+    ("train_metadata.jsonl", b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "line 1", "JSON"),
+    ("train_metadata.jsonl", b'{"prompt": "' + b"a" * 10**6, "line 1", "JSON"),
+    ("train.txt", b"", "empty"),
+    ("train.txt", b"a circle\n \n", "line 2"),
+    ("train.txt", b"a\nb\n\nc\n", "line 3"),
+    ("train.txt", "a\ncaf\u00e9\n".encode("latin-1"), "line 2", "0xe9"),
+    ("train.txt", "a\nb\n".encode("utf-16"), "line 1", "0xff"),
+]
+
+
+def test_prompt_files_are_refused_by_file_and_line_in_a_short_sentence_and_before_any_weight(weightless, tmp_path):
+    rows = []
+    for number, (file, stored, *words) in enumerate(FILES):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / file).write_bytes(stored)
+        (folder / "test.txt").write_text("a circle\n")
+        says = [folder / file, *words]
+        rows.append((f"{number}", lambda folder=folder: prompts.load_prompts(str(folder), "train"), says))
+        rows.append((f"{number} run", train_weightless(WINDOW, weightless, tmp_path, dataset=str(folder)), says))
+    rows.append(("long name", lambda: prompts.load_prompts("a" * 300, "train"), ["config.dataset", "'aaa"]))
+    rows.append(("nothing", lambda: prompts.load_prompts(str(tmp_path), "train"), [tmp_path, "train_metadata.jsonl"]))
+    assert_refused(rows)
+    assert max(len(otherwise(call, ["no such word"])) for _, call, _ in rows) < 500
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,154 @@
+"""Write the parts of docs/ that the program knows: `make docs`. tests/test_docs.py fails where a page has another text.
+
+A page holds the marker `<!-- made: NAME -->` and the end marker `<!-- /made -->`. What lies between them is replaced by
+the text of MAKERS[NAME]; words after NAME are its arguments.
+"""
+
+import ast
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from config import dpo, grpo, nft  # noqa: E402
+from flow_grpo import rewards  # noqa: E402
+from flow_grpo.algorithms import batch_plan  # noqa: E402
+from flow_grpo.diffusers_patch import registry  # noqa: E402
+from flow_grpo.monitoring import metrics  # noqa: E402
+from flow_grpo.settings import published  # noqa: E402
+from flow_grpo.settings import table as settings  # noqa: E402
+
+BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
+CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo}
+MAX_GPUS = 16
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [f"| {' | '.join(line)} |" for line in [head, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]).replace("|  |", "| |")
+
+
+def first_paragraph(docstring: str) -> str:
+    """Of a docstring, on one line, without its last full stop."""
+    return " ".join(docstring.split("\n\n")[0].split()).removesuffix(".")
+
+
+def experiments() -> str:
+    """Every run of config/: what it is, its script, its size, and on how many GPUs it divides evenly."""
+    rows = []
+    for file, module in CONFIGS.items():
+        for run in module.RUNS:
+            config = run()
+            script = settings.SCRIPTS[config.algorithm].replace("*", registry.model_class(tiny(config)).NAME)
+            name = f"`{file}:{run.__name__}`"
+            rows.append([name, first_paragraph(run.__doc__), f"`{script}`", *size(config), gpu_counts(config)])
+    return table(["config", "what it is", "script", "epoch", "noisy steps", "GPUs"], rows)
+
+
+def size(config) -> tuple[str, str]:
+    """Of an epoch: prompts x images, or prompts x trunks x branches of a step; noisy steps and their noise level."""
+    sample = config.sample
+    if config.algorithm == settings.DPO:
+        return f"{sample.num_prompts_per_epoch} pairs", ""
+    images = f"{sample.num_prompts_per_epoch} x {sample.num_images_per_prompt}"
+    images += f" x {sample.num_branches}" if sample.num_branches > 1 else ""
+    steps = f"{batch_plan.num_trained_steps(config)} of {sample.num_steps}, level {sample.noise_level:g}"
+    return images, "" if config.algorithm == settings.NFT else steps
+
+
+def tiny(config) -> str:
+    """The tiny model of the same kind as config.model, which needs no download."""
+    return grpo.TINY_MODELS.get(config.model, settings.default_config().model)
+
+
+def gpu_counts(config) -> str:
+    """On how many GPUs, MAX_GPUS at most, the epoch divides evenly."""
+    plan, counts = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches, []
+    for count in range(1, MAX_GPUS + 1):
+        with suppress(ValueError):
+            plan(config, count)
+            counts.append(str(count))
+    return ", ".join(counts)
+
+
+def variants() -> str:
+    """Every variant, with the config files that have it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for file, module in CONFIGS.items():
+        for variant in module.VARIANTS:
+            key = variant.__name__, first_paragraph(variant.__doc__)
+            found.setdefault(key, []).append(Path(file).stem)
+    rows = [[f"`{name}`", meaning, ", ".join(files)] for (name, meaning), files in sorted(found.items())]
+    return table(["variant", "what it changes", "config/"], rows)
+
+
+def reward_files() -> str:
+    """Every reward, by the first paragraph of its file, and the bounds of its score."""
+    folder, rows = Path(rewards.__file__).parent, []
+    for name in sorted(path.stem for path in folder.glob("*.py") if path.stem not in (*rewards.HELPERS, "__init__")):
+        docstring = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text()))
+        bounds = "{:g} to {:g}".format(*rewards.bounds(name)).replace("inf", "infinity")
+        rows.append([f"`{name}`", first_paragraph(docstring), bounds.replace("-infinity to infinity", "unbounded")])
+    return table(["reward", "what it scores", "bounds"], rows)
+
+
+def model_files() -> str:
+    """Every model of the registry."""
+    rows, configs = [], [run() for module in CONFIGS.values() for run in module.RUNS]
+    for name in registry.names():
+        family = registry.by_name(name)
+        used = sorted({config.model for config in configs if registry.model_class(tiny(config)) is family})
+        hub, file = ", ".join(f"`{model}`" for model in used), family.__module__.replace(".", "/")
+        rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", f"{family.GUIDANCE_SCALE:g}"])
+    return table(["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default"], rows)
+
+
+def code(file: str, *names: str) -> str:
+    """Functions and assignments of a Python file, as a block of code."""
+    text = (ROOT / file).read_text()
+    lines, parts = text.splitlines(), []
+    for node in ast.parse(text).body:
+        targets = [t.id for target in getattr(node, "targets", []) for t in ast.walk(target) if isinstance(t, ast.Name)]
+        if {getattr(node, "name", ""), *targets} & set(names):
+            parts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    assert parts, (file, names)
+    return "```python\n" + "\n".join(parts) + "\n```"
+
+
+MAKERS = {
+    "settings": settings.tables,
+    "metrics": metrics.metrics_table,
+    "published": published.tables,
+    "experiments": experiments,
+    "variants": variants,
+    "rewards": reward_files,
+    "models": model_files,
+    "code": code,
+}
+
+
+def made(text: str) -> str:
+    """A page with all of its blocks written anew."""
+
+    def block(found: re.Match) -> str:
+        name, *arguments = found[2].split()
+        return found[1] + MAKERS[name](*arguments) + "\n" + found[3]
+
+    return BLOCK.sub(block, text)
+
+
+def pages() -> list[Path]:
+    """All pages that may have blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+if __name__ == "__main__":
+    for page in pages():
+        old = page.read_text()
+        if (new := made(old)) != old:
+            page.write_text(new)
+            print(page.relative_to(ROOT))

@@ -1,0 +1,74 @@
+"""A model of the published size with random weights, as one that a script loads: no download, nothing on a disk.
+
+`random_model` is to be `registered` under the pipeline's name that `random_folder` gives, with a run's `full_config`.
+"""
+
+import contextlib
+import gc
+import json
+from functools import partial
+from pathlib import Path
+
+import build_random_pipeline as random_pipeline
+import torch
+
+from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+
+
+def random_model(name: str) -> type[FlowModel]:
+    """The model with weights of the published size, which are random and never on a disk."""
+    family, build = registry.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
+
+    class Random(family):
+        @classmethod
+        def load(cls, folder, device, *, vae_dtype=torch.float32, alone=False, text=True):
+            pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
+            pipeline.vae.to(vae_dtype)
+            if alone:  # as for pairs from a disk
+                pipeline.register_modules(
+                    **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
+                )
+                gc.collect()
+                torch.cuda.reset_peak_memory_stats()
+            return cls(pipeline, device)
+
+        @classmethod
+        def without_weights(cls, folder):
+            return cls(build(random_pipeline.empty), torch.device("cpu"))
+
+        @staticmethod
+        def transformer_folder(folder):
+            return None
+
+        @staticmethod
+        def text_version(folder, memory=None):
+            return {}
+
+    return Random
+
+
+@contextlib.contextmanager
+def registered(family: type[FlowModel], pipeline_name: str):
+    """Inside, `family` is the model of pipelines of this name."""
+    before = dict(registry.MODELS)
+    registry.MODELS[pipeline_name] = family
+    try:
+        yield
+    finally:
+        registry.MODELS.clear()  # in the order in which messages list them
+        registry.MODELS |= before
+
+
+def random_folder(folder: Path) -> str:
+    """A diffusers folder of nothing, whose pipeline is called "Random"."""
+    folder.mkdir()
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "Random"}))
+    return str(folder)
+
+
+def full_config(config, kind: str):
+    """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
+    config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
+    config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
+    return config
