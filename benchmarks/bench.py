@@ -115,16 +115,16 @@ class Work:
         """A velocity. Before the first one, the memory that making random weights took is forgotten."""
         if torch.cuda.is_available() and not self.flops:
             limit_memory(self.limit_gib)
-        texts = [condition, condition.negative] if condition.negative and guidance_scale > 1 else [condition]
+        texts = [condition, condition.negative] if model.is_guided(guidance_scale) else [condition]
         times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
         for text in texts:
-            self.flops[self.phase] += times * len(x) * self.row(model, text.num_tokens, size)
+            self.flops[self.phase] += times * len(x) * self.row(model, text, size)
 
-    def row(self, model: FlowModel, text_tokens: int, size: Size) -> int:
+    def row(self, model: FlowModel, text: Condition, size: Size) -> int:
         """FLOP of a row."""
-        if text_tokens not in self.sizes:
-            self.sizes[text_tokens] = row_flops(model.transformer, model.num_tokens(size), text_tokens)
-        return self.sizes[text_tokens]
+        if text.num_tokens not in self.sizes:
+            self.sizes[text.num_tokens] = row_flops(model, text, size)
+        return self.sizes[text.num_tokens]
 
     def counted_update(self, *args, **noise_names):
         """Call the script's update, and count its FLOP as the update's."""

@@ -104,7 +104,7 @@ def forward(model, merged, factor: int, size: Size, rows: int, width: int, maske
             policies.predict(model, "bf16", *model_inputs)
 
     ms = milliseconds(call, device) * factor
-    rate = rows * factor * flops.row_flops(model.transformer, model.num_tokens(size), width) / ms / 1e9
+    rate = rows * factor * flops.row_flops(model, model_inputs[2], size) / ms / 1e9
     what = dict(what="forward", rows=rows, text_tokens=width, masked=masked, ms=ms, tflops=rate)
     return what | shares(call, device)
 
@@ -121,7 +121,7 @@ def step(model, factor: int, size: Size, rows: int, checkpointing: str, memory: 
 
     ms = milliseconds(call, device) * factor
     gib = kept_gib(model, model_inputs, factor) / rows if device.type == "cuda" else None
-    rate = 2 * rows * factor * flops.row_flops(transformer, model.num_tokens(size), TEXT_TOKENS) / ms / 1e9
+    rate = 2 * rows * factor * flops.row_flops(model, model_inputs[2], size) / ms / 1e9
     what = dict(what="step", rows=rows, kept=checkpointing or memory, ms=ms, ms_per_row=ms / rows)
     return what | dict(tflops=rate, gib_per_row=gib) | shares(call, device)
 
@@ -159,8 +159,10 @@ def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
     """A model of some blocks, with adapters, and nothing but its transformer."""
     transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
     policies.attach(transformer, LORA, QwenImage.LORA_TARGETS)
-    transformer = fsdp_utils.prepare(
-        transformer,
+    others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
+    model = QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
+    fsdp_utils.prepare(
+        model.network,
         None,
         units=QwenImage.SHARD_UNITS,
         weights=None,
@@ -168,8 +170,6 @@ def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
         device=device,
         precision="bf16",
     )
-    others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
-    model = QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
     model.fuse(attention)
     return model
 

@@ -47,7 +47,7 @@ def load(device: torch.device):
     lora = config_files.load("config/grpo.py:pickscore_qwenimage_pr").lora
     policies.attach(model.transformer, lora, model.LORA_TARGETS)
     fsdp_utils.prepare(
-        model.transformer,
+        model.network,
         None,
         units=model.SHARD_UNITS,
         weights=None,

@@ -1,36 +1,32 @@
-"""How much arithmetic a forward of a diffusers transformer is, so that rates of different settings can be compared."""
+"""How much arithmetic a forward of a model is, so that rates of different settings can be compared."""
 
-import re
+import copy
 
 import torch
-from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.kernels.quantised_linear import QuantisedLinear
-
-STREAMS = (  # what a linear layer is applied to, by its name; the first that matches
-    (r"time_text_embed|_mod\.|norm\w*\.linear", "row"),  # the timestep: once per image
-    (r"single_transformer_blocks", "both"),
-    (r"context_embedder|txt_in|add_\w_proj|to_add_out|ff_context|txt_mlp", "text"),
-    (r"", "image"),
-)
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import Size
 
 
-def row_flops(transformer: nn.Module, image_tokens: int, text_tokens: int) -> int:
+@torch.no_grad()
+def row_flops(model: FlowModel, condition: Condition, size: Size) -> int:
     """Multiply-adds times two of one row's forward: matrix products and attention. Adapters are not counted, nor a
-    second forward for guidance."""
-    counts = {"row": 1, "image": image_tokens, "text": text_tokens, "both": image_tokens + text_tokens}
-    total = 0
-    for name, module in transformer.named_modules():
-        if "lora_" in name:
-            continue
-        if isinstance(module, nn.Linear | nn.Conv2d | QuantisedLinear):
-            stream = next(stream for pattern, stream in STREAMS if re.search(pattern, name))
-            size = module.shape if isinstance(module, QuantisedLinear) else module.weight.shape
-            total += 2 * size.numel() * counts[stream]
-        if hasattr(module, "to_q"):
-            tokens = counts["image" if name.endswith("attn2") else "both"]
-            total += 4 * tokens**2 * module.to_q.out_features
-    return total
+    second forward for guidance. They are those of tensors without numbers.
+
+    Args:
+        condition: of any rows.
+    """
+    pipeline, parts = copy.copy(model.pipeline), condition.tensors().items()
+    with sdpa_kernel(SDPBackend.MATH), FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        pipeline.transformer = model.TRANSFORMER.from_config(model.transformer_config)
+        empty = type(model)(pipeline, torch.device("cpu"))
+        row = Condition(**{name: torch.empty(1, *part.shape[1:], dtype=part.dtype) for name, part in parts})
+        empty.forward(torch.empty(1, *model.latent_shape(size)), torch.empty(1), row, 1.0, size)
+    return counter.get_total_flops()
 
 
 def matrix_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:

@@ -4,6 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import PR, default_config
 
@@ -85,7 +86,7 @@ def pickscore_flux_pr():
 
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
-    config = large(config, QWEN)
+    config = large(config, registry.hub_id("qwenimage"))
     config.lora.rank, config.lora.alpha = 64, 128
     config.fsdp.activation_checkpointing = 1.0
     config.sample.guidance_scale = config.eval.guidance_scale = 4.0
@@ -102,7 +103,7 @@ def slots_512(config):
 
 def sd3_512(config):
     """What every run of SD3.5-medium shares."""
-    config = large(config, SD3)
+    config = large(config, registry.hub_id("sd3"))
     config.lora.rank, config.lora.alpha = 32, 64
     config.sample.guidance_scale = config.eval.guidance_scale = 4.5
     config.eval.num_steps = 40
@@ -111,7 +112,7 @@ def sd3_512(config):
 
 def flux_512(config):
     """What every run of FLUX.1-dev shares."""
-    config = large(config, FLUX)
+    config = large(config, registry.hub_id("flux"))
     config.lora.rank, config.lora.alpha = 64, 128
     config.fsdp.activation_checkpointing = 1.0
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
@@ -208,9 +209,9 @@ def guard(config):
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
     tiny = default_config()
-    if config.model in TINY_MODELS:
+    config.model = registry.tiny_like(config.model)
+    if config.model != tiny.model:
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
-    config.model = TINY_MODELS.get(config.model, tiny.model)
     for key in (
         *("dataset", "height", "width", "text_tokens", "precision", "vae_precision"),
         *("attention", "compile", "embeddings_cache"),
@@ -230,8 +231,6 @@ def smoke(config):
     return config
 
 
-QWEN, SD3, FLUX = "Qwen/Qwen-Image", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
-TINY_MODELS = {SD3: "flow_grpo/assets/tiny_sd3", FLUX: "flow_grpo/assets/tiny_flux"}
 RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),

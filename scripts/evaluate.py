@@ -128,7 +128,7 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     """Score a policy at every guidance scale and size; yields the row's settings and its scores."""
     config = candidate.config
     scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
-    guided = max(scales) > 1
+    guided = any(model.is_guided(scale) for scale in scales)
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
     velocity = partial(policies.predict, model, config.precision)

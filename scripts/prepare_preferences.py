@@ -137,7 +137,7 @@ def from_rollouts(config, family, device) -> Maker:
         rows = [row for row in rows for _ in range(group)]
         numbers = range(first * group, first * group + len(rows))
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
-        embeds = model.encode(rows, width=config.text_tokens, guided=params.guidance_scale > 1)
+        embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
         start = Start(model, embeds, noise, params, training_size(config))
         sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
         scores = pool.submit(sampled.images, rows).result()

@@ -10,7 +10,6 @@ import train_qwenimage
 import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
-from build_random_pipeline import build
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
@@ -80,25 +79,16 @@ def train(name, output_dir, **overrides):
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 
-def tiny_folder(name, folder):
-    """A tiny pipeline of a model: the shipped one, or one of random weights made in `folder`."""
-    if name == "qwenimage":
-        return "flow_grpo/assets/tiny_qwenimage"
-    if not (folder / name).exists():
-        build(name, str(folder / name))
-    return str(folder / name)
-
-
-def loaded(name, folder, **parts):
-    """A tiny model with its weights, on the CPU; `folder` is where one of random weights is made, or lies."""
-    pipeline = MODELS[name].PIPELINE.from_pretrained(tiny_folder(name, Path(folder)), **parts)
+def loaded(name, **parts):
+    """A tiny model with its weights, on the CPU."""
+    pipeline = MODELS[name].PIPELINE.from_pretrained(registry.tiny_folder(name), **parts)
     pipeline.set_progress_bar_config(disable=True)
     return MODELS[name](pipeline, torch.device("cpu"))
 
 
 def shallow(folder):
     """Settings of runs in half the time: the tiny Qwen-Image's first and last block, which draw no shapes to score."""
-    pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(tiny_folder("qwenimage", folder))
+    pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(registry.tiny_folder("qwenimage"))
     blocks = pipeline.transformer.transformer_blocks
     del blocks[1:-1]
     pipeline.transformer.register_to_config(num_layers=len(blocks))

@@ -36,11 +36,11 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     figures = bench.epoch_figures("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
-    model = loaded("qwenimage", tmp_path)
-    tokens = model.num_tokens(training_size(config))
-    row = row_flops(model.transformer, tokens, config.text_tokens)
+    model = loaded("qwenimage")
+    condition, size = model.encode(as_prompts(["a"]), width=config.text_tokens), training_size(config)
+    row = row_flops(model, condition, size)
     if guidance > 1:
-        row += row_flops(model.transformer, tokens, model.encode(as_prompts([" "])).negative.num_tokens)
+        row += row_flops(model, condition.negative, size)
     trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
     rollout = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
     update = figures["update_tflops"] * figures["time/update_s"] * 1e12

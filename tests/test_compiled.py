@@ -135,7 +135,7 @@ def drawn(model, adapter_on=True):
 
 
 def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(uncompiled, tmp_path, monkeypatch):
-    model = loaded("qwenimage", tmp_path)
+    model = loaded("qwenimage")
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     for name, parameter in model.transformer.named_parameters():
         if "lora_B" in name:
@@ -160,7 +160,7 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
 @torch.no_grad()
 @pytest.mark.parametrize("fp8", [False, True, None], ids=["merged", "merged, 8 bits", "adapters beside"])
 def test_four_blocks_of_a_transformer_are_compiled_once(fp8, tmp_path, monkeypatch):
-    model = loaded("qwenimage", tmp_path, torch_dtype=torch.bfloat16)
+    model = loaded("qwenimage", torch_dtype=torch.bfloat16)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     model.fuse("flash_4")
     merged = nullcontext if fp8 is None else policies.merged(model.transformer, fp8)

@@ -32,7 +32,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_encoded(name, guided, tmp_path):
-    model = loaded(name, tmp_path)
+    model = loaded(name)
     cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 24, CPU)
     assert cache.missing([*PROMPTS, PROMPTS[0]]) == PROMPTS
 
@@ -68,7 +68,7 @@ def test_a_second_run_loads_no_text_encoder_and_logs_the_same(name, tmp_path, mo
 
 
 def test_another_user_may_read_what_the_umask_lets_others_read(tmp_path):
-    model, plain = loaded("qwenimage", tmp_path), tmp_path / "plain"
+    model, plain = loaded("qwenimage"), tmp_path / "plain"
     cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
     cache.fill(PROMPTS[:1], lambda prompt: model.encode([prompt], width=24, guided=False))
     plain.touch()
@@ -115,21 +115,21 @@ DAMAGE = dict(
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_what_was_not_written_for_a_prompt_is_refused(kind, tmp_path):
-    model = loaded("qwenimage", tmp_path)
+    model = loaded("qwenimage")
     cache, other = (Cache(str(tmp_path / "cache"), dict(encoder=name), 24, CPU) for name in "ab")
     for each in (cache, other):
         each.fill(PROMPTS, lambda prompt: model.encode([prompt], width=24, guided=False))
-    path = cache._path(PROMPTS[0])
-    shutil.copy(cache._path(PROMPTS[1]), path.parent / "other.safetensors")
-    shutil.copy(other._path(PROMPTS[0]), path.parents[1] / "other.safetensors")
+    path = cache._path(PROMPTS[0].digest)
+    shutil.copy(cache._path(PROMPTS[1].digest), path.parent / "other.safetensors")
+    shutil.copy(other._path(PROMPTS[0].digest), path.parents[1] / "other.safetensors")
     DAMAGE[kind](path)
     with pytest.raises(ValueError, match=str(path)):
         cache.read(PROMPTS[0])
 
 
-@pytest.mark.parametrize("name", ["qwenimage", "sd3"])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].NEGATIVE_PROMPT is not None])
 def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_path):
-    model, asked = loaded(name, tmp_path), []
+    model, asked = loaded(name), []
 
     def encode(prompt):
         asked.append(prompt)
@@ -138,7 +138,8 @@ def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_pat
     cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
     cache.fill(PROMPTS, encode)
     assert cache.missing(PROMPTS) == []
-    cache._path(None).unlink()
+    (negative,) = cache.folder.glob("negative_*")
+    negative.unlink()
     assert cache.missing(PROMPTS) == PROMPTS[:1]
     cache.fill(PROMPTS[:1], encode)
     for embed in (remembered(cache.read), remembered(encode)):
@@ -151,7 +152,7 @@ def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_pat
 def test_what_a_kill_left_behind_is_no_embedding_and_goes_an_hour_later(tmp_path):
     cache = Cache(str(tmp_path), {}, 24, CPU)
     cache.folder.mkdir()
-    old, young = (folders.scratch_beside(cache._path(prompt)) for prompt in PROMPTS)
+    old, young = (folders.scratch_beside(cache._path(prompt.digest)) for prompt in PROMPTS)
     for scratch in (old, young):
         scratch.write_bytes(b"half of a file")
     os.utime(old, (0, 0))

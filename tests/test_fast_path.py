@@ -10,13 +10,13 @@ import pytest
 import torch
 import warm
 from rounding import rounding
-from small import ENV, MODELS, as_prompts, config_of, lines_of, loaded, tiny_folder, train
+from small import ENV, MODELS, as_prompts, config_of, lines_of, loaded, train
 from torch import nn
 from torch._dynamo.utils import counters
 
 from flow_grpo.base import rng
 from flow_grpo.data import shapes
-from flow_grpo.diffusers_patch import flow_model, loading
+from flow_grpo.diffusers_patch import flow_model, loading, registry
 from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
 from flow_grpo.diffusers_patch.sample_with_logprob import Start, prepare_encode
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ PROMPTS = ["a photo of a red circle", "a star left of a green triangle", "two bl
 
 def as_a_run(name, tmp_path, **how):
     """A model as a run loads it."""
-    return MODELS[name].load(tiny_folder(name, tmp_path), torch.device("cpu"), **how)
+    return MODELS[name].load(registry.tiny_folder(name), torch.device("cpu"), **how)
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def test_a_decoder_looks_at_the_one_slice_of_its_kernels_that_meets_a_picture(tm
 
 
 def test_text_is_cut_to_a_multiple_that_holds_its_longest_row(tmp_path):
-    model = loaded("qwenimage", tmp_path)
+    model = loaded("qwenimage")
     condition = model.encode(as_prompts(PROMPTS), width=20, guided=False)
     lengths = condition.mask.sum(1)
     assert 4 < lengths.max() <= 16
@@ -100,7 +100,7 @@ def test_text_is_cut_to_a_multiple_that_holds_its_longest_row(tmp_path):
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding(guidance, tmp_path):
     """In float64, where sums over fewer keys differ by 1e-15; what is left is the rounding of velocities to float32."""
-    model = loaded("qwenimage", tmp_path, torch_dtype=torch.float64)
+    model = loaded("qwenimage", torch_dtype=torch.float64)
     condition, params = model.encode(as_prompts(PROMPTS), width=20), SamplingParams(6, guidance, 0.7)
     seen = {True: set(), False: set()}
 
@@ -131,16 +131,16 @@ def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
     how = dict(units=QWEN.SHARD_UNITS, device=torch.device("cpu"), precision="fp32")
     lora = config_of("shapes_qwenimage").lora
     policies.attach(pipeline.transformer, lora, QWEN.LORA_TARGETS)
-    folder = tiny_folder("qwenimage", tmp_path)
+    folder = registry.tiny_folder("qwenimage")
     weights, init = QWEN.transformer_folder(folder), policies.adapter_init(lora, 0)
-    fsdp_utils.prepare(pipeline.transformer, None, weights=weights, init=init, **how)
+    fsdp_utils.prepare(model.network, None, weights=weights, init=init, **how)
     x = model.noise(SIZE, [rng.generator(0, "noise", n) for n in range(3)])
     condition = model.encode(as_prompts(PROMPTS), width=20)
     velocity = partial(model.velocity, x, torch.full((3,), 500.0), condition, 4.0, SIZE)
     gradients = []
     for block in pipeline.transformer.transformer_blocks:
         block.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
-    with torch.no_grad(), compilation.training_graph(pipeline.transformer):
+    with torch.no_grad(), compilation.training_graph(model.network):
         inside = velocity()
     assert all(gradients)
     assert not inside.requires_grad

@@ -87,7 +87,7 @@ def compiled_units(weights, mesh):
 def prefetched(weights, mesh):
     """How many modules a module's backward fetches ahead."""
     transformer = build(weights, mesh, lora=False)
-    states = (fully_shard.state(m) for m in transformer.modules() if isinstance(m, FSDPModule))
+    states = (fully_shard.state(m) for m in vars(transformer)["network"].modules() if isinstance(m, FSDPModule))
     return sorted(len(state._states_to_backward_prefetch) for state in states)
 
 

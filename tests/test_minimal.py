@@ -24,7 +24,7 @@ def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys
 
 
 def test_a_ratio_to_the_rollouts_log_prob_is_clipped():
-    model = loaded("qwenimage", "")
+    model = loaded("qwenimage")
     condition = model.encode(as_prompts(["a photo of a red circle"]))
     sampled = minimal_grpo.sample(model, condition, epoch=0)
     for traced in sampled.trace:

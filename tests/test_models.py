@@ -1,41 +1,37 @@
-"""Every model, sampler, kind of rollout and objective on one code path; SD3.5 and FLUX.1 as tiny random pipelines."""
+"""What every model of the registry does: as diffusers does it, with ratios of 1, and back to diffusers.
 
-import itertools
+SD3.5 and FLUX.1 are tiny random pipelines.
+"""
+
+import inspect
 import json
-from pathlib import Path
+from functools import partial
 
+import evaluate
 import pytest
 import torch
 import warm
-from build_random_pipeline import build
 from rounding import rounding
 from safetensors.torch import load_file
-from small import MODELS, as_prompts, few_prompts, file_of, lines_of, loaded, prepare, train
+from small import MODELS, ROOT, as_prompts, few_prompts, file_of, lines_of, loaded, prepare, train
+from test_ranks import on_two_ranks
 
 from flow_grpo.base import rng
+from flow_grpo.base.prompt import texts_of
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.settings import table
 
-PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses"]
+PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
-OWN_GUIDANCE = {"qwenimage": "true_cfg_scale", "sd3": "guidance_scale", "flux": "guidance_scale"}
+RANDOM = [name for name in MODELS if name != "qwenimage"]  # whose tiny pipelines draw nothing
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """A diffusers folder of each model."""
-    folders = {name: str(tmp_path_factory.mktemp("models") / name) for name in ("sd3", "flux")}
-    for name, folder in folders.items():
-        build(name, folder)
-    return folders | {"qwenimage": "flow_grpo/assets/tiny_qwenimage"}
-
-
-@pytest.fixture(params=["sd3", "flux"])
-def model(request, folders):
-    """In float64: what remains between two orders of a sum is the rounding of a velocity, up to 2.5 here, to
-    float32."""
-    return loaded(request.param, Path(folders[request.param]).parent, torch_dtype=torch.float64)
+@pytest.fixture(params=MODELS)
+def model(request):
+    """In float64: what remains between two orders of a sum is the rounding of a velocity, up to 16, to float32."""
+    return loaded(request.param, torch_dtype=torch.float64)
 
 
 def generators():
@@ -49,48 +45,58 @@ def other_shift(model):
     model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=other, shift=1.0)
 
 
+def drawn_by_diffusers(model, size, guidance_scale):
+    """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone."""
+    guidance = dict(guidance_scale=guidance_scale)
+    if model.NEGATIVE_PROMPT is not None and "true_cfg_scale" in inspect.signature(model.PIPELINE.__call__).parameters:
+        guidance = dict(true_cfg_scale=guidance_scale)
+        if model.is_guided(guidance_scale):
+            guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(PROMPTS)
+    guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
+    return model.pipeline(texts_of(PROMPTS), latents=model.noise(size, generators()), **guidance).images
+
+
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
-    if size.width > size.height:
-        other_shift(model)
-        if model.NAME == "flux":  # as FLUX.1-schnell, which takes no guidance
-            config = model.transformer.config | dict(guidance_embeds=False)
-            model.pipeline.transformer = model.TRANSFORMER.from_config(config).double()
-            model.transformer_config = model.transformer.config
-    same = dict(height=size.height, width=size.width, guidance_scale=guidance_scale)
-    how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2)
-    found = pipeline_with_logprob(model.pipeline, PROMPTS, generators(), **how, **same)
-    latents, how = model.noise(size, generators()), dict(num_inference_steps=STEPS, output_type="pt")
-    expected = model.pipeline(PROMPTS, latents=latents, **how, **same).images
+    if model.NAME == "flux" and size.width > size.height:  # as FLUX.1-schnell, which takes no guidance
+        config = model.transformer.config | dict(guidance_embeds=False)
+        model.pipeline.transformer = model.TRANSFORMER.from_config(config).double()
+        other_shift(model := type(model)(model.pipeline, model.device))
+    how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2, guidance_scale=guidance_scale)
+    how |= dict(height=size.height, width=size.width)
+    found = pipeline_with_logprob(model.pipeline, texts_of(PROMPTS), generators(), **how)
     assert found.images.shape == (3, 3, size.height, size.width)
-    # guidance adds 4 + 3 velocities, up to 4, while sigma falls by 1; latents are up to 8
-    torch.testing.assert_close(found.images, expected.float(), rtol=0, atol=rounding(size=7 * 4 + STEPS * 8))
+    assert found.trace == []
+    # guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8
+    expected = drawn_by_diffusers(model, size, guidance_scale).float()
+    torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96)], ids=str)
 @pytest.mark.parametrize("other", [False, True], ids=["its own shift", "the other shift"])
-def test_the_schedule_is_the_pipelines_own(model, other, size):
+def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other, size):
     if other:
         other_shift(model)
-    ours, own = model.schedule(STEPS, size), model.pipeline.scheduler
+    own = model.pipeline.scheduler
+    before, ours = str(vars(own)), model.schedule(STEPS, size)
+    assert str(vars(own)) == before
     sides = dict(height=size.height, width=size.width)
-    model.pipeline(PROMPTS[:1], num_inference_steps=STEPS, output_type="latent", **sides)
+    model.pipeline(PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", **sides)
     assert torch.equal(ours.sigmas, own.sigmas)
     assert torch.equal(ours.timesteps, own.timesteps)
 
 
+@torch.no_grad()
 def test_guidance_and_prompt_are_heard_and_a_prompt_gets_what_it_gets_alone(model):
     x, t = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0])
-    condition = model.encode(as_prompts(PROMPTS), width=20)
-    with torch.no_grad():
-        found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
-        for row in range(3):
-            alone = model.encode(as_prompts(PROMPTS[row : row + 1]), width=20)
-            rows = slice(row, row + 1)
-            v = model.velocity(x[rows], t[rows], alone, 4.0, SIZE)
-            torch.testing.assert_close(v, other[rows], rtol=0, atol=rounding(size=4))
-        swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
+    condition = model.encode(PROMPTS, width=20)
+    found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
+    for row in range(3):
+        rows = slice(row, row + 1)
+        alone = model.velocity(x[rows], t[rows], model.encode(PROMPTS[rows], width=20), 4.0, SIZE)
+        torch.testing.assert_close(alone, other[rows], rtol=0, atol=rounding(size=16 * 4))
+    swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
     assert (found - other).abs().max() > 1e-4
     assert (found - swapped).abs().max() > 1e-4
 
@@ -104,60 +110,62 @@ def test_features_hold_the_images_layout(model):
 
 
 def test_a_prompt_of_too_many_tokens_is_named(model):
-    with pytest.raises(ValueError, match=r"has 7 tokens, over config.text_tokens = 6: 'a photo of a red circle'"):
-        model.encode(as_prompts(PROMPTS), width=6)
-    most = {"sd3": 256, "flux": 512}[model.NAME]
-    with pytest.raises(ValueError, match=rf"over the {most} that its pipeline reads"):
-        model.encode(as_prompts(["red " * most]))
-    model.check(as_prompts(["red " * most]), most + 1)
+    for call in (lambda width: model.check(PROMPTS, width), lambda width: model.encode(PROMPTS, width=width)):
+        with pytest.raises(ValueError, match=r"tokens, over config.text_tokens = 2: 'a red circle'"):
+            call(2)
+    long = as_prompts(["red " * 4000])
+    with pytest.raises(ValueError, match="that its pipeline reads"):
+        model.encode(long)
 
 
-WINDOW, BRANCHES = "", "_pr"
-PAIRWISE = [  # each model with each type of noise once, each of the two with both rollouts and both objectives
-    *(("qwenimage", "sde", WINDOW, "clip"), ("qwenimage", "dance", BRANCHES, "clip")),
-    *(("qwenimage", "cps", BRANCHES, "guard"), ("sd3", "sde", BRANCHES, "guard")),
-    *(("sd3", "dance", WINDOW, "guard"), ("sd3", "cps", WINDOW, "clip")),
-    *(("flux", "sde", BRANCHES, "clip"), ("flux", "dance", WINDOW, "guard")),
-    *(("flux", "cps", WINDOW, "guard"), ("flux", "cps", BRANCHES, "clip")),
-]
+RUNS = {  # each type of noise, both rollouts and both objectives
+    "window, cached": ("", dict(sample__sde_type="sde", embeddings_cache=True)),
+    "branches in slots": ("_pr", dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8)),
+    "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
+    "branches, compiled": ("_pr,guard", dict(sample__sde_type="sde", compile=True)),
+    "window, sharded": (",guard", dict(sample__sde_type="cps_gaussian", fsdp__mode="shard")),
+}
 
 
-def test_every_two_choices_are_combined_in_a_run():
-    choices = (set(MODELS), {"sde", "dance", "cps"}, {WINDOW, BRANCHES}, {"clip", "guard"})
-    for one, other in itertools.combinations(range(4), 2):
-        assert {(run[one], run[other]) for run in PAIRWISE} == set(itertools.product(choices[one], choices[other]))
-
-
-@pytest.mark.parametrize(("model", "sde_type", "branches", "objective"), PAIRWISE)
-def test_every_combination_of_two_choices_runs_with_the_rollouts_log_probs_bit_for_bit(
-    model, sde_type, branches, objective, folders, shallow, tmp_path
-):
-    sde_type = "cps_gaussian" if (sde_type, objective) == ("cps", "guard") else sde_type  # Guard corrects a Gaussian
-    how = dict(model=shallow["model"] if model == "qwenimage" else folders[model])
-    how |= dict(reward_fn={"jpeg_compressibility": 1.0}, num_epochs=1, eval_freq=0)
-    how |= dict(sample__sde_type=sde_type, sample__noise_level=0.3 if sde_type == "dance" else 0.7)
-    variants = ",guard" if objective == "guard" else ""
-    folder = train(f"pickscore_{model}{branches}{variants}", tmp_path, **how)
+@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, tmp_path, monkeypatch):
+    """With guidance, and prompts of unequal lengths in each batch."""
+    variants, how = RUNS[kind]
+    how = dict(model=registry.tiny_folder(name), num_epochs=1, eval_freq=0, sample__guidance_scale=2.0) | how
+    how |= dict(reward_fn__shapes=0, reward_fn__jpeg_compressibility=1)
+    how |= dict(sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)
+    if "embeddings_cache" in how:
+        how["embeddings_cache"] = str(tmp_path / "cache")
+    if "sample__text_multiple" in how:
+        how |= dict(sample__engine="stepwise", sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run = on_two_ranks if "fsdp__mode" in how else train
+    folder = run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how)
     first, second = lines_of(folder, "update")
     assert first["parity/log_prob_abs_diff_max"] == 0
     assert first["ratio_std"] == 0
     assert first["grad_norm"] > 0
     assert second["ratio_std"] > 0
-    assert (folder / "pytorch_lora_weights.safetensors").is_file()
 
 
-def test_the_saved_lora_is_heard_by_a_fresh_pipeline(model, folders, tmp_path):
-    name, pipeline = model.NAME, model.pipeline
-    how = dict(model=folders[name], train__learning_rate=1e-2, train__ema_interval=1, num_epochs=1, eval_freq=0)
-    folder = train(f"pickscore_{name}", tmp_path, **how)
-    size = dict(num_steps=STEPS, noise_level=0.0, **SIDES)
-    before = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
+@pytest.mark.parametrize("name", MODELS)
+def test_diffusers_and_evaluate_py_read_what_a_run_leaves(name, tmp_path):
+    how = dict(model=registry.tiny_folder(name), train__learning_rate=1e-2, train__ema_interval=1, num_epochs=1)
+    how |= dict(reward_fn__shapes=0, reward_fn__jpeg_compressibility=1)
+    folder = train("shapes_qwenimage", tmp_path / "runs", **how)
+    evaluate.main(evaluate.parser().parse_args([str(folder), "--weights", "last", "--out", str(tmp_path / "out")]))
+    (row,) = json.loads((tmp_path / "out" / "scores.json").read_text())["rows"]
+    tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
+    assert row["all"]["avg"]["mean"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
+    pipeline, size = loaded(name).pipeline, dict(num_steps=STEPS, noise_level=0.0, **SIDES)
+    draw = partial(pipeline_with_logprob, pipeline, texts_of(PROMPTS), window=range(0), **size)
+    before = draw(generators()).images
     pipeline.load_lora_weights(folder)
-    after = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=range(0), **size).images
-    assert (after - before).abs().max() > 1e-3
+    assert (draw(generators()).images - before).abs().max() > 1e-3
 
 
-TWINS = [f"train_{model}{what}" for model in ("sd3", "flux") for what in ("", "_pr", "_nft")] + ["train_sd3_dpo"]
+TWINS = sorted(path.stem for path in ROOT.glob("scripts/train_*.py") if "qwenimage" not in path.stem)
 
 
 @pytest.mark.parametrize("script", TWINS)
@@ -206,7 +214,7 @@ def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(tmp_path, mo
 @pytest.mark.parametrize("start", range(STEPS * 2))
 def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     """For every place of a window of one step: .4 of the steps that are left move no pixel's mean by over 0.02."""
-    pipeline = loaded("qwenimage", "").pipeline
+    pipeline = loaded("qwenimage").pipeline
     prompts = ["a photo of a red circle", "a photo of two blue squares"] * 4
     how = dict(num_steps=2 * STEPS + 1, **SIDES, guidance_scale=1.0, noise_level=0.7)
     walks = []
@@ -225,19 +233,14 @@ def test_a_setting_of_the_other_script_is_refused(tmp_path):
             train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, folders, tmp_path):
-    how = dict(model=folders[name], sample__engine="stepwise", sample__text_multiple=8)
+@pytest.mark.parametrize("name", [name for name in RANDOM if not MODELS[name].CUTS_PADDING])
+def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, tmp_path):
+    how = dict(model=registry.tiny_folder(name), sample__engine="stepwise", sample__text_multiple=8)
     with pytest.raises(ValueError, match=r"text_multiple is 8, .* is conditioned on its padding"):
-        train(f"pickscore_{name}", tmp_path, **how)
+        train("shapes_qwenimage", tmp_path, **how)
 
 
-def test_config_model_alone_picks_the_model(folders, tmp_path):
-    """The same config, with another folder."""
-    how = dict(num_epochs=1, eval_freq=0, reward_fn={"jpeg_compressibility": 1.0})
-    for name in ("sd3", "flux"):
-        lines = lines_of(train("shapes_qwenimage", tmp_path / name, model=folders[name], **how), "update")
-        assert lines[0]["parity/log_prob_abs_diff_max"] == 0
+def test_a_pipeline_of_no_model_is_refused(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
     with pytest.raises(ValueError, match="holds a WanPipeline; there are"):
         train("shapes_qwenimage", tmp_path / "runs", model=str(tmp_path))
@@ -249,9 +252,9 @@ PAIRS = [(model, kind, SIZES[(m + k) % 2]) for m, model in enumerate(MODELS) for
 
 
 @pytest.mark.parametrize(("model", "kind", "size"), PAIRS, ids=str)
-def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, folders, shallow, tmp_path):
+def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, shallow, tmp_path):
     """Each model and algorithm at one of two sizes, evaluated at the other, where ratios are compared bit for bit."""
-    how = dict(model=shallow["model"] if model == "qwenimage" else folders[model], num_epochs=1)
+    how = dict(model=shallow["model"] if model == "qwenimage" else registry.tiny_folder(model), num_epochs=1)
     how |= dict(height=size.height, width=size.width, sample__guidance_scale=2.0)
     how |= dict(eval__height=size.width, eval__width=size.height, reward_fn={"jpeg_compressibility": 1.0})
     how |= dict(sample__engine="stepwise") if kind == "_nft" else {}

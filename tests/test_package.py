@@ -10,6 +10,8 @@ import pytest
 import yaml
 from small import ENV, ROOT
 
+from flow_grpo.diffusers_patch import registry
+
 SOURCES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "NOTICE")
 
 
@@ -32,7 +34,7 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo").rglob("*.py")}
     tiny = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo/assets/tiny_qwenimage").rglob("*.*")}
     assert modules | tiny <= names
-    assert {f"flow_grpo/assets/tiny_{name}/model_index.json" for name in ("sd3", "flux")} <= names
+    assert {f"{registry.tiny_folder(name)}/model_index.json" for name in registry.names()} <= names
     for split in ("train", "validation", "test"):
         data = wheel.read(f"flow_grpo/assets/dataset/shapes/{split}_metadata.jsonl")
         assert data == (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_bytes()

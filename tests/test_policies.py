@@ -32,7 +32,7 @@ def pipeline_with(adapter, seed=0):
     policies.attach(pipeline.transformer, adapter, QwenImage.LORA_TARGETS)
     init = policies.adapter_init(adapter, seed) if adapter.rank else None
     how = dict(units=QwenImage.SHARD_UNITS, device=torch.device("cpu"), precision="fp32", weights=None, init=init)
-    fsdp_utils.prepare(pipeline.transformer, None, **how)
+    fsdp_utils.prepare(QwenImage(pipeline, torch.device("cpu")).network, None, **how)
     return pipeline
 
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from small import MODELS, as_prompts, config_of, few_prompts, file_of, loaded, prepare, tiny_folder
+from small import MODELS, as_prompts, config_of, few_prompts, file_of, loaded, prepare
 
 from flow_grpo.base import rng
 from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
@@ -216,20 +217,10 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
     assert {r.num_rows for r in rows} == {5}
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return {name: tiny_folder(name, folder) for name in MODELS}
-
-
-def model_of(name, folders):
-    return MODELS[name](MODELS[name].PIPELINE.from_pretrained(folders[name]), CPU)
-
-
 @pytest.mark.parametrize("size", [Size(64, 64), Size(64, 96)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size, folders):
-    model, light = model_of(name, folders), MODELS[name].without_weights(folders[name])
+def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
+    model, light = loaded(name), MODELS[name].without_weights(registry.tiny_folder(name))
     text = model.encode(as_prompts(["a photo of a red circle"]), width=20, guided=False)
     latents = model.encode_images(torch.rand(3, 3, size.height, size.width), batch_size=2)
     found = {"latents": latents} | text.tensors()
@@ -238,8 +229,8 @@ def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size, folders)
     assert latents.shape[1:] == like.shape[1:]
 
 
-def test_encoded_images_decode_to_themselves(folders):
-    model = model_of("qwenimage", folders)
+def test_encoded_images_decode_to_themselves():
+    model = loaded("qwenimage")
     noise = [rng.generator(0, b) for b in range(4)]
     prompts = ["a photo of a red circle", "a photo of two blue squares"] * 2
     size = dict(height=64, width=64)
@@ -250,8 +241,8 @@ def test_encoded_images_decode_to_themselves(folders):
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
-def test_latents_are_scaled_as_the_decoder_unscales_them(name, folders):
-    model = model_of(name, folders)
+def test_latents_are_scaled_as_the_decoder_unscales_them(name):
+    model = loaded(name)
     images, vae = torch.rand(2, 3, 64, 64), model.pipeline.vae
     mode = vae.encode(images * 2 - 1).latent_dist.mode()
     latents = model.features(model.encode_images(images), Size(64, 64))
@@ -309,7 +300,7 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
     folder = prepare(
         NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0}
     )
-    model = loaded("qwenimage", tmp_path)
+    model = loaded("qwenimage")
     table = pq.read_table(folder / "train_00000.parquet").to_pylist()
     read = open_folder(folder)["train"].read(list(range(len(table))), list(range(len(table))), CPU)
     for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
@@ -412,15 +403,15 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", ["qwenimage", "sd3"])
-def test_pairs_of_image_files(name, images, folders, tmp_path):
-    how = dict(preferences__source=str(images), max_dropped_share=0.4, model=folders[name])
+def test_pairs_of_image_files(name, images, tmp_path):
+    how = dict(preferences__source=str(images), max_dropped_share=0.4, model=registry.tiny_folder(name))
     folder = prepare(f"{'shapes' if name == 'qwenimage' else 'pickscore'}_{name}_dpo", tmp_path / "pairs", **how)
     report = json.loads((folder / "report.json").read_text())
     assert report["reasons"] == REASONS
     assert [row["row"] for row in report["dropped"]] == [8, 9, 10, 11, 12, 13]
     assert sum(report["pairs"].values()) == 8
-    model = model_of(name, folders)
-    pairs = preferences.open_pairs(str(folder), model.row_shapes(SIZE, 20), folders[name], SIZE)
+    model = loaded(name)
+    pairs = preferences.open_pairs(str(folder), model.row_shapes(SIZE, 20), registry.tiny_folder(name), SIZE)
     first = pairs["train"].read([0], [0], CPU)
     number = int(pairs["train"].prompts[0].text.split()[3])
     pictures = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", SIZE) for i in range(2)])

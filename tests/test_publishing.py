@@ -46,9 +46,9 @@ def velocity(model):
 
 
 def test_diffusers_and_peft_load_the_same_adapter_from_the_last_and_the_best_folder(run):
-    base = velocity(loaded("qwenimage", run))
+    base = velocity(loaded("qwenimage"))
     for folder in (run, run / "best"):
-        by_diffusers, by_peft = loaded("qwenimage", run), loaded("qwenimage", run)
+        by_diffusers, by_peft = loaded("qwenimage"), loaded("qwenimage")
         by_diffusers.pipeline.load_lora_weights(folder)
         PeftModel.from_pretrained(by_peft.pipeline.transformer, folder)
         assert torch.equal(velocity(by_diffusers), velocity(by_peft))

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import FEW, MODELS, config_of, exported, lines_of, loaded, tiny_folder, train
+from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 from two_ranks import launch
 
 from flow_grpo.base import distributed, folders
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import load_weights, policies, quantisation, quantised_cache, safetensors_reader
 from flow_grpo.weights.quantisation import KINDS, quantised_layers
@@ -55,7 +56,7 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
     name, precision, tmp_path
 ):
     """The same numbers as quantising what is loaded; with a cache no layer is read that is in it."""
-    model = loaded(name, tmp_path)
+    model = loaded(name)
     folder, cache = tmp_path / "weights", tmp_path / "cache" / "this"
     model.transformer.save_pretrained(folder)
     empty, again = on_meta(model, precision), on_meta(model, precision)
@@ -99,7 +100,7 @@ def test_a_cache_is_named_by_content_alone(tmp_path):
 
 def kept(folder, adapter=True):
     """A cache of the tiny model's layers of 4 bits; its only file of weights."""
-    model = loaded("qwenimage", folder)
+    model = loaded("qwenimage")
     model.transformer.requires_grad_(False)
     if adapter:
         policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
@@ -159,7 +160,7 @@ def start_on_two_machines(folder):
     """What the test above runs on each of two ranks."""
     os.environ["LOCAL_RANK"] = "0"
     rank = distributed.init_distributed().rank
-    shutil.copytree(tiny_folder("qwenimage", folder), folder / f"model{rank}")
+    shutil.copytree(registry.tiny_folder("qwenimage"), folder / f"model{rank}")
     own = folder / f"machine{rank}"
     for cache, was_there in ((folder / "shared", False), (folder / "shared", True), (own, False), (own, True)):
         assert filled_from(cache, folder / f"model{rank}") == [was_there] * 2
@@ -212,7 +213,7 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
 
 @torch.no_grad()
 def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(tmp_path):
-    model = loaded("qwenimage", tmp_path)
+    model = loaded("qwenimage")
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, "fp8_weights")
     layers = [module for module in model.transformer.modules() if hasattr(module, "lora_B")]
@@ -233,7 +234,7 @@ def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_no_layer_of_a_base_of_8_bits_keeps_exact_products_where_fast_ones_are_asked_for(name, merges, tmp_path):
     """But those that see one vector per image, whose x has two dimensions."""
-    model = loaded(name, tmp_path)
+    model = loaded(name)
     how = dict(base_precision="fp8_weights", sample__rollout_weights="merged_fp8" if merges else "fp8")
     config = config_of("shapes_qwenimage", **how)
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)

@@ -30,14 +30,14 @@ STEPS, SIZE, SIDES = 4, Size(64, 64), dict(height=64, width=64)
 
 @pytest.fixture(scope="module")
 def model():
-    return loaded("qwenimage", "")
+    return loaded("qwenimage")
 
 
 @pytest.fixture(scope="module")
 def exact():
     """In float64, for comparisons of forwards whose sums are made in two orders. What remains is the rounding of a
     velocity, up to 16 here, to float32: 1e-6."""
-    return loaded("qwenimage", "", torch_dtype=torch.float64)
+    return loaded("qwenimage", torch_dtype=torch.float64)
 
 
 @pytest.fixture
@@ -65,40 +65,10 @@ def velocity(model, prompts, guidance_scale=1.0, width=None, rows=slice(None)):
         return model.velocity(x, t, condition, guidance_scale, SIZE)
 
 
-@pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_without_noise_it_is_diffusers_own_pipeline(exact, guidance_scale, size):
-    """Ours rounds velocities, of which guidance adds 4 + 3 while sigma falls by 1, and latents up to 8 in 4 steps."""
-    pipeline, sides = exact.pipeline, dict(height=size.height, width=size.width)
-    how = dict(num_steps=STEPS, guidance_scale=guidance_scale, **sides)
-    sampled = pipeline_with_logprob(
-        pipeline, PROMPTS, generators(), window=range(0), noise_level=0.7, vae_batch_size=2, **how
-    )
-    guidance = dict(true_cfg_scale=guidance_scale, negative_prompt=[" "] * 3 if guidance_scale > 1 else None)
-    expected = pipeline(
-        PROMPTS, latents=noise(exact, size), num_inference_steps=STEPS, output_type="pt", **guidance, **sides
-    ).images
-    assert sampled.images.shape == (3, 3, size.height, size.width)
-    assert sampled.trace == []
-    torch.testing.assert_close(sampled.images, expected.float(), rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
-
-
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_a_prompt_gets_the_velocity_that_it_gets_alone(exact, guidance_scale):
-    together = velocity(exact, PROMPTS, guidance_scale)
-    for row, prompt in enumerate(PROMPTS):
-        alone = velocity(exact, [prompt], guidance_scale, rows=slice(row, row + 1))
-        torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=rounding(size=16 * guidance_scale))
-
-
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2] * 3], ids=["of several lengths", "of one length"])
 def test_padding_changes_no_velocity(exact, prompts):
     padded, plain = velocity(exact, prompts, width=40), velocity(exact, prompts)
     torch.testing.assert_close(padded, plain, rtol=0, atol=rounding(size=16))
-
-
-def test_the_prompt_is_heard(model):
-    assert (velocity(model, PROMPTS[:1] * 3) - velocity(model, PROMPTS[1:2] * 3)).abs().max() > 0.01
 
 
 def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
@@ -109,7 +79,8 @@ def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
     alone = model.encode(as_prompts(PROMPTS[:1]), guided=False)
     assert alone.mask is None
     assert alone.negative is None
-    assert len(condition.negative.text) == 1
+    assert condition.negative.text.shape[0] == 3
+    assert condition.negative.text.stride(0) == 0, "three rows in the memory of one"
 
 
 def test_every_field_of_a_condition_is_taken_joined_and_repeated():
@@ -117,7 +88,7 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     rows = {name: torch.arange(3.0).view(3, 1, 1).expand(3, 4, 2) for name in TENSORS} | {
         "mask": torch.ones(3, 4).bool()
     }
-    whole = Condition(**rows, negative=Condition(torch.ones(1, 4, 2)))
+    whole = Condition(**rows, negative=Condition(**{name: -values for name, values in rows.items() if name != "mask"}))
     again = Condition.concat([whole.take(slice(0, 2)), whole.take(torch.tensor([2]))])
     repeated = whole.take(slice(1, 2)).expand(5)
     assert set(whole.tensors()) == set(TENSORS)
@@ -125,7 +96,8 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
         assert torch.equal(getattr(again, name), values)
         assert torch.equal(getattr(repeated, name), values[1:2].expand_as(getattr(repeated, name)))
         assert len(getattr(repeated, name)) == 5
-    assert again.negative is repeated.negative is whole.negative
+    assert again.negative.equals(whole.negative)
+    assert torch.equal(repeated.negative.text, -repeated.text)
     wider = whole.padded(6)
     assert wider.trimmed(2).text.shape == whole.text.shape
     assert torch.equal(wider.pooled, whole.pooled)
@@ -188,19 +160,6 @@ def test_an_image_is_its_own_generators_whatever_its_batch(exact):
     torch.testing.assert_close(together.images[2:], alone.images, rtol=0, atol=rounding(size=16))
 
 
-@pytest.mark.parametrize("size", [SIZE, Size(64, 96)], ids=str)
-def test_the_schedule_is_the_pipelines_and_leaves_it_alone(model, size):
-    pipeline = model.pipeline
-    before, sides = str(pipeline.scheduler.__dict__), dict(height=size.height, width=size.width)
-    assert len(model.schedule(STEPS + 3, size).timesteps) == STEPS + 3
-    assert str(pipeline.scheduler.__dict__) == before
-    scheduler = model.schedule(STEPS, size)
-    pipeline(PROMPTS[:1], num_inference_steps=STEPS, true_cfg_scale=1.0, output_type="latent", **sides)
-    assert torch.equal(scheduler.timesteps, pipeline.scheduler.timesteps)
-    assert torch.equal(scheduler.sigmas, pipeline.scheduler.sigmas)
-    assert scheduler.sigmas[-1] == 0
-
-
 @pytest.fixture(scope="module")
 def renders():
     prompts = shapes.split(shapes.all_prompts())[1]
@@ -238,15 +197,6 @@ def test_convolutions_in_2d_decode_the_same_picture_with_less(exact, renders):
         slices[:, :, :-1] = torch.nan  # a kernel's earlier slices are not looked at
     assert vae.decode(z).sample.isfinite().all()
     assert vae.decode(clip).sample.isnan().any()
-
-
-def test_a_prompt_of_too_many_tokens_is_named(model):
-    suffix = len(model.pipeline.tokenizer("<|im_end|>\n<|im_start|>assistant\n").input_ids)
-    words = max(len(prompt.split()) for prompt in PROMPTS)
-    model.check(as_prompts(PROMPTS), words + suffix)
-    for check in (model.check, lambda prompts, width: model.encode(prompts, width=width)):
-        with pytest.raises(ValueError, match=rf"{words + suffix} tokens.*= {words + suffix - 1}: '{PROMPTS[1]}'"):
-            check(as_prompts(PROMPTS), words + suffix - 1)
 
 
 @pytest.mark.parametrize("width", [None, 2048])

@@ -19,7 +19,7 @@ SIDES = dict(height=64, width=96)
 
 @pytest.fixture(scope="module")
 def model():
-    return loaded("qwenimage", "")
+    return loaded("qwenimage")
 
 
 def noise(count=2):
@@ -166,7 +166,7 @@ def test_without_a_guidance_scale_it_is_the_models_own(model):
 
 
 def test_sd3_refuses_a_size_beyond_its_position_embeddings(tmp_path):
-    model = loaded("sd3", tmp_path)
+    model = loaded("sd3")
     model.check_size(Size(256, 64))
     for size in (Size(272, 64), Size(64, 272)):
         with pytest.raises(ValueError, match=f"{size} pixels is too large: this model draws up to 256"):

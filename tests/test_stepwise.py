@@ -23,7 +23,7 @@ ROUNDED = rounding(size=16)  # forwards are in float64; velocities of up to 16 a
 
 def of_one_block(**parts):
     """Any velocity will do to compare walks, and this one takes a quarter of the time."""
-    model = loaded("qwenimage", "", **parts)
+    model = loaded("qwenimage", **parts)
     del model.transformer.transformer_blocks[1:]
     return model
 
@@ -163,7 +163,7 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_in_slots(name, tmp_path):
-    load = of_one_block if name == "qwenimage" else partial(loaded, name, tmp_path)
+    load = of_one_block if name == "qwenimage" else partial(loaded, name)
     model, size = load(torch_dtype=torch.float64), Size(64, 96)
     condition = model.encode(as_prompts(PROMPTS))
 

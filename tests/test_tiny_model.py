@@ -13,6 +13,7 @@ from tiny import tiny_qwenimage
 
 import flow_grpo
 from flow_grpo.data import shapes
+from flow_grpo.diffusers_patch import registry
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
@@ -111,14 +112,14 @@ def test_shipped_base_is_right_about_half_the_time(shipped, held_out):
     assert 0.30 <= measured["all"] <= 0.60, measured
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("name", [name for name in registry.names() if name != "qwenimage"])
 def test_the_shipped_random_pipelines_are_what_their_builder_writes(name, tmp_path):
     build_random_pipeline.build(name, str(tmp_path))
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     shipped = SHIPPED.with_name(f"tiny_{name}")
     assert files == sorted(path.relative_to(shipped) for path in shipped.rglob("*") if path.is_file())
     weights = [file for file in files if file.suffix == ".safetensors"]
-    assert len(weights) == {"sd3": 5, "flux": 4}[name]
+    assert len(weights) > 2
     for file in weights:
         ours, theirs = load_file(shipped / file), load_file(tmp_path / file)
         assert ours.keys() == theirs.keys()

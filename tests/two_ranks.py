@@ -48,6 +48,19 @@ def adapter_weights(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) / 8
 
 
+class Rows(torch.nn.Module):
+    """What a FlowModel's network is: a transformer behind a call that returns one tensor."""
+
+    def __init__(self, transformer):
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, rows):
+        image, text = rows[:, :16], rows[:, 16:]
+        how = dict(timestep=rows[:, 0, 0].sigmoid())  # a row's own, whichever rank has it
+        return self.transformer(image, text, img_shapes=[[(1, 4, 4)]] * len(rows), return_dict=False, **how)[0]
+
+
 def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", checkpointed: bool = False, **how):
     with init_empty_weights():
         transformer = QwenImageTransformer2DModel(**TINY)
@@ -57,14 +70,13 @@ def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", chec
     if checkpointed:
         transformer.enable_gradient_checkpointing()
     how = dict(units=UNITS, device=CPU, precision=precision, weights=weights, init=adapter_weights) | how
-    return fsdp_utils.prepare(transformer, mesh, **how)
+    vars(transformer)["network"] = fsdp_utils.prepare(Rows(transformer), mesh, **how)  # hidden from the transformer
+    return transformer
 
 
 def velocity(transformer, rows: torch.Tensor) -> torch.Tensor:
     """The output for rows [B, 24, 64]: 16 image tokens, then 8 text tokens."""
-    image, text = rows[:, :16], rows[:, 16:]
-    timestep = rows[:, 0, 0].sigmoid()  # a row's own, whichever rank has it
-    return transformer(image, text, timestep=timestep, img_shapes=[[(1, 4, 4)]] * len(rows), return_dict=False)[0]
+    return (vars(transformer).get("network") or Rows(transformer))(rows)
 
 
 def optimizer_of(transformer) -> torch.optim.AdamW:

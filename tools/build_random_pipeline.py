@@ -39,6 +39,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from flow_grpo.diffusers_patch import registry
+
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
 NUM_CLIP_WORDS = 54
@@ -181,7 +183,7 @@ def large_random(device: torch.device) -> Callable:
     return make
 
 
-BUILDERS = {"qwenimage": qwenimage, "sd3": sd3, "flux": flux}
+BUILDERS = {name: globals()[name] for name in registry.names()}  # a function here is called as its model
 
 
 def build(name: str, folder: str, size: str = "tiny") -> DiffusionPipeline:

@@ -43,7 +43,7 @@ def experiments() -> str:
     for file, module in CONFIGS.items():
         for run in module.RUNS:
             config = run()
-            script = settings.SCRIPTS[config.algorithm].replace("*", registry.model_class(tiny(config)).NAME)
+            script = settings.SCRIPTS[config.algorithm].replace("*", family_of(config).NAME)
             name = f"`{file}:{run.__name__}`"
             rows.append([name, first_paragraph(run.__doc__), f"`{script}`", *size(config), gpu_counts(config)])
     return table(["config", "what it is", "script", "epoch", "noisy steps", "GPUs"], rows)
@@ -60,9 +60,9 @@ def size(config) -> tuple[str, str]:
     return images, "" if config.algorithm == settings.NFT else steps
 
 
-def tiny(config) -> str:
-    """The tiny model of the same kind as config.model, which needs no download."""
-    return grpo.TINY_MODELS.get(config.model, settings.default_config().model)
+def family_of(config) -> type:
+    """The model class of config.model, without a download."""
+    return registry.model_class(registry.tiny_like(config.model))
 
 
 def gpu_counts(config) -> str:
@@ -101,7 +101,7 @@ def model_files() -> str:
     rows, configs = [], [run() for module in CONFIGS.values() for run in module.RUNS]
     for name in registry.names():
         family = registry.by_name(name)
-        used = sorted({config.model for config in configs if registry.model_class(tiny(config)) is family})
+        used = sorted({config.model for config in configs if family_of(config) is family})
         hub, file = ", ".join(f"`{model}`" for model in used), family.__module__.replace(".", "/")
         rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", f"{family.GUIDANCE_SCALE:g}"])
     return table(["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default"], rows)

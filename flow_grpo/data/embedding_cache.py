@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from flow_grpo.base import folders
@@ -26,39 +25,40 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 
-FORMAT = 2  # of the files; those of another are not read
+FORMAT = 3  # of the files; those of another are not read
 WAY_OUT = "delete it, and the next start of the run encodes it again"
 
 
 class Cache:
-    """Embeddings of single prompts, one row each, of one way of encoding.
+    """Conditions of single prompts, one row each, of one way of encoding.
 
     Args:
         folder: of all ways.
         encoder: what the numbers depend on, as JSON has it; versions of the libraries and the kind of device are added.
-        width: text tokens that rows with a mask are padded to; on the disk they are not.
+        width: text tokens that prompts are padded to; on the disk they are not.
     """
 
     def __init__(self, folder: str, encoder: dict, width: int, device: torch.device):
         key = encoder | {package: version(package) for package in ("torch", "transformers", "diffusers")}
         key |= dict(width=width, device=device.type, fields=TENSORS, format=FORMAT)
-        self.folder = Path(folder, _digest(json.dumps(key, sort_keys=True)))
-        self.width, self.device = width, device
+        self.folder, self.device = Path(folder, _digest(json.dumps(key, sort_keys=True))), device
+        self._negative = lru_cache(maxsize=1024)(self._row)  # by name; rows that share one share its memory
 
-    def _path(self, prompt: Prompt | None) -> Path:
-        return self.folder / f"{prompt.digest if prompt else 'negative'}.safetensors"
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
     def missing(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Those to encode: each that is not there, once; or one of all, where their negative prompt is not there.
+        """Those to encode: each that is not there, once; or one of all, where its negative is not there.
 
         Raises:
             UserError: the first file is damaged.
         """
         prompts = list({prompt.digest: prompt for prompt in prompts}.values())
-        absent = [prompt for prompt in prompts if not self._path(prompt).exists()]
-        if absent or not prompts or self._path(None).exists() or "negative" not in self._read(prompts[0])[1]:
+        absent = [prompt for prompt in prompts if not self._path(prompt.digest).exists()]
+        if absent or not prompts:
             return absent
-        return prompts[:1]
+        negative = self._read(prompts[0].digest)[1]["negative"]
+        return prompts[:1] if negative and not self._path(negative).exists() else []
 
     def check_writable(self) -> None:
         """Raises UserError unless embeddings can be written."""
@@ -76,75 +76,86 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         folders.remove_leftovers(self.folder)
         for prompt in tqdm(prompts, "encoding prompts", leave=False, disable=None):  # None: where there is no terminal
-            row = encode(prompt)
-            if row.negative is not None and not self._path(None).exists():
-                self._write(None, row.negative)
-            self._write(prompt, row)
+            row, negative = encode(prompt), ""
+            if row.negative is not None:
+                negative = f"negative_{_digest_of('', *_without_padding(row.negative))}"
+                if not self._path(negative).exists():
+                    self._write(negative, row.negative)
+            self._write(prompt.digest, row, negative)
 
-    def _write(self, prompt: Prompt | None, row: Condition) -> None:
-        length = row.num_tokens if row.mask is None else int(row.mask.sum())
-        tensors = row.tensors() | dict(text=row.text[:, :length])
-        tensors = {name: part.contiguous().cpu() for name, part in tensors.items() if name != "mask"}
-        parts = " ".join(part for part in ("mask", "negative") if getattr(row, part) is not None)
-        scratch = folders.scratch_beside(path := self._path(prompt))
+    def _write(self, name: str, row: Condition, negative: str = "") -> None:
+        tensors, width = _without_padding(row)
+        header = {"width": width, "negative": negative}
+        header["digest"] = _digest_of(f"{self.folder.name} {name} {negative}", tensors, width)
+        scratch = folders.scratch_beside(path := self._path(name))
         try:
-            save_file(tensors, scratch, {"parts": parts, "digest": self._digest_of(prompt, parts, tensors)})
+            save_file(tensors, scratch, header)
             folders.as_any_new_file(scratch)  # several users may share the cache
             folders.publish(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
 
-    def _digest_of(self, prompt: Prompt | None, parts: str, tensors: dict[str, Tensor]) -> str:
-        """Of everything that a file is for and holds."""
-        shapes = [[name, str(part.dtype), list(part.shape)] for name, part in sorted(tensors.items())]
-        content = json.dumps([self.folder.name, self._path(prompt).stem, parts, shapes])
-        digest = hashlib.blake2b(content.encode(), digest_size=16)
-        for _, part in sorted(tensors.items()):
-            digest.update(part.view(torch.uint8).numpy())
-        return digest.hexdigest()
-
-    def read(self, prompt: Prompt | None) -> Condition:
-        """One row, on the device, with the negative prompt's (which is None's) where there is one; all rows share it.
+    def read(self, prompt: Prompt) -> Condition:
+        """One row, on the device, as it was encoded; rows with the same negative share its memory.
 
         Raises:
             UserError: the file is not the one that was written for this prompt.
         """
-        tensors, parts = self._read(prompt)
-        if "mask" in parts:
-            length = tensors["text"].shape[1]
-            tensors["text"] = F.pad(tensors["text"], (0, 0, 0, self.width - length))
-            tensors["mask"] = torch.arange(self.width, device=self.device)[None] < length
-        return Condition(**tensors, negative=self._negative if "negative" in parts else None)
+        row, negative = self._row(prompt.digest)
+        return replace(row, negative=self._negative(negative)[0] if negative else None)
 
-    @cached_property
-    def _negative(self) -> Condition:
-        return self.read(None)
+    def _row(self, name: str) -> tuple[Condition, str]:
+        """A row, and the name of its negative."""
+        tensors, header = self._read(name)
+        row = Condition(**{field: part.to(self.device) for field, part in tensors.items()})
+        return row.padded(int(header["width"])) if header["width"] else row, header["negative"]
 
-    def _read(self, prompt: Prompt | None) -> tuple[dict[str, Tensor], list[str]]:
-        """A file's tensors, on the device, and which parts of a Condition follow from them."""
-        path = self._path(prompt)
+    def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """A file's tensors and header."""
+        path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {field: file.get_tensor(field) for field in file.keys()}  # noqa: SIM118
                 header = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged ({error}); {WAY_OUT}") from error
-        parts = header.get("parts", "")
-        if header.get("digest") != self._digest_of(prompt, parts, tensors):
+        wanted = f"{self.folder.name} {name} {header.get('negative')}"
+        if header.get("digest") != _digest_of(wanted, tensors, header.get("width", "")):
             raise UserError(f"{path} is damaged: it is not what was written for this prompt; {WAY_OUT}")
-        return {name: part.to(self.device) for name, part in tensors.items()}, parts.split()
+        return tensors, header
+
+
+def _without_padding(row: Condition) -> tuple[dict[str, Tensor], str]:
+    """A row's tensors on the CPU; of masked text whose padding is zeros without it, and the width that it had."""
+    tensors, width = row.tensors(), ""
+    if row.mask is not None:
+        length = int(row.mask.sum())
+        if row.mask[:, :length].all() and not row.text[:, length:].any():
+            tensors, width = tensors | dict(text=row.text[:, :length]), str(row.num_tokens)
+            del tensors["mask"]
+    return {name: part.contiguous().cpu() for name, part in tensors.items()}, width
+
+
+def _digest_of(name: str, tensors: dict[str, Tensor], width: str) -> str:
+    """Of everything that a file is for and holds."""
+    shapes = [[field, str(part.dtype), list(part.shape)] for field, part in sorted(tensors.items())]
+    digest = hashlib.blake2b(json.dumps([name, width, shapes]).encode(), digest_size=16)
+    for _, part in sorted(tensors.items()):
+        digest.update(part.view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Condition]:
-    """The same function of one prompt, which keeps the last 1024, with one negative for all: they are equal."""
-    negatives: list[Condition] = []
+    """The same function of one prompt, which keeps the last 1024. Negatives that equal the first one share its memory:
+    then a batch of them is one row, see Condition."""
+    first: list[Condition] = []
 
     def encode_once(prompt: Prompt) -> Condition:
         row = encode(prompt)
         if row.negative is None:
             return row
-        negatives[:] = negatives or [row.negative]
-        return replace(row, negative=negatives[0])
+        first[:] = first or [row.negative]
+        return replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
 
     return lru_cache(maxsize=1024)(encode_once)
 

@@ -10,31 +10,53 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Condition:
-    """B rows, L text tokens, D text width. Every field but `negative` is a tensor with B rows, or None."""
+    """B rows, L text tokens, D text width. Every field but `negative` is a tensor with B rows, or None.
+
+    Rows that are equal may be views of one row: joining, taking and repeating such rows copies nothing.
+    """
 
     text: Tensor  # [B, L, D], the text encoder's last states
     pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
     mask: Tensor | None = None  # [B, L] bool, False for the padding at the end; None = all tokens are seen
     image_latents: Tensor | None = None  # [B, ...], of an image to be edited; for models that take one
-    negative: "Condition | None" = None  # one row: what guidance leads away from; None = no second forward
+    negative: "Condition | None" = None  # B rows of its own shapes: what guidance leads away from
 
     @property
     def num_tokens(self) -> int:
         """L."""
         return self.text.shape[1]
 
+    @property
+    def shapes(self) -> tuple:
+        """Of a row's fields, the negative's included. Only conditions of the same shapes can be joined."""
+        own = tuple((name, tensor.shape[1:]) for name, tensor in self.tensors().items())
+        return own, self.negative and self.negative.shapes
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are set, by name."""
         return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
 
+    def equals(self, other: "Condition") -> bool:
+        """Whether all numbers are the same, but for the negatives'. Waits for the device."""
+        ours, theirs = self.tensors(), other.tensors()
+        return ours.keys() == theirs.keys() and all(torch.equal(part, theirs[name]) for name, part in ours.items())
+
     def take(self, rows: slice | Tensor) -> "Condition":
         """The rows of a slice or an index tensor."""
-        return _map(lambda tensors: tensors[0][rows], [self])
+        return _map(lambda tensors: _taken(tensors[0], rows), [self])
 
     @staticmethod
     def concat(conditions: list["Condition"]) -> "Condition":
-        """Join along B; all conditions are padded to one width."""
-        return _map(torch.cat, conditions) if len(conditions) > 1 else conditions[0]
+        """Join along B; all conditions have the same shapes."""
+        return _map(_joined, conditions) if len(conditions) > 1 else conditions[0]
+
+    @staticmethod
+    def stack(rows: list["Condition"], width: int | None = None) -> "Condition":
+        """Join rows of different lengths: padded to `width` tokens, or where the lengths differ to the longest."""
+        longest = max(row.num_tokens for row in rows)
+        if width or any(row.num_tokens < longest for row in rows):
+            rows = [row.padded(width or longest) for row in rows]
+        return Condition.concat(rows)
 
     def expand(self, num: int) -> "Condition":
         """One row as `num` rows."""
@@ -49,17 +71,42 @@ class Condition:
 
     def trimmed(self, multiple: int) -> "Condition":
         """Without the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
+        negative = self.negative and self.negative.trimmed(multiple)
         if self.mask is None:
-            return self
+            return self if negative is self.negative else replace(self, negative=negative)
         width = -(-self.mask.sum(1).max().item() // multiple) * multiple
-        return replace(self, text=self.text[:, :width], mask=self.mask[:, :width])
+        return replace(self, text=self.text[:, :width], mask=self.mask[:, :width], negative=negative)
+
+    def dense(self) -> "Condition":
+        """Without the negative, and with memory for each row, so that a forward's strides depend on nothing else."""
+        return _map(lambda tensors: tensors[0].contiguous(), [replace(self, negative=None)])
 
 
 TENSORS = tuple(field.name for field in fields(Condition) if field.name != "negative")
 
 
 def _map(change: Callable[[list[Tensor]], Tensor], conditions: list[Condition]) -> Condition:
-    """Apply `change` to every tensor field of some conditions; the first one's negative stays."""
+    """Apply `change` to every tensor field of some conditions, and of their negatives where all have one."""
     columns = {name: [getattr(condition, name) for condition in conditions] for name in TENSORS}
     changed = {name: None if values[0] is None else change(values) for name, values in columns.items()}
-    return replace(conditions[0], **changed)
+    negatives = [condition.negative for condition in conditions if condition.negative is not None]
+    whole = len(negatives) == len(conditions)
+    return Condition(**changed, negative=_map(change, negatives) if whole else None)
+
+
+def _taken(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    if isinstance(rows, Tensor) and _is_one_row(tensor):
+        return tensor[:1].expand(len(rows), *tensor.shape[1:])
+    return tensor[rows]
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    first = tensors[0][0]
+    if all(_is_one_row(tensor) and tensor[0].is_set_to(first) for tensor in tensors):
+        return first.expand(sum(len(tensor) for tensor in tensors), *first.shape)
+    return torch.cat(tensors)
+
+
+def _is_one_row(tensor: Tensor) -> bool:
+    """Whether all rows are views of one."""
+    return len(tensor) == 1 or tensor.stride(0) == 0

@@ -72,8 +72,7 @@ class Request:
     @property
     def kind(self) -> tuple:
         """Requests of one kind can share a forward."""
-        text = self.present_condition
-        shapes = text.text.shape[1:], text.mask is None, self.latents.shape[1:]
+        shapes = self.latents.shape[1:], self.present_condition.shapes
         return self.needs_log_prob, self.params.guidance_scale, self.size, *shapes
 
     @property
@@ -281,12 +280,12 @@ def branch(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
     new = [
         Request(
             trunk.name,
-            rows_of(trunk.condition, rows),
+            trunk.condition.take(rows),
             part,
             trunk.size,
             trunk.scheduler,
             trunk.params,
-            short=None if trunk.short is None else rows_of(trunk.short, rows),
+            short=None if trunk.short is None else trunk.short.take(rows),
             step=trunk.step + 1,
             trunk=trunk,
         )
@@ -294,11 +293,6 @@ def branch(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
     ]
     trunk.branches += new
     return new
-
-
-def rows_of(condition: Condition, rows: Tensor) -> Condition:
-    """Some rows [R], which may be one row R times; then without a copy."""
-    return condition.expand(len(rows)) if len(condition.text) == 1 else condition.take(rows)
 
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:

@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor
 
 from flow_grpo.base import rng, shipped
@@ -16,6 +17,19 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
+
+
+class Network(torch.nn.Module):
+    """A transformer behind one call, which returns one tensor, whatever diffusers returns: what is sharded, and what
+    hooks of forwards are registered on. Weights keep the names that they have in the transformer."""
+
+    def __init__(self, transformer: torch.nn.Module, call: Callable[..., Tensor]):
+        super().__init__()
+        self.transformer, self.call = transformer, call
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """As FlowModel.forward."""
+        return self.call(x, t, condition.dense(), guidance_scale, size)
 
 
 class FlowModel(ABC):
@@ -35,12 +49,15 @@ class FlowModel(ABC):
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
     GUIDANCE_SCALE: ClassVar[float]  # the published one
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
-    MASKED_TEXT: ClassVar[bool]  # whether padding is hidden from the transformer
+    CUTS_PADDING: ClassVar[bool] = False  # whether text that is padding is masked, so that it may be cut
+    ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
+    NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
         self.pipeline, self.device = pipeline, device
         self.transformer_config = transformer_config or pipeline.transformer.config
+        self.network = Network(pipeline.transformer, self.forward)
 
     @classmethod
     def load(
@@ -79,7 +96,7 @@ class FlowModel(ABC):
 
     @property
     def transformer(self) -> torch.nn.Module:
-        """What is trained."""
+        """What is trained: diffusers' own, with its names of weights."""
         return self.pipeline.transformer
 
     def check_size(self, size: Size) -> None:
@@ -92,16 +109,31 @@ class FlowModel(ABC):
         """Raises UserError for a prompt of more tokens than `encode` keeps at this width. Needs tokenizers only."""
 
     @abstractmethod
+    def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
+        """One row, without a negative. Where CUTS_PADDING, of the prompt's own length, without a mask; elsewhere of
+        `width` tokens, None = as diffusers has it."""
+
+    @torch.no_grad()
     def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
         """B prompts, each encoded by itself so that its numbers do not depend on its neighbours.
 
         Args:
-            width: text tokens, padded to; None = as diffusers has it.
+            width: text tokens, padded to; None = as diffusers has it. Where CUTS_PADDING, there is a mask with a width,
+                and without one where lengths differ.
             guided: also encode the negative prompt, where guidance is a second forward.
 
         Raises:
             UserError: a prompt has more tokens than that.
         """
+        self.check(prompts, width)
+        with_negative = guided and self.NEGATIVE_PROMPT is not None
+        negatives = [replace(prompt, text=self.NEGATIVE_PROMPT) for prompt in prompts if with_negative]
+        unique = {prompt.digest: prompt for prompt in (*prompts, *negatives)}
+        rows = {digest: self.encode_one(prompt, width) for digest, prompt in unique.items()}
+        condition = Condition.stack([rows[prompt.digest] for prompt in prompts], width if self.CUTS_PADDING else None)
+        if not negatives:
+            return condition
+        return replace(condition, negative=Condition.stack([rows[prompt.digest] for prompt in negatives]))
 
     @abstractmethod
     def num_tokens(self, size: Size) -> int:
@@ -128,9 +160,29 @@ class FlowModel(ABC):
         tokens = self.num_tokens(size)
         return loading.schedule(self.pipeline.scheduler, num_steps, tokens, self.device, sigmas=self.GIVES_SIGMAS)
 
+    @classmethod
+    def is_guided(cls, guidance_scale: float) -> bool:
+        """Whether a velocity of this scale takes a second forward, of the negative prompt."""
+        return cls.NEGATIVE_PROMPT is not None and guidance_scale > 1
+
+    @staticmethod
+    def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        """Of two velocities: classifier-free guidance (arXiv:2207.12598), neg + g (pos - neg)."""
+        return negative + guidance_scale * (positive - negative)
+
     @abstractmethod
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """One forward of the transformer: [B, ...] float32, arguments as in `velocity`. `guidance_scale` is for
+        transformers that take it as an input."""
+
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000 sigma): the policy itself."""
+        positive = self.network(x, t, condition, guidance_scale, size)
+        if not self.is_guided(guidance_scale):
+            return positive
+        if condition.negative is None:
+            raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
+        return self.guide(positive, self.network(x, t, condition.negative, guidance_scale, size), guidance_scale)
 
     def fuse(self, attention: str = "") -> None:  # noqa: B027 (most models have nothing to do)
         """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do. It
@@ -176,17 +228,16 @@ def packed_grid(pipeline: DiffusionPipeline, size: Size) -> tuple[int, int]:
     return size.height // side, size.width // side
 
 
-def guided(
-    forward: Callable[[Condition], Tensor], condition: Condition, num: int, guidance_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Classifier-free guidance: neg + g (pos - neg), and pos. At g <= 1 pos twice, without a second forward."""
-    positive = forward(condition)
-    if guidance_scale <= 1:
-        return positive, positive
-    if condition.negative is None:
-        raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
-    negative = forward(condition.negative.expand(num))
-    return negative + guidance_scale * (positive - negative), positive
+def decode_scaled(vae: AutoencoderKL, z: Tensor) -> Tensor:
+    """Latents [B, c, h, w] of a VAE with a scale and a shift -> images in [-1, 1]."""
+    z = z / vae.config.scaling_factor + vae.config.shift_factor
+    return vae.decode(z.to(vae.dtype), return_dict=False)[0]
+
+
+def encode_scaled(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """The other way round, [B, c, h, w] float32."""
+    z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+    return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def decode(vae: Callable[[Tensor], Tensor], latents: Tensor, batch_size: int, fixed: bool) -> Tensor:

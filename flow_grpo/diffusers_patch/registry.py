@@ -18,14 +18,15 @@ from flow_grpo.diffusers_patch.loading import pipeline_name
 class Entry(NamedTuple):
     """Where a model's class is, imported when it is asked for."""
 
-    file: str  # NAME of models/NAME.py; also the model's name in configs
+    file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
+    hub_id: str  # of the published weights
 
 
 MODELS: dict[str, Entry | type[FlowModel]] = {  # class of the diffusers pipeline -> model, or where its class is
-    "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
-    "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
-    "FluxPipeline": Entry("flux", "Flux"),
+    "QwenImagePipeline": Entry("qwenimage", "QwenImage", "Qwen/Qwen-Image"),
+    "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3", "stabilityai/stable-diffusion-3.5-medium"),
+    "FluxPipeline": Entry("flux", "Flux", "black-forest-labs/FLUX.1-dev"),
 }
 
 
@@ -87,7 +88,7 @@ def _imported(name: str) -> type[FlowModel]:
 
 def by_name(name: str) -> type[FlowModel]:
     """Of a name in configs and tools, such as the first word of a model's file."""
-    return _load(next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name))
+    return _load(_entry(name))
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
@@ -100,6 +101,25 @@ def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
     if name not in MODELS:
         raise UserError(f"the pipeline is a {name}; there are {', '.join(MODELS)}")
     return _load(MODELS[name])(pipeline, pipeline.transformer.device)
+
+
+def hub_id(name: str) -> str:
+    """Of a model's published weights."""
+    return _entry(name).hub_id
+
+
+def tiny_folder(name: str) -> str:
+    """A diffusers folder of a model at toy size, as it is shipped."""
+    return f"flow_grpo/assets/tiny_{_entry(name).file}"
+
+
+def tiny_like(model: str) -> str:
+    """The shipped folder of what config.model names: of published weights the same model's, else Qwen-Image's."""
+    return tiny_folder(next((name for name in names() if hub_id(name) == model), names()[0]))
+
+
+def _entry(name: str) -> Entry:
+    return next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name)
 
 
 def names() -> list[str]:

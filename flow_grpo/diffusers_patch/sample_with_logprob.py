@@ -180,7 +180,7 @@ def _checked_start(
         raise UserError(f"{len(generators)} generators for {count} prompts; give one for each, or one for all")
     if not isinstance(prompts, Condition):
         texts = [prompts] if isinstance(prompts, str) else prompts
-        prompts = model.encode([Prompt(text) for text in texts], guided=params.guidance_scale > 1)
+        prompts = model.encode([Prompt(text) for text in texts], guided=model.is_guided(params.guidance_scale))
     return Start(model, prompts, generators, params, size)
 
 

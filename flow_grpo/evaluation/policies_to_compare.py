@@ -156,7 +156,7 @@ def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
         init = policies.stored_adapter(candidate.lora)
     quantisation.quantise_units(transformer, model.SHARD_UNITS, candidate.config.base_precision)
     fsdp_utils.prepare(
-        transformer,
+        model.network,
         None,
         units=model.SHARD_UNITS,
         weights=weights,

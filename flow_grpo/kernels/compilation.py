@@ -124,11 +124,11 @@ def _wanting_gradients(forward: Callable) -> Callable:
 
 
 @contextmanager
-def training_graph(transformer: nn.Module) -> Iterator[None]:
-    """Run forwards through the training graph, which is not bitwise equal to the inference graph, and free the saved
-    activations after each forward."""
-    let_go = lambda _, inputs, output: tuple(part.detach() for part in output)  # noqa: E731
-    hook = transformer.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
+def training_graph(network: nn.Module) -> Iterator[None]:
+    """Run forwards of a FlowModel's network through the training graph, which is not bitwise equal to the inference
+    graph, and free the saved activations after each forward."""
+    let_go = lambda _, inputs, output: output.detach()  # noqa: E731
+    hook = network.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
     try:
         with torch.enable_grad():
             yield

@@ -118,7 +118,7 @@ class Run:
     @property
     def exact(self) -> Callable:
         """() -> context in which a forward without a backward has the update's bits."""
-        return partial(compilation.training_graph, self.pipeline.transformer) if self.config.compile else nullcontext
+        return partial(compilation.training_graph, self.model.network) if self.config.compile else nullcontext
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
@@ -130,7 +130,7 @@ class Run:
         """
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
         if not self.ema.is_applied:  # then this is an evaluation
-            self.num_forwards += len(x) * (2 if scale > 1 and condition.negative is not None else 1)
+            self.num_forwards += len(x) * (2 if self.model.is_guided(scale) else 1)
         return policies.predict(self.model, self.config.precision, x, t, condition, scale, size or self.size)
 
     def log_images(

@@ -59,7 +59,7 @@ def sampled(run: Run, epoch: int, walk_of: Callable[[prompts.Batch], Walk]) -> I
         RuntimeError: weights were updated before the last image was drawn.
     """
     updates = run.step
-    velocity, wait = _together(run) if fsdp_utils.is_sharded(run.pipeline.transformer) else (run.velocity, nullcontext)
+    velocity, wait = _together(run) if fsdp_utils.is_sharded(run.model.network) else (run.velocity, nullcontext)
     slots = slots_of(run.config.sample)
     if slots is None:
         drawn = _in_batches(run, epoch, walk_of, velocity)

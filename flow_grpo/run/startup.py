@@ -29,7 +29,7 @@ from flow_grpo.run import evaluate, resume
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks
+from flow_grpo.settings import checks, table
 from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
@@ -164,15 +164,15 @@ def _load_frozen(
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
     load_weights.check(config, family)
-    if config.sample.text_multiple and not family.MASKED_TEXT:
+    if config.sample.text_multiple and not family.CUTS_PADDING:
         raise UserError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
             "padding, so none of it can be taken away; set 0"
         )
-    if config.attention and not family.MASKED_TEXT:
+    if config.attention and config.attention not in family.ATTENTIONS:
         raise UserError(
-            f"config.attention is {config.attention!r}, which is for models that mask their text (Qwen-Image); for "
-            f"{config.model} set ''"
+            f"config.attention is {config.attention!r}; for {config.model} it may be "
+            f"{', '.join(map(repr, ('', *family.ATTENTIONS)))}"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     light = family.without_weights(config.model)
@@ -238,7 +238,7 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
     return policies.Reference(
         transformer,
         interval=config.train.reference_interval,
-        guidance_scale=config.train.reference_guidance_scale,
+        guidance_scale=config.train.reference_guidance_scale or None,  # 0 = as the rollout's
         fresh=not config.lora.path,
     )
 
@@ -254,7 +254,7 @@ def _open_cache(
     with suppress(OSError):  # where it cannot be made, it lacks prompts and is refused below
         Path(config.embeddings_cache).mkdir(parents=True, exist_ok=True)
     memory = Path(config.embeddings_cache, folders.DIGESTS)
-    version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config))
+    version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
     cache = embedding_cache.Cache(config.embeddings_cache, version, config.text_tokens, device)
     drawn = [
@@ -270,9 +270,9 @@ def _open_cache(
     return cache, missing
 
 
-def _is_guided(config: ConfigDict) -> bool:
-    reference = config.train.reference_guidance_scale
-    return max(config.sample.guidance_scale, config.eval.guidance_scale, reference) > 1
+def _is_guided(config: ConfigDict, family: type[FlowModel]) -> bool:
+    """Whether any forward of the run is of the negative prompt: every setting of a guidance scale is one of these."""
+    return any(family.is_guided(table.value_of(config, key)) for key in table.BY_KEY if key.endswith("guidance_scale"))
 
 
 def _embedder(
@@ -282,7 +282,7 @@ def _embedder(
 
     With a cache, what it lacks is encoded now, and the text encoders are dropped.
     """
-    guided = _is_guided(config)
+    guided = _is_guided(config, type(model))
     encode = lambda prompt: model.encode([prompt], width=config.text_tokens, guided=guided)  # noqa: E731
     if cache is None:
         return embedding_cache.remembered(encode)

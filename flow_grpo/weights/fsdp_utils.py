@@ -25,9 +25,9 @@ from flow_grpo.weights import quantisation, safetensors_reader
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def is_sharded(transformer: nn.Module) -> bool:
+def is_sharded(network: nn.Module) -> bool:
     """Whether a forward gathers weights from all ranks, so that these must make equally many."""
-    return isinstance(transformer, FSDPModule)
+    return isinstance(network, FSDPModule)
 
 
 def make_mesh(mode: str, device: torch.device, shard_size: int = 0, offload: bool = False) -> DeviceMesh | None:
@@ -62,7 +62,7 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def prepare(
-    transformer: nn.Module,
+    network: nn.Module,
     mesh: DeviceMesh | None,
     *,
     units: tuple[str, ...],
@@ -72,10 +72,11 @@ def prepare(
     init: Callable[[str, torch.Size], Tensor] | None = None,
     offload: bool = False,
 ) -> nn.Module:
-    """Lay a diffusers transformer out over the ranks, in place, and fill it. Trainable parameters become float32.
+    """Lay a FlowModel's network out over the ranks, in place, and fill its `transformer`. Trainable parameters become
+    float32.
 
     Args:
-        transformer: on the meta device, adapters attached; a real one when `weights` is None.
+        network: its transformer is on the meta device, adapters attached; a real one when `weights` is None.
         mesh: from `make_mesh`.
         units: class names of the modules that gather their weights at once, e.g. ("QwenImageTransformerBlock",).
         precision: "fp32", "bf16" or "fp16", of the frozen weights, and of all weights in a sharded forward. The caller
@@ -87,16 +88,17 @@ def prepare(
     Raises:
         ValueError: names or shapes in `weights` that are not the transformer's, or names that are missing.
     """
+    transformer = network.transformer
     if weights is None and any(p.is_meta for p in transformer.parameters()):
         raise ValueError("the transformer has no weights yet: pass the folder that holds them")
     _set_dtypes(transformer, DTYPES[precision])
     if weights is None:
         transformer.to(device)
     if mesh is not None:
-        _shard(transformer, mesh, units, DTYPES[precision], offload)
-    _materialise(transformer, device, offload)
+        _shard(network, mesh, units, DTYPES[precision], offload)
+    _materialise(network, device, offload)
     fill(transformer, weights, init)
-    return transformer
+    return network
 
 
 @torch.no_grad()
@@ -118,15 +120,15 @@ def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
         layer.dtype = frozen
 
 
-def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:
+def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:
     """FSDP2 over each unit and the rest.
 
     A unit may mix bf16 frozen and float32 trainable parameters, since FSDP2 asks only the trainable ones for one dtype.
     So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
     """
-    unit_modules = [module for module in transformer.modules() if type(module).__name__ in units]
+    unit_modules = [module for module in network.modules() if type(module).__name__ in units]
     if not unit_modules:
-        raise ValueError(f"no module of {type(transformer).__name__} is one of {units}")
+        raise ValueError(f"no module of {type(network.transformer).__name__} is one of {units}")
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when
@@ -134,48 +136,48 @@ def _shard(transformer: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dty
     fsdp_options = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for module in [*unit_modules, transformer]:
+    for module in [*unit_modules, network]:
         fully_shard(module, **fsdp_options)
-    following = [*unit_modules[1:], transformer]
+    following = [*unit_modules[1:], network]
     for module, before in zip(following, unit_modules):  # its own order forgets all forwards but the last
         module.set_modules_to_backward_prefetch([before])
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes there in place
-    transformer.register_forward_hook(_separate)
+    network.register_forward_hook(_separate)
 
 
-def _separate(transformer: nn.Module, inputs: tuple, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def _separate(network: nn.Module, inputs: tuple, output: Tensor) -> Tensor | None:
     """Make the backward of a forward one step of the loss's graph."""
-    return _OneForward.apply(outputs, torch.zeros((), requires_grad=True)) if outputs[0].requires_grad else None
+    return _OneForward.apply([output], torch.zeros((), requires_grad=True)) if output.requires_grad else None
 
 
 class _OneForward(torch.autograd.Function):
-    """The outputs of one forward of the transformer, whose backward is walked whole before autograd goes on.
+    """One forward's output, in a list, which hides its graph; its backward is walked whole before autograd goes on.
 
     In one graph autograd would hold the whole gradient of every weight, until each of the loss's forwards (two, with
     guidance) had added to it. So FSDP2 reduces and shards it layer by layer, for one forward after the other.
     """
 
     @staticmethod
-    def forward(ctx, outputs: tuple[Tensor, ...], _: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, output: list[Tensor], _: Tensor) -> Tensor:
         """_: a scalar that requires grad, without which autograd would not call `backward`."""
-        ctx.outputs = outputs
-        return tuple(output.clone() for output in outputs)  # no views, which could not be written to
+        ctx.output = output[0]
+        return output[0].clone()  # no view, which could not be written to
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[None, None]:
-        outputs, ctx.outputs = ctx.outputs, None
-        torch.autograd.backward(outputs, gradients)
+    def backward(ctx, gradient: Tensor) -> tuple[None, None]:
+        output, ctx.output = ctx.output, None
+        torch.autograd.backward(output, gradient)
         return None, None
 
 
-def _materialise(transformer: nn.Module, device: torch.device, offload: bool) -> None:
+def _materialise(network: nn.Module, device: torch.device, offload: bool) -> None:
     """Give meta parameters memory and move the rest. Unlike `to_empty` it leaves real buffers their values."""
 
     def place(tensor: Tensor) -> Tensor:
         target = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
-    transformer._apply(place)
+    network._apply(place)
 
 
 def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Tensor]) -> None:

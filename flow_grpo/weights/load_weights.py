@@ -31,7 +31,7 @@ def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | Non
         if cached := quantised_cache.on_all_ranks(cache):
             quantised_cache.fill(transformer, cache, model.device)
     fsdp_utils.prepare(
-        transformer,
+        model.network,
         mesh,
         units=model.SHARD_UNITS,
         device=model.device,

@@ -183,11 +183,13 @@ class Reference:
     what is trained is kept in its own layout (sharded weights stay sharded).
 
     Args:
-        guidance_scale: of the first reference; 0 = as the policy's. What the reference becomes later is the policy as
-            it is trained, so its guidance is the policy's.
+        guidance_scale: of the first reference; None = as the policy's. What the reference becomes later is the policy
+            as it is trained, so its guidance is the policy's.
     """
 
-    def __init__(self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float = 0.0, fresh: bool = True):
+    def __init__(
+        self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float | None = None, fresh: bool = True
+    ):
         self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
         self.num_moves = 0  # how often it has become the policy
         has_adapter = any(isinstance(module, BaseTunerLayer) for module in transformer.modules())
@@ -210,7 +212,7 @@ class Reference:
 
     def guidance(self, of_policy: float) -> float:
         """The guidance scale of the reference's forwards: its own until it first becomes the policy."""
-        return of_policy if self.num_moves or not self.guidance_scale else self.guidance_scale
+        return of_policy if self.num_moves or self.guidance_scale is None else self.guidance_scale
 
     @torch.no_grad()
     def follow(self, step: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled, packed_grid, packed_tokens
 from flow_grpo.diffusers_patch.size import Size
 
 T5_TOKENS = 512  # that FluxPipeline reads
@@ -30,22 +30,16 @@ class Flux(FlowModel):
     # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
     # H200); flash attention, the next choice, does not.
     CUDNN_ATTENTION = False
-    MASKED_TEXT = False
+    NEGATIVE_PROMPT = None
 
     def check(self, prompts: list[Prompt], width: int | None) -> None:
         """Raises UserError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
         loading.check_lengths(prompts, lambda text: len(self.pipeline.tokenizer_2(text).input_ids), width, T5_TOKENS)
 
-    @torch.no_grad()
-    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
-        """`width` T5 tokens, None = diffusers' 512. `guided` has no effect: the transformer is guided by a number."""
-        self.check(prompts, width)
-        unique = {prompt: self._encode_one(prompt.text, width or T5_TOKENS) for prompt in dict.fromkeys(prompts)}
-        return Condition.concat([unique[prompt] for prompt in prompts])
-
-    def _encode_one(self, text: str, width: int) -> Condition:
-        device = self.pipeline.text_encoder.device
-        embeds, pooled, _ = self.pipeline.encode_prompt(text, text, device=device, max_sequence_length=width)
+    def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
+        """`width` T5 tokens, None = diffusers' 512."""
+        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or T5_TOKENS)
+        embeds, pooled, _ = self.pipeline.encode_prompt(prompt.text, prompt.text, **how)
         return Condition(embeds, pooled)
 
     def num_tokens(self, size: Size) -> int:
@@ -61,7 +55,7 @@ class Flux(FlowModel):
         config = self.transformer_config
         return dict(text=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""
         transformer, grid = self.transformer, packed_grid(self.pipeline, size)
         dtype, guided = transformer.x_embedder.weight.dtype, transformer.config.guidance_embeds
@@ -82,12 +76,9 @@ class Flux(FlowModel):
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         """The VAE's latents have a scale and a shift."""
-        vae, config = self.pipeline.vae, self.pipeline.vae.config
-        z = self.features(latents, size) / config.scaling_factor + config.shift_factor
-        return vae.decode(z.to(vae.dtype), return_dict=False)[0]
+        return decode_scaled(self.pipeline.vae, self.features(latents, size))
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """The other way round."""
-        vae, config = self.pipeline.vae, self.pipeline.vae.config
-        z = (vae.encode(images.to(vae.dtype)).latent_dist.mode().float() - config.shift_factor) * config.scaling_factor
+        z = encode_scaled(self.pipeline.vae, images)
         return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])

@@ -10,14 +10,13 @@ from torch.nn import functional as F
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, guided, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.flow_model import FlowModel, packed_grid, packed_tokens
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.lora_linear import results_of
 from flow_grpo.kernels.qk_norm_rope import norm_rotate_join
 
 TEXT_TOKENS = 1024  # that QwenImagePipeline reads, whatever is asked for
-NEGATIVE_PROMPT = " "  # what Qwen-Image is guided away from; an empty string has no token to attend to
 
 
 class QwenImage(FlowModel):
@@ -37,7 +36,9 @@ class QwenImage(FlowModel):
     )
     GUIDANCE_SCALE = 4.0
     CUDNN_ATTENTION = True
-    MASKED_TEXT = True
+    CUTS_PADDING = True
+    ATTENTIONS = (flash_attention.NAME,)
+    NEGATIVE_PROMPT = " "  # an empty one has no token to attend to
 
     def check(self, prompts: list[Prompt], width: int | None) -> None:
         """Raises UserError for a prompt of more than `width` tokens, or more than the pipeline reads."""
@@ -46,20 +47,9 @@ class QwenImage(FlowModel):
         length = lambda text: len(pipeline.tokenizer(template.format(text)).input_ids) - drop  # noqa: E731
         loading.check_lengths(prompts, length, width if (width or TEXT_TOKENS) < TEXT_TOKENS else None, TEXT_TOKENS)
 
-    @torch.no_grad()
-    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
-        """With a `width`, always with a mask; without, as wide as the longest prompt, masked where a row is padded."""
-        pipeline, device = self.pipeline, self.pipeline.text_encoder.device
-        self.check(prompts, width)
-        unique = {prompt: pipeline.encode_prompt(prompt.text, device)[0][0] for prompt in dict.fromkeys(prompts)}
-        widths = {len(row) for row in unique.values()}
-        masked = width is not None or len(widths) > 1
-        width = width or max(widths)
-        text = torch.stack([F.pad(unique[prompt], (0, 0, 0, width - len(unique[prompt]))) for prompt in prompts])
-        lengths = torch.tensor([len(unique[prompt]) for prompt in prompts], device=device)
-        mask = torch.arange(width, device=device) < lengths[:, None] if masked else None
-        negative = Condition(pipeline.encode_prompt(NEGATIVE_PROMPT, device)[0]) if guided else None
-        return Condition(text, mask=mask, negative=negative)
+    def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
+        """The last states of the text encoder, without those of the template."""
+        return Condition(self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)[0])
 
     def num_tokens(self, size: Size) -> int:
         """Of 2 x 2 latents."""
@@ -73,25 +63,24 @@ class QwenImage(FlowModel):
         """Text and its mask."""
         return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+    @staticmethod
+    def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
         """Guidance as in Qwen-Image: neg + g (pos - neg), rescaled per token to the norm of pos."""
+        combined = FlowModel.guide(positive, negative, guidance_scale)
+        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """The mask is the text's."""
         transformer, grid = self.transformer, packed_grid(self.pipeline, size)
         dtype = transformer.img_in.weight.dtype
-
-        def forward(part: Condition) -> Tensor:
-            return transformer(
-                hidden_states=x.to(dtype),
-                timestep=t / 1000,
-                encoder_hidden_states=part.text.to(dtype),
-                encoder_hidden_states_mask=part.mask,
-                img_shapes=[[(size.frames, *grid)]] * len(x),
-                return_dict=False,
-            )[0].float()
-
-        combined, positive = guided(forward, condition, len(x), guidance_scale)
-        if guidance_scale <= 1:
-            return positive
-        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+        return transformer(
+            hidden_states=x.to(dtype),
+            timestep=t / 1000,
+            encoder_hidden_states=condition.text.to(dtype),
+            encoder_hidden_states_mask=condition.mask,
+            img_shapes=[[(size.frames, *grid)]] * len(x),
+            return_dict=False,
+        )[0].float()
 
     def fuse(self, attention: str = "") -> None:
         """Queries and keys by one kernel each, on a GPU; and `attention`, wherever it is asked for."""

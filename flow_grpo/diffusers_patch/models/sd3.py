@@ -3,7 +3,6 @@
 Two CLIP encoders and T5, pooled embeddings, latents [B, C, h, w], a static shift.
 """
 
-import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, guided
+from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled
 from flow_grpo.diffusers_patch.size import Size
 
 T5_TOKENS = 256  # that StableDiffusion3Pipeline reads
@@ -29,7 +28,6 @@ class StableDiffusion3(FlowModel):
     )
     GUIDANCE_SCALE = 4.5
     CUDNN_ATTENTION = True
-    MASKED_TEXT = False
     GIVES_SIGMAS = False
 
     def check_size(self, size: Size) -> None:
@@ -46,23 +44,13 @@ class StableDiffusion3(FlowModel):
         if tokenizer is not None:  # pipelines may be without T5
             loading.check_lengths(prompts, lambda text: len(tokenizer(text).input_ids), width, T5_TOKENS)
 
-    @torch.no_grad()
-    def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
-        """`width` T5 tokens, None = diffusers' 256; L is this and CLIP's 77. The negative prompt is empty."""
-        self.check(prompts, width)
-        width = width or T5_TOKENS
-        unique = {prompt: self._encode_one(prompt.text, width) for prompt in dict.fromkeys(prompts)}
-        rows = Condition.concat([unique[prompt] for prompt in prompts])
-        return Condition(rows.text, rows.pooled, negative=self._encode_one("", width) if guided else None)
-
-    def _encode_one(self, text: str, width: int) -> Condition:
+    def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
+        """`width` T5 tokens, None = diffusers' 256; L is this and CLIP's 77."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            text,
-            text,
-            text,
+            *[prompt.text] * 3,
             device=self.pipeline.text_encoder.device,
             do_classifier_free_guidance=False,
-            max_sequence_length=width,
+            max_sequence_length=width or T5_TOKENS,
         )
         return Condition(embeds, pooled)
 
@@ -81,21 +69,16 @@ class StableDiffusion3(FlowModel):
         config, length = self.transformer_config, self.pipeline.tokenizer_max_length + width
         return dict(text=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
-    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """neg + g (pos - neg). The latents say how large they are."""
-        transformer = self.transformer
-        dtype = transformer.context_embedder.weight.dtype
-
-        def forward(part: Condition) -> Tensor:
-            return transformer(
-                hidden_states=x.to(dtype),
-                timestep=t,
-                encoder_hidden_states=part.text.to(dtype),
-                pooled_projections=part.pooled.to(dtype),
-                return_dict=False,
-            )[0].float()
-
-        return guided(forward, condition, len(x), guidance_scale)[0]
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """The latents say how large they are."""
+        dtype = self.transformer.context_embedder.weight.dtype
+        return self.transformer(
+            hidden_states=x.to(dtype),
+            timestep=t,
+            encoder_hidden_states=condition.text.to(dtype),
+            pooled_projections=condition.pooled.to(dtype),
+            return_dict=False,
+        )[0].float()
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, C, h, w] as they are."""
@@ -103,11 +86,8 @@ class StableDiffusion3(FlowModel):
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         """The VAE's latents have a scale and a shift."""
-        vae, config = self.pipeline.vae, self.pipeline.vae.config
-        return vae.decode((latents / config.scaling_factor + config.shift_factor).to(vae.dtype), return_dict=False)[0]
+        return decode_scaled(self.pipeline.vae, latents)
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """The other way round."""
-        vae, config = self.pipeline.vae, self.pipeline.vae.config
-        latents = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
-        return (latents - config.shift_factor) * config.scaling_factor
+        return encode_scaled(self.pipeline.vae, images)
