@@ -93,12 +93,12 @@ def limit_memory(gib: float) -> None:
 
 
 class Work:
-    """FLOP of a run by phase. Stands in for a script's update and optimizer_step."""
+    """FLOP of a run by phase. Stands in for a script's update and its optimizer's steps."""
 
     def __init__(self, script, full_weights: bool, limit_gib: float):
         self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
         self.trained, self.update = 3 if full_weights else 2, script.update
-        self.start, self.first_update_s, self.optimizer_step = time.perf_counter(), None, optimization.optimizer_step
+        self.start, self.first_update_s, self.move_weights = time.perf_counter(), None, optimization.move_weights
 
     def counting(self, family: type[FlowModel]) -> type[FlowModel]:
         """The model, whose forwards are counted."""
@@ -126,15 +126,15 @@ class Work:
             self.sizes[text.num_tokens] = row_flops(model, text, size)
         return self.sizes[text.num_tokens]
 
-    def counted_update(self, *args, **noise_names):
+    def counted_update(self, *args):
         """Call the script's update, and count its FLOP as the update's."""
         self.phase = "update"
-        self.update(*args, **noise_names)
+        self.update(*args)
         self.phase = "rollout"
 
     def timed_step(self, run):
         """The optimizer's, of which the first one's end is noted."""
-        self.optimizer_step(run)
+        self.move_weights(run)
         self.first_update_s = self.first_update_s or time.perf_counter() - self.start
 
 
@@ -143,7 +143,7 @@ def epoch_figures(script: str, config, family: type[FlowModel], limit_gib: float
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, config.lora.rank == 0, limit_gib)
-    module.update, optimization.optimizer_step = work.counted_update, work.timed_step
+    optimization.move_weights = work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.embeddings_cache = shared_folder() if config.embeddings_cache else ""
@@ -151,7 +151,7 @@ def epoch_figures(script: str, config, family: type[FlowModel], limit_gib: float
             light = family.without_weights(config.model)
             random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)
         with registered(work.counting(family), loading.pipeline_name(config.model)):
-            module.main(config)
+            module.main(config, update=work.counted_update)
         lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
     shutil.rmtree(shared_folder(), ignore_errors=True)
     if not lines:

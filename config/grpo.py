@@ -23,7 +23,6 @@ def shapes_qwenimage_pr():
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
     config.sample.batch_size, config.sample.completion_batch_size = 36, 128
     config.sample.flash_ratio, config.sample.rollout_weights = 0.4, "merged"
-    config.sample.engine = "stepwise"
     config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 12
     config.train.step_weight = "sqrt3"
     config.train.timestep_fraction = 0.6
@@ -97,7 +96,7 @@ def qwenimage_512(config):
 
 def slots_512(config):
     """Compiled blocks, and slots, which see no more padding than they have to."""
-    config.compile, config.sample.engine, config.sample.text_multiple = True, "stepwise", 16
+    config.compile, config.sample.text_multiple = True, 16
     return config
 
 
@@ -135,7 +134,7 @@ def branching(config):
     config.algorithm = PR
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
     config.sample.num_branches, config.sample.completion_batch_size = 6, 24
-    config.compile, config.sample.engine = True, "stepwise"
+    config.compile = True
     config.train.step_weight = "mean_one"  # with all steps but the last, the published constants: 1.53, 2.25, 1.73
     return config
 
@@ -166,12 +165,6 @@ def flash(config):
 def fast(config):
     """Flow-GRPO-Fast: the images of a group share all steps before the window; train_*.py."""
     config.sample.same_latent = True
-    return config
-
-
-def stepwise(config):
-    """Continuous batching: images at different denoising steps share each forward; train_*_pr.py has it anyway."""
-    config.sample.engine = "stepwise"
     return config
 
 
@@ -236,7 +229,7 @@ RUNS = (
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
 # in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, stepwise, guard, large_gpu, eight_bit_base, four_bit_base, smoke)
+VARIANTS = (long, mixgrpo, flash, fast, guard, large_gpu, eight_bit_base, four_bit_base, smoke)
 
 
 def get_config(name="shapes_qwenimage"):

@@ -75,7 +75,7 @@ def eight_bit_base(config):
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
 BASES = eight_bit_base, grpo.four_bit_base
-VARIANTS = (long, grpo.flash, grpo.stepwise, grpo.large_gpu, *BASES, grpo.smoke)
+VARIANTS = (long, grpo.flash, grpo.large_gpu, *BASES, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

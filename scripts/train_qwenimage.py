@@ -7,55 +7,67 @@ Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GR
 are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model.
 """
 
-from collections.abc import Iterator
-
-import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import windows
-from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat, credit, minibatches
+from flow_grpo.algorithms import losses, windows
+from flow_grpo.algorithms.objectives import OBJECTIVES
+from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.data.prompts import Batch
-from flow_grpo.run import sampling
+from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.log_probs import recompute_log_probs, record_ratios, reference_steps, score_steps
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import accumulate, kl_penalty, optimise, recompute_log_probs, score_rows, surrogate
+from flow_grpo.run.optimization import backward, optimizer_step, updates
 from flow_grpo.run.run import Run
+from flow_grpo.run.sampling import sample_epoch, to_rollout
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.settings import checks, command_line
 
 
-def rollout(run: Run, epoch: int) -> Iterator[tuple[Rollout, sampling.Scored]]:
-    """Sample with SDE steps inside the window, ODE steps outside it; yields the steps to train and the scores."""
+def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
+    """Sample with SDE steps inside the window, ODE steps outside it; the noisy steps, and images being scored."""
 
-    def walk(batch: Batch) -> sampling.Walk:
-        window = windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
-        return sampling.windowed(run, batch, epoch, window)
+    def window_of(batch: Batch) -> range:
+        return windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
-    for batch, images in sampling.sampled(run, epoch, walk):
-        groups = torch.tensor(batch.groups)
-        yield sampling.remember(run, images, batch), sampling.score_images(run, images, batch, groups)
+    steps, submitted = [], []
+    for batch, samples in sample_epoch(run, epoch, window_of):
+        steps.append(to_rollout(run, samples, batch))
+        submitted.append(rewards.submit(run, samples, batch))
+    return concat(steps), submitted
 
 
 def update(run: Run, rows: Minibatch) -> None:
     """Add the gradient of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
-    step, reference = score_rows(run, rows)
-    policy_loss = rows.weights * surrogate(run, step, rows)
-    run.meter.add(policy_loss=policy_loss)
-    accumulate(run, policy_loss + kl_penalty(run, step, reference), rows, step)
+    train = run.config.train
+    reference = reference_steps(run, rows)
+    step = score_steps(run, rows)
+    advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
+    loss = rows.weights * surrogate.loss
+    run.meter.add(policy_loss=loss, advantage_abs_mean=rows.advantages.abs(), **surrogate.metrics)
+    if reference is not None:
+        kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
+        run.meter.add(kl_reference=kl)
+        loss = loss + train.beta * kl
+    record_ratios(run, step, rows, surrogate.log_ratio)
+    backward(run, loss, rows, surrogate.log_ratio)
 
 
-def main(config: ConfigDict) -> None:
-    run = start(config, checks.GRPO)
+def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.GRPO) -> None:
+    run = start(config, script)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
-        images, scores = zip(*rollout(run, epoch))
-        images = concat(images)
-        rewards, groups = sampling.gather_rewards(run, epoch, scores)
-        recompute_log_probs(run, images)
-        credit(images, *sampling.advantages(run, rewards, groups))  # an image's advantage, at each of its steps
-        for inner in range(config.train.inner_epochs):
-            optimise(run, minibatches(images, run.plan, config.seed, epoch, inner), update)
+        steps, submitted = rollout(run, epoch)
+        scores = rewards.wait(run, epoch, submitted)
+        recompute_log_probs(run, steps)
+        steps.advantages, steps.loss_weight = advantages(run, scores)
+        with run.board.timed("update"):
+            for minibatches in updates(run, steps):
+                for rows in minibatches:
+                    update(run, rows)
+                optimizer_step(run)
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

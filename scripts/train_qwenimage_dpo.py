@@ -8,7 +8,6 @@ Papers: Diffusion-DPO, arXiv:2311.12908, for flows arXiv:2501.13918. Offline, th
 trains the shipped tiny model online.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,10 +23,10 @@ from flow_grpo.data import preferences
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import spread, turns
-from flow_grpo.run import sampling
+from flow_grpo.run import rewards, sampling
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import accumulate, optimise
+from flow_grpo.run.optimization import backward, optimizer_step
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import check_settings, start
@@ -42,7 +41,7 @@ class Source(NamedTuple):
 
     train: preferences.PairFiles | None  # None = the policy samples them (online)
     held_out: preferences.PairFiles | None
-    levels: Tensor  # [1000] f32, timesteps of the whole forward process
+    schedule: Tensor  # [1000] f32, timesteps of the whole forward process
 
 
 def begin(config: ConfigDict) -> tuple[Run, Source]:
@@ -83,18 +82,17 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
 
 def rollout(run: Run, epoch: int) -> preferences.Pairs:
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
-    drawn, scores = {}, []
-    for batch, sampled in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
-        scores.append(sampling.score_images(run, sampled, batch, torch.tensor(batch.groups)))
-        drawn |= dict(zip(batch.images, zip(sampled.latents, batch.prompts)))
-    rewards, _ = sampling.gather_rewards(run, epoch, scores)
-    numbers = sorted(drawn)
-    latents, asked = zip(*(drawn[number] for number in numbers))
+    images, submitted = {}, []
+    for batch, samples in sampling.sample_epoch(run, epoch, lambda _: range(0)):
+        submitted.append(rewards.submit(run, samples, batch))
+        images |= dict(zip(batch.images, zip(samples.latents, batch.prompts)))
+    scores, numbers = rewards.wait(run, epoch, submitted).scores["avg"], sorted(images)
+    latents, prompts = zip(*(images[number] for number in numbers))
     return preferences.best_and_worst(
         torch.stack(latents),
-        run.embed(asked),
+        run.embed(prompts),
         numbers,
-        distributed.local_rows(rewards["avg"]),
+        distributed.local_rows(scores),
         group=run.plan.group_size,
         margin=run.config.preferences.min_margin,
     )
@@ -109,15 +107,15 @@ class Errors(NamedTuple):
     loser_reference: Tensor
 
 
-def errors_of(run: Run, pairs: preferences.Pairs, levels: Tensor, streams: list[torch.Generator]) -> Errors:
+def errors_of(run: Run, pairs: preferences.Pairs, schedule: Tensor, streams: list[torch.Generator]) -> Errors:
     """How far policy and reference are from the images of P pairs, at the noise and the level of each one's stream."""
     noise = rng.normal(pairs.winners.shape[1:], streams, run.device).repeat(2, *[1] * (pairs.winners.ndim - 1))
-    timesteps = logit_normal_timesteps(levels, streams).repeat(2)
-    x_0, embeds = torch.cat([pairs.winners, pairs.losers]), pairs.embeds.concat([pairs.embeds] * 2)
+    timesteps = logit_normal_timesteps(schedule, streams).repeat(2)
+    x_0, condition = torch.cat([pairs.winners, pairs.losers]), pairs.condition.concat([pairs.condition] * 2)
     x_t = noised(x_0, noise, timesteps)
 
     def of_policy() -> tuple[Tensor, Tensor]:
-        return velocity_error(run.velocity(x_t, timesteps, embeds, guidance_scale=1.0), x_0, noise).chunk(2)
+        return velocity_error(run.velocity(x_t, timesteps, condition, guidance_scale=1.0), x_0, noise).chunk(2)
 
     with torch.no_grad(), run.reference.applied():
         reference = of_policy()
@@ -136,12 +134,12 @@ def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
     )
 
 
-def update(run: Run, pairs: preferences.Pairs, levels: Tensor, epoch: int, inner: int) -> None:
+def update(run: Run, pairs: preferences.Pairs, schedule: Tensor) -> None:
     """Add the gradient of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
-    names = "forward noise", epoch, inner
+    names = "forward noise", run.epoch, pairs.inner_epoch
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
-    measured = figures(run, errors_of(run, pairs, levels, streams))
-    accumulate(run, measured["loss"], pairs)
+    measured = figures(run, errors_of(run, pairs, schedule, streams))
+    backward(run, measured["loss"], pairs)
     run.meter.add_weighted(pairs.loss_weight, **{name: values for name, values in measured.items() if name != "loss"})
 
 
@@ -159,14 +157,14 @@ def validate(run: Run, source: Source, epoch: int) -> None:
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(NOISES_PER_PAIR):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
-                values = figures(run, errors_of(run, pairs, source.levels, streams))
+                values = figures(run, errors_of(run, pairs, source.schedule, streams))
                 measured += [{name: value.cpu() for name, value in values.items()}] if counts else []
     measured = distributed.gather_objects(measured)
     means = {f"validation/{key}": torch.cat([part[key] for part in measured]).mean().item() for key in measured[0]}
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
-def main(config: ConfigDict) -> None:
+def main(config: ConfigDict, update=update) -> None:
     run, source = begin(config)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
@@ -174,9 +172,12 @@ def main(config: ConfigDict) -> None:
             validate(run, source, epoch)
         pairs = read(run, source.train, epoch) if source.train else rollout(run, epoch)
         pairs.loss_weight /= distributed.gather(pairs.loss_weight).mean().clamp(min=1e-6)
-        for inner in range(config.train.inner_epochs):
-            updates = preferences.minibatches(pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2)
-            optimise(run, updates, partial(update, levels=source.levels, epoch=epoch, inner=inner))
+        with run.board.timed("update"):
+            sizes = run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
+            for minibatches in preferences.minibatches(pairs, *sizes):
+                for rows in minibatches:
+                    update(run, rows, source.schedule)
+                optimizer_step(run)
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

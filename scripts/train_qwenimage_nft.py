@@ -7,22 +7,21 @@ trained towards good images; its reflection about the old policy (2 v_old - v at
 no log-probs, so any solver may sample. Without arguments it trains the shipped tiny model.
 """
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.algorithms import losses
+from flow_grpo.algorithms import losses, ratio_statistics
 from flow_grpo.algorithms.flow_matching import noised
-from flow_grpo.algorithms.rollout import CleanMinibatch, Finished, concat, credit, minibatches
+from flow_grpo.algorithms.objectives import FORWARD_LOSSES, ForwardStep
+from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.base import rng
-from flow_grpo.run import sampling
+from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import accumulate, optimise
+from flow_grpo.run.optimization import backward, optimizer_step, updates
 from flow_grpo.run.run import Run
+from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.settings import checks, command_line
@@ -30,17 +29,18 @@ from flow_grpo.settings import checks, command_line
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
 
-def rollout(run: Run, epoch: int) -> Iterator[tuple[Finished, sampling.Scored]]:
+def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
-    grid, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
+    timesteps, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
+    images, submitted = [], []
     with run.shadows[OLD].applied():
-        for batch, drawn in sampling.sampled(run, epoch, lambda _: sampling.Walk(range(0))):
+        for batch, samples in sample_epoch(run, epoch, lambda _: range(0)):
             streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
-            places = torch.stack([torch.randperm(len(grid), generator=stream)[:num_steps] for stream in streams])
-            nothing, numbers = torch.zeros(len(batch.images), 1, 1, device=run.device), torch.tensor(batch.images)
-            embeds, timesteps = run.embed(batch.prompts), grid[places.to(run.device)]
-            finished = Finished(drawn.latents, timesteps, nothing, nothing + 1, embeds, numbers)
-            yield finished, sampling.score_images(run, drawn, batch, torch.tensor(batch.groups))
+            indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
+            numbers, condition = torch.tensor(batch.images), run.embed(batch.prompts)
+            images.append(Rollout(numbers, condition, timesteps[indices.to(run.device)], x_0=samples.latents))
+            submitted.append(rewards.submit(run, samples, batch))
+    return concat(images), submitted
 
 
 def noise_of(run: Run, image: int) -> int:
@@ -52,54 +52,55 @@ def noise_of(run: Run, image: int) -> int:
     return image - image % run.plan.group_size if run.config.train.shared_noise else image
 
 
-def own_share(run: Run) -> float:
-    """The weight of flow matching on the run's own images."""
-    return run.config.train.flow_matching_weight
-
-
-def velocities(run: Run, rows: CleanMinibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of the old policy, of the reference (None where train.beta is 0) and, with gradients, of the trained one."""
+def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Of the old policy and of the reference (None where train.beta is 0). Before the trained policy's: full weights
+    are swapped in place, which no waiting graph would survive."""
+    inputs, reference = (x_t, rows.timesteps, rows.condition), None
     with torch.no_grad():
         with run.shadows[OLD].applied():
-            old = run.velocity(x_t, rows.timesteps, rows.embeds)
-        reference = None
+            old = run.velocity(*inputs)
         if run.reference:
-            scale = run.reference.guidance(run.config.sample.guidance_scale)
             with run.reference.applied():
-                reference = run.velocity(x_t, rows.timesteps, rows.embeds, scale)
-    return old, reference, run.velocity(x_t, rows.timesteps, rows.embeds)
+                reference = run.velocity(*inputs, run.reference.guidance(run.config.sample.guidance_scale))
+    return old, reference
 
 
-def update(run: Run, rows: CleanMinibatch, epoch: int, inner: int) -> None:
-    """Add the gradient of DiffusionNFT's loss over a minibatch of (image, timestep) rows, noised afresh."""
-    train, sigma, names = run.config.train, rows.timesteps / 1000, ("forward noise", epoch, inner)
-    streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.where.tolist()]
-    x_t = noised(rows.latents, rng.normal(rows.latents.shape[1:], streams, run.device), rows.timesteps)
-    old, reference, velocity = velocities(run, rows, x_t)
-    good = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
-    loss = 5 * losses.nft_loss(velocity, old, x_t, rows.latents, sigma, good, train.nft_beta)
-    if share := own_share(run):
-        loss = loss + 5 * share * losses.own_flow_matching_loss(velocity, x_t, rows.latents, sigma)
+def update(run: Run, rows: Minibatch) -> None:
+    """Add the gradient of train.forward_loss over a minibatch of (image, timestep) rows, noised afresh."""
+    train, names = run.config.train, ("forward noise", run.epoch, rows.inner_epoch)
+    streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.row_ids.tolist()]
+    noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
+    x_t = noised(rows.x_0, noise, rows.timesteps)
+    old, reference = frozen_velocities(run, rows, x_t)
+    velocity = run.velocity(x_t, rows.timesteps, rows.condition)
+    step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
+    surrogate = FORWARD_LOSSES[train.forward_loss].function(step, rows.advantages, train)
+    loss = surrogate.loss
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), advantage_abs_mean=rows.advantages.abs())
+    run.meter.add(**surrogate.metrics)
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)
         norm, reference_norm = (v.square().flatten(1).mean(1).sqrt() for v in (velocity, reference))
         run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
         loss = loss + train.beta * distance
-    accumulate(run, loss, rows)
+    if surrogate.log_ratio is not None:
+        gap = surrogate.log_ratio.detach()
+        ratio_statistics.record(run.meter, gap, gap, train.clip_range, on_policy=run.on_policy)
+    backward(run, loss, rows, surrogate.log_ratio)
 
 
-def main(config: ConfigDict) -> None:
-    run = start(config, checks.NFT, shadows=(OLD,))
+def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.NFT) -> None:
+    run = start(config, script, shadows=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
-        images, scores = zip(*rollout(run, epoch))
-        images = concat(images)
-        rewards, groups = sampling.gather_rewards(run, epoch, scores)
-        credit(images, *sampling.advantages(run, rewards, groups))
-        for inner in range(config.train.inner_epochs):
-            updates = minibatches(images, run.plan, config.seed, epoch, inner)
-            optimise(run, updates, partial(update, epoch=epoch, inner=inner))
+        images, submitted = rollout(run, epoch)
+        scores = rewards.wait(run, epoch, submitted)
+        images.advantages, images.loss_weight = advantages(run, scores)
+        with run.board.timed("update"):
+            for minibatches in updates(run, images):
+                for rows in minibatches:
+                    update(run, rows)
+                optimizer_step(run)
         if is_due(config.train.old_interval, epoch + 1):
             run.shadows[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)

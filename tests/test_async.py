@@ -6,6 +6,8 @@ import time
 import hostile
 import pytest
 import torch
+import train_qwenimage
+import train_qwenimage_nft
 from hostile import http_server
 from safetensors.torch import load_file
 from small import exported, lines_of, train
@@ -146,11 +148,12 @@ def spoiling_two(draw):
 @pytest.fixture
 def run_with(tmp_path, monkeypatch):
     """(name, masked, spoilt) -> folder of a run of one epoch: no score for the first two images, other numbers."""
-    plain_load, plain_draw = shapes.load, sampling.sampled
+    plain_load, plain_draw = shapes.load, sampling.sample_epoch
 
     def run(name, masked, spoilt):
         monkeypatch.setattr(shapes, "load", without_two(plain_load) if masked else plain_load)
-        monkeypatch.setattr(sampling, "sampled", spoiling_two(plain_draw) if spoilt else plain_draw)
+        for module in (sampling, train_qwenimage, train_qwenimage_nft):
+            monkeypatch.setattr(module, "sample_epoch", spoiling_two(plain_draw) if spoilt else plain_draw)
         how = dict(reward__on_failure="mask", reward__max_masked_share=0.6, num_epochs=1)
         how |= dict(reward__backend="inline", eval_freq=0)
         if name == WINDOW:  # ratios of what is spoilt are not 1

@@ -3,7 +3,6 @@
 import bench
 import pytest
 import random_model
-import train_qwenimage_pr
 from flops import row_flops
 from small import MODELS, as_prompts, config_of, loaded
 
@@ -27,12 +26,11 @@ def test_both_epochs_draw_one_prompt(tmp_path):
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatch):
     """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
-    how = dict(sample__guidance_scale=guidance, sample__engine="full", sample__completion_batch_size=1)
+    how = dict(sample__guidance_scale=guidance, sample__completion_batch_size=1)
     how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2)
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
-    monkeypatch.setattr(train_qwenimage_pr, "update", train_qwenimage_pr.update)  # to be put back
-    monkeypatch.setattr(optimization, "optimizer_step", optimization.optimizer_step)
+    monkeypatch.setattr(optimization, "move_weights", optimization.move_weights)  # to be put back
     figures = bench.epoch_figures("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"

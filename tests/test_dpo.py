@@ -45,7 +45,7 @@ def test_an_image_that_is_both_winner_and_loser_has_one_error(started):
     run, source, pairs = started
     pairs.losers = pairs.winners.clone()
     move(run)
-    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
+    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.schedule, streams(pairs))
     torch.testing.assert_close(win, lose, rtol=1e-5, atol=0)
     torch.testing.assert_close(ref_win, ref_lose, rtol=1e-5, atol=0)
     assert win.std() > 0.01  # levels and noises differ from pair to pair
@@ -55,23 +55,23 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     run, source, pairs = started
     move(run)
     pairs.loss_weight = torch.arange(len(pairs.loss_weight), dtype=torch.float32)
-    script.update(run, preferences.concat([pairs]), source.levels, 0, 0)
+    script.update(run, preferences.concat([pairs]), source.schedule)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
     names = [rng.generator(run.config.seed, "forward noise", 0, 0, number) for number in pairs.numbers.tolist()]
-    for name, values in script.figures(run, script.errors_of(run, pairs, source.levels, names)).items():
+    for name, values in script.figures(run, script.errors_of(run, pairs, source.schedule, names)).items():
         expected = (pairs.loss_weight * values).sum() / pairs.loss_weight.sum()
         assert name == "loss" or logged[name] == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
     run, source, pairs = started
-    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
+    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.schedule, streams(pairs))
     assert torch.equal(win, ref_win)
     assert torch.equal(lose, ref_lose)
     assert win.requires_grad
     assert not ref_win.requires_grad
     move(run)
-    moved, _, still, _ = script.errors_of(run, pairs, source.levels, streams(pairs))
+    moved, _, still, _ = script.errors_of(run, pairs, source.schedule, streams(pairs))
     assert torch.equal(still, ref_win)
     assert (moved - win).abs().max() > 1e-3
 

@@ -171,10 +171,9 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path, monkeyp
     assert all(width % 4 == 0 for width in widths[False])
 
 
-@pytest.mark.parametrize("engine", ["full", "stepwise"])
-def test_extrapolation_of_no_step_is_the_plain_walk(engine, shallow, tmp_path):
+def test_extrapolation_of_no_step_is_the_plain_walk(shallow, tmp_path):
     def rewards(**flash):
-        how = dict(num_epochs=1, eval_freq=0, sample__engine=engine, sample__rollout_weights="exact")
+        how = dict(num_epochs=1, eval_freq=0, sample__rollout_weights="exact")
         how |= dict(sample__num_prompts_per_epoch=1, reward_fn={"jpeg_compressibility": 1.0}, model=shallow["model"])
         line = lines_of(train("shapes_qwenimage_pr", tmp_path, **how, **flash), "epoch")[0]
         return line["reward/avg"], line["reward/group_std"]

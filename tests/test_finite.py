@@ -1,5 +1,6 @@
 """Nothing that is not finite is saved, exported or scored, and what a message says of a run is so."""
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from small import as_prompts, train
 from flow_grpo import rewards
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
-from flow_grpo.run import sampling
+from flow_grpo.run import rewards as run_rewards
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.settings.table import default_config
@@ -89,13 +90,12 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path,
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
 def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, tmp_path, monkeypatch):
-    plain = sampling.advantages
+    plain, epochs = run_rewards.combined_advantages, itertools.count()
 
-    def spoilt(run, *args):
-        values, loss_weight = plain(run, *args)
-        return values.where(values.new_tensor(run.epoch == 0).bool(), torch.nan), loss_weight
+    def spoilt(*args):
+        return plain(*args) * (1.0 if next(epochs) == 0 else torch.nan)
 
-    monkeypatch.setattr(sampling, "advantages", spoilt)
+    monkeypatch.setattr(run_rewards, "combined_advantages", spoilt)
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
         train(name, tmp_path / "runs", eval_freq=0, save_freq=1)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)

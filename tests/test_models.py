@@ -138,7 +138,7 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, tmp_p
     if "embeddings_cache" in how:
         how["embeddings_cache"] = str(tmp_path / "cache")
     if "sample__text_multiple" in how:
-        how |= dict(sample__engine="stepwise", sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
+        how |= dict(sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     run = on_two_ranks if "fsdp__mode" in how else train
     folder = run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how)
@@ -235,7 +235,7 @@ def test_a_setting_of_the_other_script_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in RANDOM if not MODELS[name].CUTS_PADDING])
 def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, tmp_path):
-    how = dict(model=registry.tiny_folder(name), sample__engine="stepwise", sample__text_multiple=8)
+    how = dict(model=registry.tiny_folder(name), sample__text_multiple=8)
     with pytest.raises(ValueError, match=r"text_multiple is 8, .* is conditioned on its padding"):
         train("shapes_qwenimage", tmp_path, **how)
 
@@ -257,7 +257,6 @@ def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, s
     how = dict(model=shallow["model"] if model == "qwenimage" else registry.tiny_folder(model), num_epochs=1)
     how |= dict(height=size.height, width=size.width, sample__guidance_scale=2.0)
     how |= dict(eval__height=size.width, eval__width=size.height, reward_fn={"jpeg_compressibility": 1.0})
-    how |= dict(sample__engine="stepwise") if kind == "_nft" else {}
     how |= dict(preferences__min_margin=0.0) if "_dpo" in kind else {}
     if kind == "_dpo":
         data = dict(dataset=few_prompts(tmp_path / "data", 32), validation_share=0.0)

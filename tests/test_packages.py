@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(__file__).parents[1] / "flow_grpo"
 MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decision
     "base": set(),
-    "algorithms": {"base"},
     "kernels": {"base"},
     "diffusers_patch": {"base", "kernels"},
+    "algorithms": {"base", "diffusers_patch"},
     "data": {"base", "diffusers_patch"},
     "weights": {"base", "diffusers_patch", "kernels"},
     "checkpoints": {"base", "weights"},
     "rewards": {"base", "data"},
-    "settings": {"base", "diffusers_patch", "rewards"},
+    "settings": {"algorithms", "base", "diffusers_patch", "rewards"},
     "scoring": {"base", "rewards", "settings", "weights"},
     "reward_server": {"base", "rewards", "settings"},
     "monitoring": {"base", "checkpoints", "settings", "weights"},

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import check_parity
 import pytest
 import torch
+import train_qwenimage
+import train_qwenimage_pr
 from small import MODELS, config_of, lines_of, train
 
 from flow_grpo.algorithms.ratio_statistics import Disagreement, Limits, ParityError, StepGaps, exceeded, record
@@ -19,7 +21,6 @@ from flow_grpo.run import sampling
 from flow_grpo.weights import policies
 
 QWEN = MODELS["qwenimage"]
-AFTER = ", after a change of the weights"
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_blocks_are_compiled_for_one_cause_alone():
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage,mixgrpo,fast"])
 def test_a_sound_rollout_has_no_gap(name, compared):
     found = compared(name, num_prompts=2)
-    assert list(found) == ["full", "stepwise", "full" + AFTER, "stepwise" + AFTER]
+    assert list(found) == ["first weights", "changed weights"]
     assert all(one == dict(gap=0.0, first="", cause="") for one in found.values())
 
 
@@ -66,17 +67,17 @@ def test_latents_stored_in_bf16_are_named(compared, monkeypatch):
 
 def condition_while_sampling(monkeypatch, changed):
     """Rollouts, and no updates, are conditioned on changed(condition)."""
-    predict, sampled, drawing = QWEN.velocity, sampling.sampled, []
+    predict, requests, drawing = QWEN.velocity, sampling.walk, []
 
     def velocity(model, x, t, condition, scale, size):
         return predict(model, x, t, changed(condition) if drawing else condition, scale, size)
 
     def draw(*args):
         drawing.append(True)
-        yield from sampled(*args)
+        yield from requests(*args)
         drawing.clear()
 
-    monkeypatch.setattr(sampling, "sampled", draw)
+    monkeypatch.setattr(sampling, "walk", draw)
     monkeypatch.setattr(QWEN, "velocity", velocity)
 
 
@@ -92,15 +93,12 @@ def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch
 
 
 def test_a_merged_adapter_is_named(compared, monkeypatch):
-    def modes(run):
-        merged = policies.merged(run.model.transformer)
-        return merged, merged
-
-    monkeypatch.setattr(sampling, "_modes", modes)
+    monkeypatch.setattr(runs.Run, "exact", property(lambda run: policies.merged(run.model.transformer)))
+    monkeypatch.setattr(policies, "fast_forwards", lambda config, transformer: policies.merged(transformer))
     found = compared()
     assert all(one["first"] in ("", "velocity") for one in found.values())  # by rounding, as long as B is zero
     for name, one in found.items():
-        assert AFTER not in name or (one["first"], one["cause"]) == ("velocity", "merged adapter")
+        assert name == "first weights" or (one["first"], one["cause"]) == ("velocity", "merged adapter")
 
 
 def test_what_is_kept_from_older_weights_is_named(compared, monkeypatch):
@@ -114,10 +112,9 @@ def test_what_is_kept_from_older_weights_is_named(compared, monkeypatch):
 
     monkeypatch.setattr(runs.Run, "velocity", remembered)
     found = compared()
-    assert found["full"]["gap"] == found["stepwise"]["gap"] == 0
-    for engine in ("full", "stepwise"):
-        after = found[engine + AFTER]
-        assert (after["first"], after["cause"]) == ("velocity", "weights of before the change")
+    after = found["changed weights"]
+    assert found["first weights"]["gap"] == 0
+    assert (after["first"], after["cause"]) == ("velocity", "weights of before the change")
 
 
 def test_an_image_with_a_window_of_its_own_is_named(compared, monkeypatch):
@@ -131,8 +128,7 @@ def test_an_image_with_a_window_of_its_own_is_named(compared, monkeypatch):
 
     monkeypatch.setattr(sampling, "prepare_encode", shifted)
     found = compared()
-    assert found["full"]["first"] == ""
-    assert found["stepwise"]["first"].startswith("window: an image was noisy")
+    assert all(one["first"].startswith("window: an image was noisy") for one in found.values())
 
 
 def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
@@ -273,19 +269,17 @@ def another_mask(monkeypatch):
 
 def stale_adapter(monkeypatch):
     """From the second epoch on the rollout has the weights of the first."""
-    plain, first = sampling.sampled, []
+    plain, first = sampling.sample_epoch, []
 
     def draw(run, *args):
         first.extend(p.detach().clone() for p in run.parameters[len(first) :])
         present = [p.detach().clone() for p in run.parameters]
         torch._foreach_copy_([p.data for p in run.parameters], first)
-        for batch in plain(run, *args):
-            torch._foreach_copy_([p.data for p in run.parameters], present)
-            yield batch
-            torch._foreach_copy_([p.data for p in run.parameters], first)
+        yield from list(plain(run, *args))
         torch._foreach_copy_([p.data for p in run.parameters], present)
 
-    monkeypatch.setattr(sampling, "sampled", draw)
+    for script in (train_qwenimage, train_qwenimage_pr):
+        monkeypatch.setattr(script, "sample_epoch", draw)
 
 
 @pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage,guard", "shapes_qwenimage_pr"])

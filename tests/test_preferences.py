@@ -65,11 +65,13 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     wanted = [49, 3, 20, 19, 3]
     found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
     stored = torch.float32 if dtype == "float32" else torch.bfloat16
-    for name, values in dict(winner_latents=found.winners, loser_latents=found.losers, text=found.embeds.text).items():
+    for name, values in dict(
+        winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text
+    ).items():
         assert torch.equal(values, rows[name][wanted].to(stored).float())
         assert values.dtype == torch.float32
-    assert torch.equal(found.embeds.mask, rows["mask"][wanted])
-    assert found.embeds.pooled is None
+    assert torch.equal(found.condition.mask, rows["mask"][wanted])
+    assert found.condition.pooled is None
     assert found.numbers.tolist() == [7, 8, 9, 10, 11]
     assert [pairs.prompts[row].text for row in wanted] == [rows["prompt"][row] for row in wanted]
 
@@ -201,7 +203,7 @@ def test_best_and_worst_of_each_group():
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.loss_weight.tolist() == [1, 0]
     assert pairs.numbers.tolist() == [40, 44]
-    assert pairs.embeds.text.flatten().tolist() == [0, 4]
+    assert pairs.condition.text.flatten().tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -209,7 +211,7 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
     pairs = preferences.Pairs(
         *torch.arange(30.0).view(2, 15, 1), torch.ones(15), Condition(torch.ones(15, 1, 1)), torch.arange(15)
     )
-    updates = list(preferences.minibatches(pairs, 3, size))
+    updates = list(preferences.minibatches(pairs, 3, size, 1))
     assert [len(part) for part in updates] == [-(-5 // size)] * 3
     rows = [rows for part in updates for rows in part]
     assert torch.cat([r.numbers for r in rows]).tolist() == list(range(15))

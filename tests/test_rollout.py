@@ -8,7 +8,7 @@ from small import lines_of, train
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.ratio_statistics import ParityError
-from flow_grpo.algorithms.rollout import concat, credit, from_trace, minibatches
+from flow_grpo.algorithms.rollout import concat, from_trace, shuffled_updates
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
@@ -27,7 +27,7 @@ PLAN = BatchPlan(
 )
 
 
-def sampled(images, step_weight="equal", num_steps=STEPS, **how):
+def sampled(images, step_weight="equal", num_steps=STEPS):
     """A batch of which every number says where it belongs: image + step / 10 (+ outcome / 100)."""
     image, trace = torch.tensor(images).float(), []
     for step, std in enumerate(STD):
@@ -37,23 +37,23 @@ def sampled(images, step_weight="equal", num_steps=STEPS, **how):
         means = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
         noisy = SDEStep(latent, -outcomes, means, *[torch.full((len(outcomes), 1, 1), std)] * 3)
         trace.append(TracedStep(1000 * rows, rows[:, None, None].expand(-1, 2, 3), noisy))
-    embeds = Condition(image[:, None, None].expand(-1, 5, 7), mask=torch.ones(len(images), 5).bool())
-    return from_trace(trace, embeds, images, num_trained_steps=num_steps, step_weight=step_weight, **how)
+    condition = Condition(image[:, None, None].expand(-1, 5, 7), mask=torch.ones(len(images), 5).bool())
+    return from_trace(trace, condition, list(images), num_trained_steps=num_steps, step_weight=step_weight)
 
 
 def rank(number, world_size):
     """All batches of one rank, with advantages that are their log-probs' negatives."""
     mine = range(number, BATCHES, world_size)
     rollout = concat([sampled(range(BATCH * n, BATCH * (n + 1))) for n in mine])
-    rollout.advantages -= rollout.log_probs
+    rollout.advantages, rollout.loss_weight = -rollout.log_probs, torch.ones_like(rollout.log_probs)
     return rollout
 
 
 def updates(rollout, epoch, inner):
     """The rows (image, step) of each optimizer step, in order."""
     return [
-        [tuple(row) for minibatch in update for row in minibatch.where.tolist()]
-        for update in minibatches(rollout, PLAN, 0, epoch, inner)
+        [tuple(row) for minibatch in update for row in minibatch.row_ids.tolist()]
+        for update in shuffled_updates(rollout, PLAN, 0, epoch, inner)
     ]
 
 
@@ -61,7 +61,7 @@ def test_the_first_steps_of_the_trace_are_kept_with_their_shapes():
     rollout = sampled(range(4, 8), "sqrt3")
     assert rollout.latents.shape == (4, STEPS, 2, 3)
     assert rollout.next_latents.shape == (4, STEPS, OUTCOMES, 2, 3)
-    assert rollout.log_probs.shape == rollout.advantages.shape == (4, STEPS, OUTCOMES)
+    assert rollout.log_probs.shape == (4, STEPS, OUTCOMES)
     assert rollout.images.tolist() == [4, 5, 6, 7]
     torch.testing.assert_close(rollout.weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
 
@@ -98,9 +98,9 @@ def test_batches_are_shuffled_apart():
 
 
 def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
-    for update in minibatches(rank(1, 2), PLAN, 0, 0, 0):
+    for update in shuffled_updates(rank(1, 2), PLAN, 0, 0, 0):
         for part in update:
-            image, step = part.where[:, 0].float(), part.where[:, 1]
+            image, step = part.row_ids[:, 0].float(), part.row_ids[:, 1]
             rows = image + step / 10
             outcomes = (rows[:, None] + torch.arange(OUTCOMES) / 100).flatten()
             assert torch.equal(part.latents, rows[:, None, None].expand(-1, 2, 3))
@@ -108,54 +108,51 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
             assert torch.equal(part.next_latents, outcomes[:, None, None].expand(-1, 2, 3))
             assert torch.equal(part.log_probs, -outcomes)
             assert torch.equal(part.advantages, outcomes)
-            assert torch.equal(part.embeds.text[:, 0, 0], image)
-            assert part.embeds.mask.shape == (len(rows), 5)
+            assert torch.equal(part.condition.text[:, 0, 0], image)
+            assert part.condition.mask.shape == (len(rows), 5)
             assert part.weights.shape == part.log_probs.shape
 
 
 def test_a_rows_weight_is_its_steps():
-    for update in minibatches(sampled(range(BATCH), "sqrt3"), PLAN, 0, 0, 0):
+    for update in shuffled_updates(sampled(range(BATCH), "sqrt3"), PLAN, 0, 0, 0):
         for part in update:
-            expected = 3**0.5 * torch.tensor(STD)[part.where[:, 1]]
+            expected = 3**0.5 * torch.tensor(STD)[part.row_ids[:, 1]]
             torch.testing.assert_close(part.weights, expected.repeat_interleave(OUTCOMES))
 
 
 def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
-    sizes = [[len(part.timesteps) for part in update] for update in minibatches(sampled(range(BATCH)), PLAN, 0, 0, 0)]
+    sizes = [
+        [len(part.timesteps) for part in update] for update in shuffled_updates(sampled(range(BATCH)), PLAN, 0, 0, 0)
+    ]
     assert sizes == [[4, 2], [4, 2]]
 
 
-def test_means_are_kept_where_asked_for_one_for_all_outcomes_of_a_step():
-    assert sampled(range(BATCH)).means is None
-    rollout = concat([sampled(range(BATCH), keep_means=True), sampled(range(BATCH, 2 * BATCH), keep_means=True)])
+def test_a_rows_mean_is_that_of_all_its_outcomes():
+    rollout = concat([sampled(range(BATCH)), sampled(range(BATCH, 2 * BATCH))])
     assert rollout.means.shape == rollout.latents.shape
-    for update in minibatches(rollout, PLAN, 0, 0, 0):
+    for update in shuffled_updates(rollout, PLAN, 0, 0, 0):
         for part in update:
-            rows = part.where[:, 0] + part.where[:, 1] / 10
+            rows = part.row_ids[:, 0] + part.row_ids[:, 1] / 10
             expected = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
             torch.testing.assert_close(part.means, expected)
 
 
 def test_a_window_that_is_cut_off_is_shared_out_like_a_whole_one():
     rollout = sampled(range(BATCH), num_steps=1)
-    parts = [part for update in minibatches(rollout, PLAN, 0, 0, 0) for part in update]
-    assert sorted(tuple(row) for part in parts for row in part.where.tolist()) == [(i, 0) for i in range(BATCH)]
+    parts = [part for update in shuffled_updates(rollout, PLAN, 0, 0, 0) for part in update]
+    assert sorted(tuple(row) for part in parts for row in part.row_ids.tolist()) == [(i, 0) for i in range(BATCH)]
     assert [part.num_rows for part in parts] == [BATCH // UPDATES] * UPDATES
 
 
-@pytest.mark.parametrize("per_outcome", [False, True], ids=["per image", "per outcome of a step"])
-def test_credit_goes_to_the_image_or_the_outcome(per_outcome):
-    rollout = sampled(range(BATCH))
-    if not per_outcome:  # a window: one outcome
-        rollout = concat([rollout])
-        rollout.log_probs, rollout.advantages, rollout.loss_weight = (
-            x[:, :, :1].clone() for x in (rollout.log_probs, rollout.advantages, rollout.loss_weight)
-        )
-    shape = rollout.log_probs.shape if per_outcome else (BATCH, 1, 1)
-    values = torch.arange(float(torch.Size(shape).numel()))
-    credit(rollout, values, values / 2)
-    assert torch.equal(rollout.advantages, values.view(shape).expand(rollout.log_probs.shape))
-    assert torch.equal(rollout.loss_weight, values.view(shape).expand(rollout.log_probs.shape) / 2)
+def test_an_images_advantage_counts_at_each_of_its_steps():
+    rollout = concat([sampled(range(BATCH))])
+    rollout.log_probs, rollout.next_latents = rollout.log_probs[:, :, :1], rollout.next_latents[:, :, :1]  # a window
+    rollout.advantages = torch.arange(float(BATCH))
+    rollout.loss_weight = rollout.advantages / 2
+    for update in shuffled_updates(rollout, PLAN, 0, 0, 0):
+        for part in update:
+            assert torch.equal(part.advantages, part.row_ids[:, 0].float())
+            assert torch.equal(part.loss_weight, part.advantages / 2)
 
 
 @pytest.mark.slow
@@ -183,6 +180,16 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)
     assert [line["loss"] for line in right if "loss" in line] == [line["loss"] for line in cured if "loss" in line]
+
+
+@pytest.mark.slow
+def test_advantages_count_up_to_their_bound(tmp_path):
+    """Both bounds are below all advantages, so that the gradient is in proportion to them."""
+    how = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=2, train__max_grad_norm=1e9)
+    one, two = (train("shapes_qwenimage", tmp_path / str(c), train__adv_clip_max=c, **how) for c in (1e-3, 2e-3))
+    norms = [lines_of(folder, "update")[0]["grad_norm"] for folder in (one, two)]
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
+    assert norms[0] > 0
 
 
 def test_branches_compete_with_those_of_their_trunks_step_or_of_their_prompts_step():

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flow_grpo.algorithms import windows
-from flow_grpo.algorithms.rollout import Rollout, concat
+from flow_grpo.algorithms.rollout import Rollout
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
 from flow_grpo.run import sampling, startup
-from flow_grpo.run.optimization import policy_step
+from flow_grpo.run.log_probs import score_steps
 from flow_grpo.settings import checks, command_line
 from flow_grpo.weights import fsdp_utils, policies
 
@@ -94,7 +94,7 @@ def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda row
     for minibatch in rows.split(run.plan.batch_size):
         seen.clear()
         with mode():
-            step = policy_step(run, change(rollout.take(minibatch, len(rows))))
+            step = score_steps(run, change(rollout.take(minibatch, len(rows))))
         mean = step.prev_sample_mean.detach()[:: plan.num_branches]
         forwards.append(
             Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))
@@ -109,14 +109,16 @@ def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
 
     before: () -> context in which the weights are those of before their change.
     """
-    size, wider = run.plan.batch_size, rollout.embeds.num_tokens + 16
+    size, wider = run.plan.batch_size, rollout.condition.num_tokens + 16
     changes = {"no gradients": dict(mode=torch.no_grad)}
     changes |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
     changes["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
-    if rollout.embeds.mask is not None:
-        changes["text padded by 16 more"] = dict(change=lambda rows: replace(rows, embeds=rows.embeds.padded(wider)))
+    if rollout.condition.mask is not None:
+        changes["text padded by 16 more"] = dict(
+            change=lambda rows: replace(rows, condition=rows.condition.padded(wider))
+        )
         changes["text cut to the longest prompt"] = dict(
-            change=lambda rows: replace(rows, embeds=rows.embeds.trimmed(1))
+            change=lambda rows: replace(rows, condition=rows.condition.trimmed(1))
         )
     changes["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
     if run.config.lora.rank:
@@ -149,7 +151,7 @@ def other_graph(run) -> Iterator[None]:
 
 def some_rows(rollout: Rollout, size: int) -> Tensor:
     """NUM_MINIBATCHES of `size` (image, step) rows at random."""
-    order = torch.randperm(len(rollout.images) * rollout.shape[0], generator=rng.generator(0, "rows"))
+    order = torch.randperm(len(rollout.images) * rollout.num_steps, generator=rng.generator(0, "rows"))
     return order[: NUM_MINIBATCHES * size]
 
 
@@ -170,7 +172,7 @@ def by_cause(run, seen, rollout: Rollout, before: Callable | None = None) -> dic
 
 def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
     """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
-    image, step = rows // rollout.shape[0], rows % rollout.shape[0]
+    image, step = rows // rollout.num_steps, rows % rollout.num_steps
     device = rollout.latents.device
     image_index, step_index = image.to(device), step.to(device)
     if not torch.equal(rollout.timesteps.cpu(), planned(run, epoch, rollout)):
@@ -181,7 +183,7 @@ def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain:
     if not torch.equal(drawn, x):
         kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
         return f"latents: stored{kind}, not as the policy saw them"
-    texts = torch.stack([rollout.embeds.text[i] for i in image_index])
+    texts = torch.stack([rollout.condition.text[i] for i in image_index])
     seen_texts = [call.condition.text[row] for call, row in calls]
     if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(seen_texts, texts)):
         return "text: the policy saw other embeddings"
@@ -195,10 +197,10 @@ def planned(run, epoch: int, rollout: Rollout) -> Tensor:
     """[B, K] f32: the timesteps that should have been noisy."""
     timesteps, sample = run.scheduler.timesteps.cpu(), run.config.sample
     if run.plan.num_branches > 1:
-        return timesteps[: rollout.shape[0]].expand(len(rollout.images), -1)
+        return timesteps[: rollout.num_steps].expand(len(rollout.images), -1)
     blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.images]
     noisy_steps = [windows.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks]
-    return torch.stack([timesteps[list(window)][: rollout.shape[0]] for window in noisy_steps])
+    return torch.stack([timesteps[list(window)][: rollout.num_steps] for window in noisy_steps])
 
 
 def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
@@ -211,16 +213,15 @@ def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
     return best[1], best[2]
 
 
-def compare(run, seen, engine: str, before) -> tuple[dict, Rollout]:
+def compare(run, seen, before) -> tuple[dict, Rollout]:
     """Draw an epoch and score it by the update's forward: the gap, the first difference and what explains it best."""
-    run.config.sample.engine = engine
     seen.clear()
     script = train_qwenimage_pr if run.plan.num_branches > 1 else train_qwenimage
-    rollout = concat([rollout for rollout, _ in script.rollout(run, 0)])
+    rollout, _ = script.rollout(run, 0)
     drawn, rows = list(seen), some_rows(rollout, run.plan.batch_size)
     plain = forward(run, seen, rollout, rows)
     image_index, step_index = (
-        part.to(rollout.latents.device) for part in (rows // rollout.shape[0], rows % rollout.shape[0])
+        part.to(rollout.latents.device) for part in (rows // rollout.num_steps, rows % rollout.num_steps)
     )
     noted = rollout.log_probs[image_index, step_index]
     result = dict(gap=largest(noted, plain.log_prob), cause="")
@@ -272,12 +273,10 @@ def check(config, num_prompts: int = 2) -> tuple[dict[str, dict], str]:
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
         run = startup.start(config, checks.PR if branches else checks.GRPO)
-        config.train.objective = "guard"  # so that a rollout keeps its means
         seen, compared, before = listen(run), {}, None
-        for number, when in enumerate(("", ", after a change of the weights")):
+        for number, when in enumerate(("first weights", "changed weights")):
             change_weights(run, number)
-            for engine in ("full", "stepwise"):
-                compared[engine + when], rollout = compare(run, seen, engine, before)
+            compared[when], rollout = compare(run, seen, before)
             before = policies.Reference(run.pipeline.transformer, fresh=False).applied
         text = report(run, seen, compared, rollout)
         run.pool.close()

@@ -36,19 +36,20 @@ class Pairs:
     winners: Tensor  # [P, ...] f32, latents
     losers: Tensor  # [P, ...] f32
     loss_weight: Tensor  # [P] f32, averages to 1; 0 where the rewards do not tell the images apart
-    embeds: Condition  # P rows
+    condition: Condition  # P rows
     numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
     num_rows: int = 0  # of the whole update, on this rank
+    inner_epoch: int = 0  # passes over these pairs before this one
 
     @property
-    def where(self) -> Tensor:
+    def row_ids(self) -> Tensor:
         """[P, 2] int64, as in Minibatch."""
         return torch.stack([self.numbers, torch.zeros_like(self.numbers)], 1)
 
-    def take(self, rows: slice, num_rows: int) -> "Pairs":
+    def take(self, rows: slice, num_rows: int, inner_epoch: int = 0) -> "Pairs":
         """Some of them, as part of an update of `num_rows`."""
         columns = {name: getattr(self, name)[rows] for name in ("winners", "losers", "loss_weight", "numbers")}
-        return Pairs(**columns, embeds=self.embeds.take(rows), num_rows=num_rows)
+        return Pairs(**columns, condition=self.condition.take(rows), num_rows=num_rows, inner_epoch=inner_epoch)
 
 
 def dtype_of(precision: str) -> str:
@@ -60,25 +61,26 @@ def concat(batches: list[Pairs]) -> Pairs:
     """Join along P."""
     names = ("winners", "losers", "loss_weight", "numbers")
     joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
-    return Pairs(**joined, embeds=batches[0].embeds.concat([batch.embeds for batch in batches]))
+    return Pairs(**joined, condition=batches[0].condition.concat([batch.condition for batch in batches]))
 
 
-def minibatches(pairs: Pairs, updates: int, size: int) -> Iterator[list[Pairs]]:
-    """Per optimizer step its minibatches of up to `size` pairs.
+def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Iterator[list[Pairs]]:
+    """Per optimizer step its minibatches of up to `size` pairs, `inner_epochs` times.
 
     An update takes whole batches, in their order, so it trains the same pairs on any number of GPUs.
     """
     total = len(pairs.loss_weight) // updates
-    for start in range(0, total * updates, total):
-        yield [pairs.take(slice(at, min(at + size, start + total)), total) for at in range(start, start + total, size)]
+    for inner_epoch, start in itertools.product(range(inner_epochs), range(0, total * updates, total)):
+        parts = [slice(at, min(at + size, start + total)) for at in range(start, start + total, size)]
+        yield [pairs.take(part, total, inner_epoch) for part in parts]
 
 
-def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Tensor, group: int, margin: float):
+def best_and_worst(latents: Tensor, condition: Condition, images: range, scores: Tensor, group: int, margin: float):
     """Of B images in whole groups of neighbours, a pair per group, of weight 1 where the rewards differ by over
     `margin`, else 0.
 
     Args:
-        latents: [B, ...]; embeds has B rows.
+        latents: [B, ...]; condition has B rows.
         scores: [B] f32 on the CPU; NaN where an image has none.
         images: their numbers.
     """
@@ -91,7 +93,7 @@ def best_and_worst(latents: Tensor, embeds: Condition, images: range, scores: Te
         latents[on_device(winners)],
         latents[on_device(losers)],
         on_device((best - worst > margin).float()),
-        embeds.take(on_device(first)),
+        condition.take(on_device(first)),
         torch.tensor(images)[first],
     )
 

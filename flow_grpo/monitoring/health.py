@@ -7,6 +7,7 @@ not log is skipped.
 
 import math
 import statistics
+from collections.abc import Callable, Iterable
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -59,20 +60,23 @@ class Verdict(NamedTuple):
 
 
 @torch.no_grad()
-def measure(latents: Tensor, groups: Tensor) -> Tensor:
-    """Signs of M images, [M, 2] float64 on their device, in the order of LATENT_SIGNS.
+def measure(latents: Tensor, groups: Tensor, split: Iterable[int] = (), over_ranks: Callable | None = None) -> Tensor:
+    """Signs of this rank's M images of an epoch, [M, 2] float64 on their device, in the order of LATENT_SIGNS.
 
     Args:
         latents: [M, c, h, w] float32, as the VAE sees them but for its normalisation.
-        groups: [M] int64, images that compete; only neighbours within this batch are compared.
+        groups: [M] int64 on the CPU, images that compete.
+        split: groups with images on several ranks, the same on each; `over_ranks` adds up a sum [D + 1] over them.
     """
-    flat = latents.flatten(1).double()
-    rms = flat.square().mean(1).sqrt()
-    _, group = groups.to(flat.device).unique(return_inverse=True)
-    count = torch.bincount(group)[:, None]
-    mean = flat.new_zeros(len(count), flat.shape[1]).index_add(0, group, flat) / count
-    spread = (flat - mean[group]).square().mean(1).sqrt()
-    return torch.stack([rms, spread / rms], 1)
+    rows = {number: (groups == number).nonzero().flatten().to(latents.device) for number in [*groups.tolist(), *split]}
+    signs = latents.new_empty(len(latents), len(LATENT_SIGNS), dtype=torch.float64)
+    for number, members in sorted(rows.items()):
+        flat = latents[members].flatten(1).double()
+        total = torch.cat([flat.sum(0), flat.new_full((1,), len(members))])
+        total = over_ranks(total) if number in split else total
+        rms, spread = (part.square().mean(1).sqrt() for part in (flat, flat - total[:-1] / total[-1]))
+        signs[members] = torch.stack([rms, spread / rms], 1)
+    return signs
 
 
 def by_epoch(records: list[dict], config) -> list[Epoch]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from flow_grpo.base import distributed
 from flow_grpo.monitoring import health
 from flow_grpo.run import optimization, save
@@ -11,10 +9,7 @@ from flow_grpo.run.run import Run
 
 
 def watch(run: Run, epoch: int) -> None:
-    """Add the signs of health to the epoch's figures; where one exceeds its limit, do what health.action says."""
-    signs = distributed.gather(torch.cat(run.signs)).mean(0).tolist() if run.signs else []  # none without a rollout
-    run.signs.clear()
-    run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, signs)}
+    """Judge the epoch; where a sign of health exceeds its limit, do what health.action says."""
     verdict = distributed.broadcast_object(_judge(run, epoch) if distributed.is_main() else None)
     action = run.config.health.action
     done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"

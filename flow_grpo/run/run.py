@@ -66,8 +66,7 @@ class Run:
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
-    trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- accumulate, optimizer_step
-    signs: list[Tensor] = field(default_factory=list)  # [M, 3] of this epoch's batches  <- score_images, watch
+    trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch

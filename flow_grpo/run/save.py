@@ -89,6 +89,13 @@ def _check_finite(run: Run, tensors: dict[str, Tensor]) -> None:
     finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.named(last)})")
 
 
+def state_after_failure(run: Run) -> str:
+    """What an update that was not made leaves behind, as the end of a sentence."""
+    problem = finite.problem(fsdp_utils.trainable_parameters(run.pipeline.transformer))
+    weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
+    return f", which was not made; {weights}; {checkpoints.named(checkpoints.find(run.folder / 'checkpoints'))}"
+
+
 def load_export(run: Run, folder: Path) -> None:
     """Fill the transformer with what `export` wrote, bit for bit; what it carried is lost."""
     offload.wait_for_offloaded(run.parameters)

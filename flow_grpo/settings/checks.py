@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms.objectives import FORWARD_LOSSES, OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.sde_with_logprob import check_noise_level
@@ -51,10 +52,24 @@ def check(config: ConfigDict, script: Script) -> None:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
     _check_run_name(config.run_name)
+    _check_objective(config.train, script)
     _check_meaning(config)
     _check_steps(config)
     _check_speed(config)
     script.check(config.sample)
+
+
+def _check_objective(train, script: Script) -> None:
+    """Refuse a setting that only another objective than the chosen one reads."""
+    reads = {name for record in (*OBJECTIVES.values(), *FORWARD_LOSSES.values()) for name in record.reads}
+    for key, records in (("objective", OBJECTIVES), ("forward_loss", FORWARD_LOSSES)):
+        if f"train.{key}" in script.ignored:
+            continue
+        for name in sorted(reads - {*records[train[key]].reads}):
+            if train[name] != table.BY_KEY[f"train.{name}"].default and f"train.{name}" not in script.ignored:
+                raise UserError(
+                    f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
+                )
 
 
 def drop_unused_rewards(config: ConfigDict) -> None:
@@ -102,10 +117,10 @@ def _check_meaning(config: ConfigDict) -> None:
 def _check_steps(config: ConfigDict) -> None:
     """Which steps are noisy, and from which policy's images."""
     sample, train = config.sample, config.train
-    if train.objective == "guard" and sample.sde_type == "cps":
+    if OBJECTIVES[train.objective].gaussian and sample.sde_type == "cps":
         raise UserError(
-            "config.train.objective 'guard' corrects a Gaussian log-prob, which sample.sde_type 'cps' does not have; "
-            "'cps_gaussian' is the same step with one"
+            f"config.train.objective {train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' does "
+            "not have; 'cps_gaussian' is the same step with them"
         )
     check_noise_level(sample.noise_level, sample.sde_type, "config.sample.noise_level")
     if sample.noise_level == 0:
@@ -123,11 +138,6 @@ def _check_speed(config: ConfigDict) -> None:
         raise UserError(
             f"config.sample.rollout_weights is {sample.rollout_weights!r} with config.base_precision "
             f"{config.base_precision!r}; it takes {' or '.join(map(repr, BASES[sample.rollout_weights]))}"
-        )
-    if sample.completion_batch_size and sample.engine != "stepwise" and sample.num_branches == 1:
-        raise UserError(
-            f"config.sample.completion_batch_size is {sample.completion_batch_size}: a batch's rows walk "
-            "together; set config.sample.engine 'stepwise'"
         )
     widths = -(-config.text_tokens // sample.text_multiple) if sample.text_multiple else 1
     if config.compile and widths > MAX_WIDTHS:

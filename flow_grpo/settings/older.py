@@ -39,6 +39,7 @@ GONE = {
     "sample.merge_adapter": Gone("is now config.sample.rollout_weights 'merged'"),
     "sample.fast_precision": Gone("is now config.sample.rollout_weights: 'merged_fp8', or 'fp8' without a copy"),
     "sample.merged_precision": Gone("is now config.sample.rollout_weights 'merged_fp8'"),
+    "sample.engine": Gone("is gone: every image is a request of its own, drawn by continuous batching"),
     "sample.sde_window_stride": Gone("is gone: a window moves by one step", 1, decides=True),
     "train.target_update_size": Gone("is gone: set train.learning_rate, or train.beta", 0.0, decides=True),
     "train.importance_cap": Gone("is gone: train.old_log_prob 'recompute' makes the first ratio 1", 0.0, decides=True),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms.objectives import FORWARD_LOSSES, OBJECTIVES
 from flow_grpo.settings.setting import ALL, DPO, GRPO, NFT, PR, Setting
 
 SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
@@ -150,18 +151,16 @@ SETTINGS = (
     Setting("sample.num_branches", 1, "Noisy branches per step of a trunk, at least 2; 1 in the other scripts.", min=1,
             max=4096, used_by=ONLINE),
     Setting("sample.completion_batch_size", 0,
-            "Rows per forward without a log-prob, of branches or with engine stepwise; 0 = sample.batch_size.",
+            "Rows per forward without a log-prob; 0 = sample.batch_size.",
             unit="rows", min=0, max=4096, used_by=ONLINE, resumable=True),
     Setting("sample.flash_ratio", 0.0, "After the noise, compute only this fraction of the forwards; 0 = all of them.",
             min=0, max=1),
     Setting("sample.flash_solver", "dpm",
             "Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a "
             "forward.", choices=("dpm", "extrapolate"), when=(("sample.flash_ratio",),)),
-    Setting("sample.engine", "full", "full: a batch's rows walk together, stepwise: each row or branch in a slot",
-            choices=("full", "stepwise"), resumable=True),
     Setting("sample.text_multiple", 0,
-            "Pad text to a multiple of this where no log-prob is computed (engine stepwise); 0 = text_tokens.",
-            unit="tokens", min=0, max=2048, resumable=True, when=(("sample.engine", "stepwise"),)),
+            "Pad text to a multiple of this where no log-prob is computed; 0 = text_tokens.",
+            unit="tokens", min=0, max=2048, resumable=True),
     Setting("sample.rollout_weights", "exact",
             "Weights of forwards without a log-prob: exact = the update's; merged = a copy with the adapter added, "
             "faster; merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products "
@@ -179,12 +178,14 @@ SETTINGS = (
             max=10**6),
     Setting("train.inner_epochs", 1, "Passes over one rollout, reshuffled.", min=1, max=1000),
     Setting("train.objective", "clip", "Loss of a noisy step: clip = PPO's; guard = ratios normalised per step, "
-            "GRPO-Guard.", choices=("clip", "guard"), used_by=RATIO),
+            "GRPO-Guard.", choices=tuple(OBJECTIVES), used_by=RATIO),
+    Setting("train.forward_loss", "nft", "Loss of finished images that are noised afresh.",
+            choices=tuple(FORWARD_LOSSES), used_by=(NFT,)),
     Setting("train.old_log_prob", "rollout",
             "Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row.",
             choices=("rollout", "recompute"), used_by=RATIO),
     Setting("train.clip_range", 1e-4, "Clip range of the ratio. Log-probs are means over elements, so ratios stay "
-            "near 1.", min=0, used_by=RATIO),
+            "near 1.", min=0, used_by=ONLINE),
     Setting("train.parity_largest", 1.0,
             "End the run if a log-ratio of an epoch's first update, which should be 0, is larger than this, either "
             "way; 0 = no limit, as with clip_range 0.", unit="clip ranges", min=0, used_by=RATIO, resumable=True),

@@ -1,0 +1,86 @@
+"""What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
+
+A record says which settings it reads, what it needs and what a model card says of it, so that nothing else compares its
+name. To add one: a formula in losses.py, a function and an entry here, a config that names it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+from torch import Tensor
+
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.rollout import Minibatch
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What an objective makes of R * J outcomes."""
+
+    loss: Tensor  # [R * J], before the weights of steps and images
+    log_ratio: Tensor | None = None  # [R * J], what it clips the exponential of; 0 on policy; None = it has no ratio
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # of its own, [R * J] each
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of noisy steps; train.objective names it."""
+
+    function: Callable[[SDEStep, Minibatch, Tensor, ConfigDict], Surrogate]  # of step, rows, advantages, config.train
+    card: str  # what a model card says
+    reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
+    gaussian: bool = False  # whether log-probs must be those of a Gaussian
+
+
+class ForwardStep(NamedTuple):
+    """R finished images, noised, and what the policies say of them. [R, ...] float32 but for sigma."""
+
+    velocity: Tensor  # of the trained policy, with gradients
+    old_velocity: Tensor  # of the policy that sampled
+    x_t: Tensor
+    x_0: Tensor
+    noise: Tensor
+    sigma: Tensor  # [R]
+
+
+@dataclass(frozen=True)
+class ForwardLoss:
+    """A loss of finished images on the forward process; train.forward_loss names it."""
+
+    function: Callable[[ForwardStep, Tensor, ConfigDict], Surrogate]  # of step, advantages [R], config.train
+    card: str
+    reads: tuple[str, ...] = ()
+
+
+def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """PPO's clipped ratio (Flow-GRPO, arXiv:2505.05470, eq. 5)."""
+    loss = losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
+    return Surrogate(loss, step.log_prob - rows.log_probs)
+
+
+def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
+    densities = step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
+    loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
+    return Surrogate(loss, losses.guard_log_ratio(*densities))
+
+
+def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
+    good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
+    loss = losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta)
+    if train.flow_matching_weight:
+        loss = loss + train.flow_matching_weight * losses.own_flow_matching_loss(step.velocity, *images)
+    return Surrogate(5 * loss)
+
+
+OBJECTIVES = {
+    "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
+    "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), gaussian=True),
+}
+FORWARD_LOSSES = {
+    "nft": ForwardLoss(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
+}

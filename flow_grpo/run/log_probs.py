@@ -1,0 +1,117 @@
+"""The stored steps under the present policy, and whether rollout and update agree about them."""
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms import losses, ratio_statistics
+from flow_grpo.algorithms.rollout import Minibatch, Rollout
+from flow_grpo.base import distributed
+from flow_grpo.base.quoting import quoted
+from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.run import save
+from flow_grpo.run.run import Run
+
+
+def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
+    """The stored outcomes under the policy that the transformer carries: one forward for R rows, R * J log-probs.
+
+    An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
+    kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
+    """
+    size, outcomes = run.plan.batch_size, run.plan.num_branches
+    row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
+    latents, timesteps = rows.latents[row], rows.timesteps[row]
+    velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
+    if outcomes > 1:
+        latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
+    step = sde_step_with_logprob(
+        run.scheduler,
+        velocity,
+        timesteps,
+        latents,
+        noise_level=run.config.sample.noise_level,
+        sde_type=run.config.sample.sde_type,
+        prev_sample=rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1),
+    )
+    return SDEStep(*(part[: len(rows.log_probs)] for part in step))
+
+
+def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
+    """The stored outcomes under the reference; None, and no forward, where train.beta is 0.
+
+    Call it before `score_steps`: full weights are swapped in place, which no waiting graph would survive.
+    """
+    if run.reference is None:
+        return None
+    scale = run.reference.guidance(run.config.sample.guidance_scale)
+    with torch.no_grad(), run.reference.applied():
+        return score_steps(run, rows, scale)
+
+
+@torch.no_grad()
+def recompute_log_probs(run: Run, rollout: Rollout) -> None:
+    """With train.old_log_prob = "recompute": replace the rollout's log-probs by those of the training forward, so that
+    the first ratio is 1. Logs the difference."""
+    if run.config.train.old_log_prob == "rollout":
+        return
+    stored, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.num_steps
+    with run.board.timed("update"):
+        for rows in torch.arange(num_rows).split(run.plan.batch_size):
+            with run.exact():
+                step = score_steps(run, rollout.take(rows, num_rows))
+            row_index = rows.to(stored.device)
+            rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
+            rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
+    gaps = distributed.gather((rollout.log_probs - stored).abs().flatten())
+    run.epoch_figures["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
+    run.epoch_figures["parity/recomputed_abs_diff_max"] = gaps.max().item()
+
+
+@torch.no_grad()
+def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor) -> None:
+    """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step, by denoising step.
+
+    log_ratio: [R * J], the objective's own.
+    """
+    compared = log_ratio, step.log_prob - rows.log_probs, run.config.train.clip_range
+    ratio_statistics.record(run.meter, *compared, on_policy=run.on_policy)
+    run.meter.add(entropy=losses.gaussian_entropy(step.transition_std))
+    if run.on_policy:
+        number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
+        run.gaps.add(number.repeat_interleave(run.plan.num_branches), *compared)
+
+
+def check_parity(run: Run) -> None:
+    """Log how far the first ratios of the epoch are from 1; beyond the limits of config.train, all ranks end the run,
+    with the epochs before this one saved.
+
+    Raises:
+        ParityError: nothing after it would be training.
+    """
+    train = run.config.train
+    metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
+    run.epoch_figures |= metrics
+    limits = ratio_statistics.Limits(train.parity_largest, train.parity_mean, train.parity_clipped)
+    problems = ratio_statistics.exceeded(gap, limits) if gap else []
+    if not problems:
+        return
+    worst = [(part.log_ratios.abs().max().item(), part) for part in run.trained_rows]
+    size, part = max(worst, key=lambda pair: pair[0])
+    image, _ = part.row_id(part.log_ratios.abs().argmax())
+    _, image = max(distributed.gather_objects([(size, image)]))
+    if run.epoch > run.saved_epoch:
+        save.save(run)
+    raise ratio_statistics.ParityError(
+        f"epoch {run.epoch + 1}: the update disagrees with the rollout before the first optimizer step. Log-ratios are "
+        f"{', '.join(problems)}; the largest is at denoising step {gap.step} of {image_name(run, image)}. "
+        f"tools/check_parity.py names the cause; docs/design/parity.md has the ways out. This was found in update "
+        f"{run.step + 1}{save.state_after_failure(run)}"
+    )
+
+
+def image_name(run: Run, image: int) -> str:
+    """An image of the epoch, by its global number and its prompt."""
+    plan, dataset = run.plan, run.train_prompts
+    picks = prompts.epoch_prompts(len(dataset), plan.num_groups, run.config.seed, run.epoch)
+    return f"image {image} ({quoted(dataset[picks[image // plan.group_size]].text)})"

@@ -1,0 +1,155 @@
+"""The rewards of an epoch's images: submitted as images are finished, awaited once, and what they say about each."""
+
+import time
+from collections import Counter
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo.base import distributed
+from flow_grpo.data.prompts import Batch
+from flow_grpo.diffusers_patch.sample_with_logprob import Sampled
+from flow_grpo.evaluation.evaluation import NUM_SHOWN
+from flow_grpo.monitoring import health
+from flow_grpo.run.run import Run
+from flow_grpo.scoring.pool import Pending
+from flow_grpo.scoring.scorers import joined
+
+
+class Submitted(NamedTuple):
+    """Some images whose scores are being made."""
+
+    images: list[int]  # b, their global numbers within the epoch
+    groups: Tensor  # [b, ...] int64, which of them compete
+    scores: Pending  # name -> [b * ...] float32 on the CPU
+    latents: Tensor  # [b * ..., c, h, w] f32, as the VAE sees them but for its normalisation
+    panel: list[tuple[int, Tensor, str]]  # row, its first image, its prompt; of the rows that images/ is to keep
+
+
+class Rewards(NamedTuple):
+    """All scores of an epoch, the same on every rank: each rank's in the order of its images."""
+
+    scores: dict[str, Tensor]  # name -> [all] float32, "avg" among them; NaN where one was masked
+    groups: Tensor  # [all] int64, which of them compete
+    shape: torch.Size  # [B, ...] of this rank's
+
+    def local(self, values: Tensor, device: torch.device) -> Tensor:
+        """This rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
+        return distributed.local_rows(values).view(self.shape).to(device)
+
+
+def submit(run: Run, samples: Sampled, batch: Batch, groups: Tensor | None = None) -> Submitted:
+    """Begin to score images [b, ..., 3, H, W].
+
+    groups: [b, ...] int64, which of them compete; None = those of a prompt.
+    """
+    groups = torch.tensor(batch.groups) if groups is None else groups
+    each = groups[0].numel()
+    asked = [prompt for prompt in batch.prompts for _ in range(each)]
+    with run.board.timed("reward"):
+        scores = run.pool.submit(samples.images.flatten(0, -4), asked)
+    latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
+    return Submitted(list(batch.images), groups, scores, latents, _panel(run, samples.images, batch))
+
+
+def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
+    """Wait for the epoch's rewards on all ranks, and log what there is to see in them.
+
+    Raises:
+        RewardFailed: one failed that must not, or too often.
+    """
+    start = time.perf_counter()
+    with run.board.timed("reward"):
+        scores = [part.scores.result() for part in submitted]
+    waited = time.perf_counter() - start
+    run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
+    order = torch.tensor([image for part in submitted for image in part.images]).argsort()
+    names = distributed.gather_objects([name for by_name in scores for name in by_name])
+    groups = torch.cat([part.groups for part in submitted])[order]
+    by_image = {name: values.view(groups.shape)[order] for name, values in joined(scores, names).items()}
+    rewards = Rewards(
+        {name: distributed.gather(values).flatten() for name, values in by_image.items()},
+        distributed.gather(groups).flatten(),
+        groups.shape,
+    )
+    _measure_latents(run, submitted, rewards)
+    if run.config.sample.baseline == "all":
+        rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
+    _log(run, epoch, rewards)
+    if run.config.rollout_images_freq:
+        _keep_panel(run, submitted)
+    return rewards
+
+
+def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> None:
+    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank."""
+    by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
+    split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
+    signs = health.measure(
+        torch.cat([part.latents for part in submitted]),
+        torch.cat([part.groups.flatten() for part in submitted]),
+        sorted(split),
+        lambda total: distributed.gather(total[None]).sum(0),
+    )
+    values = distributed.gather(signs).mean(0).tolist()
+    run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
+
+
+def _log(run: Run, epoch: int, rewards: Rewards) -> None:
+    """Means and spreads of each score, and whether there is anything to learn from them."""
+    for name, share in run.pool.masked_shares(rewards.scores).items():
+        run.epoch_figures[f"reward/{name}_masked_share"] = share
+    for name, values in rewards.scores.items():
+        valid, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
+        values, stats = values[valid], group_stats(values[valid], rewards.groups[valid])
+        run.epoch_figures |= {
+            f"reward/{name}": values.double().mean().item(),
+            f"reward/{prefix}group_std": stats.std.mean().item(),
+            f"reward/{prefix}zero_std_share": (stats.std == 0).float().mean().item(),
+        }
+    run.epoch_figures["images"] = (epoch + 1) * len(rewards.groups)
+    if run.epoch_figures["reward/zero_std_share"] == 1:
+        score = run.epoch_figures["reward/avg"]
+        run.board.say(f"epoch {epoch + 1}: the images of each group score alike ({score:.4g} on average): no gradient")
+
+
+def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Of this rank's images [B] or outcomes [B, K, J]: advantages, standardised over all ranks, and weights in the mean
+    that is the loss, 0 for what is masked or filtered."""
+    config = run.config
+    weights = config.reward_fn.to_dict()
+    scored = torch.stack([rewards.scores[name].isfinite() for name in weights]).all(0)
+    scores, groups = {name: rewards.scores[name][scored] for name in weights}, rewards.groups[scored]
+    values, loss_weight = torch.zeros(len(scored)), scored.float()
+    values[scored] = combined_advantages(
+        scores, weights, groups, config.train.reward_aggregation, config.sample.global_std
+    )
+    if config.train.filter_groups:
+        loss_weight[scored] *= kept_rows(scores, weights, groups)
+    loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
+    return rewards.local(values, run.device), rewards.local(loss_weight, run.device)
+
+
+def _panel(run: Run, images: Tensor, batch: Batch) -> list[tuple[int, Tensor, str]]:
+    """In an epoch that is kept, an image of each of the first prompts; images: [b, ..., 3, H, W]."""
+    freq, size = run.config.rollout_images_freq, run.plan.group_size
+    if not freq or run.epoch % freq:
+        return []
+    rows = [row for row, image in enumerate(batch.images) if image % size == 0]
+    rows = [row for row in rows if batch.images[row] // size < NUM_SHOWN]
+    return [(row, images[row].reshape(-1, *images.shape[-3:])[0].cpu(), batch.prompts[row].text) for row in rows]
+
+
+def _keep_panel(run: Run, submitted: list[Submitted]) -> None:
+    """Put the images that all ranks show into images/, each with its reward."""
+    rows = [
+        (part.images[row], image, text, part.scores.result()["avg"].view(part.groups.shape)[row].flatten()[0].item())
+        for part in submitted
+        for row, image, text in part.panel
+    ]
+    if rows := sorted(distributed.gather_objects(rows), key=lambda row: row[0]):
+        _, images, texts, values = zip(*rows)
+        run.log_images("rollout", torch.stack(images), texts, values)
