@@ -25,7 +25,7 @@ from flow_grpo.diffusers_patch.size import Size
 
 SIZE = Size(64, 64)
 NUM_STEPS, NOISY, NOISE_LEVEL = 10, range(3), 0.7  # denoising steps; those with noise; how much
-CLIP_RANGE, LEARNING_RATE = 1e-4, 1e-4
+NUM_UPDATES, CLIP_RANGE, LEARNING_RATE = 2, 1e-4, 1e-4  # updates of an epoch; the second one's ratios are not 1
 
 
 def sample(model: FlowModel, condition: Condition, epoch: int) -> Sampled:
@@ -73,10 +73,11 @@ def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> li
     for epoch in range(num_epochs):
         sampled = sample(model, condition, epoch)
         scores = rewards.as_scores(score(sampled.images, texts, metadata))["score"]
-        add_gradients(model, condition, sampled, group_advantages(scores, groups))
-        torch.nn.utils.clip_grad_norm_(pipeline.transformer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for _ in range(NUM_UPDATES):
+            add_gradients(model, condition, sampled, group_advantages(scores, groups))
+            torch.nn.utils.clip_grad_norm_(pipeline.transformer.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
         means.append(scores.mean().item())
         print(f"epoch {epoch + 1:>3}/{num_epochs}  reward {means[-1]:.3f}", flush=True)
     return means

@@ -13,11 +13,17 @@ from flow_grpo.diffusers_patch.sample_with_logprob import beginning_of_groups
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.diffusers_patch.solvers import Extrapolation, asked_steps, dpm_solver
+from flow_grpo.diffusers_patch.solvers import DPMSolver, Extrapolation, asked_steps
 
 T, B, J, SHAPE = 6, 3, 4, (5, 2)
 SIGMAS = torch.tensor([1.0, 0.9, 0.75, 0.6, 0.4, 0.15, 0.0])
-SCHEDULER = SimpleNamespace(sigmas=SIGMAS, timesteps=1000 * SIGMAS[:-1])
+
+
+class Scheduler(SimpleNamespace):
+    __hash__ = object.__hash__  # as diffusers' schedulers, which solvers are kept by
+
+
+SCHEDULER = Scheduler(sigmas=SIGMAS, timesteps=1000 * SIGMAS[:-1])
 PROMPTS = torch.tensor([0.3, -0.5, 0.8]).view(-1, 1, 1)  # what the velocity makes of each row's prompt
 HOW = dict(noise_level=0.7, sde_type="sde")
 
@@ -153,15 +159,15 @@ def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
     started = start()
     found, _ = walked(started, window, flash_ratio=ratio)
     assert len(started[-1]) == window.stop + max(1, int((T - window.stop) * ratio))
-    solver = dpm_solver(SCHEDULER, window.stop, ratio)
-    assert solver.sigmas[-1] == 0
-    assert solver.sigmas[0] == SIGMAS[window.stop]
+    sigmas = DPMSolver(SCHEDULER, window.stop, ratio).scheduler.sigmas
+    assert sigmas[-1] == 0
+    assert sigmas[0] == SIGMAS[window.stop]
     assert found.isfinite().all()
 
 
 def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
     sigmas = torch.linspace(1, 0, 51)
-    assert len(dpm_solver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps) == 29
+    assert len(DPMSolver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps) == 29
 
 
 def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():
@@ -184,11 +190,11 @@ def test_extrapolation_is_exact_where_the_velocity_is_linear_in_sigma(start_step
     velocities = scheduler.sigmas[:-1, None] * slope + offset
 
     def extrapolated(ratio):
-        solver, latents, steps = Extrapolation(scheduler, start_step, ratio), x, []
-        for t in solver.timesteps:
-            steps.append(int((scheduler.timesteps == t).nonzero()))
-            latents = solver.step(velocities[steps[-1]], t, latents)[0]
-        assert steps == asked_steps(start_step, 10, ratio)
+        solver, latents, memory = Extrapolation(scheduler, start_step, ratio), x, None
+        steps = asked_steps(start_step, 10, ratio)
+        assert torch.equal(solver.timesteps, scheduler.timesteps[steps])
+        for index, step in enumerate(steps):
+            latents, memory = solver.step(velocities[step], index, latents, memory)
         return latents
 
     euler = x + (scheduler.sigmas.diff()[start_step:, None] * velocities[start_step:]).sum(0)

@@ -201,14 +201,14 @@ def test_variants_of_a_run_combine(variants, tmp_path):
 
 
 def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(tmp_path, monkeypatch):
-    """2 prompts of 4 images, batches of 4, so a group is a batch: `start` rows for it, 4 for every step from there."""
+    """2 prompts of 4 images, 4 rows a forward: one forward for both before the window, then 4 rows each and step."""
     model, rows = MODELS["qwenimage"], []
     plain = model.velocity
     monkeypatch.setattr(model, "velocity", lambda self, x, *args: (rows.append(len(x)), plain(self, x, *args))[1])
     how = dict(num_epochs=1, eval_freq=0, sample__sde_window_range=(1, 3), sample__sde_window_size=2)
     train("shapes_qwenimage,fast", tmp_path, **how)
     in_update = 2 * 2 * 4  # batches, window steps, images
-    assert sum(rows) == 2 * (1 * 1 + 3 * 4) + in_update
+    assert sum(rows) == 4 + 2 * 3 * 4 + in_update
 
 
 @pytest.mark.parametrize("start", range(STEPS * 2))

@@ -107,7 +107,7 @@ def values_of(setting):
     if kind in (int, float):
         parts.append(st.sampled_from(near_limits(setting)))
     if setting.choices:
-        parts.append(st.sampled_from(setting.choices))
+        parts.append(st.sampled_from(tuple(setting.choices)))
     return st.one_of(parts)
 
 

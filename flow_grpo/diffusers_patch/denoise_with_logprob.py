@@ -21,7 +21,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.diffusers_patch.solvers import SOLVERS
+from flow_grpo.diffusers_patch.solvers import Solver, solver_of
 
 Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]  # of x [B, ...], t [B], ..., guidance_scale, size
 
@@ -53,7 +53,8 @@ class Request:
     origin: Tensor | None = None  # of an heir, [R]: the rows of the request that it leaves; None = all
     trunk: "Request | None" = None  # of a branch
     branches: list["Request"] = field(default_factory=list)  # of trunks, in the order of their steps
-    solver: Any = None  # what takes its next step, if not Euler
+    solver: Solver | None = None  # what takes its next step, if not Euler
+    memory: Tensor | None = None  # [R, ...], what its solver remembers
     trace: list[TracedStep] = field(default_factory=list)
 
     def __post_init__(self):
@@ -98,7 +99,7 @@ class Request:
         params, num_steps = self.params, len(self.scheduler.timesteps)
         waits = self.num_branches or self.heirs or self.solver
         if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
-            self.solver, self.step = SOLVERS[params.flash_solver](self.scheduler, self.step, params.flash_ratio), 0
+            self.solver, self.step = solver_of(params.flash_solver, self.scheduler, self.step, params.flash_ratio), 0
             self.noisy = range(0)
 
     def begin_heirs(self) -> list["Request"]:
@@ -211,15 +212,17 @@ def step_scheduler(batch: list[Request], velocities: Tensor, slots: Slots) -> li
     """Move every request of a batch by one step, in place; returns those that have left them: branches and heirs."""
     new, groups = [], {}
     for request, v in zip(batch, velocities.split([request.num_rows for request in batch]), strict=True):
+        params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
         if request.solver:
-            request.latents = request.solver.step(v, request.timestep, request.latents, return_dict=False)[0]
-        else:  # one call for all that share a schedule and a kind of noise
-            params = request.params
-            noise = (request.num_branches, params.noise_level, params.sde_type) if request.needs_log_prob else ()
-            groups.setdefault((id(request.scheduler), *noise), []).append((request, v))
+            key = id(request.solver), request.step
+        elif request.needs_log_prob:
+            key += request.num_branches, params.noise_level, params.sde_type
+        groups.setdefault(key, []).append((request, v))
     for pairs in groups.values():
         requests, v = [request for request, _ in pairs], _joined([v for _, v in pairs])
-        if requests[0].needs_log_prob:
+        if requests[0].solver:
+            solver_step(requests, v)
+        elif requests[0].needs_log_prob:
             new += noisy_step(requests, v, slots.ode_rows)
         else:
             euler_step(requests, v)
@@ -238,6 +241,16 @@ def euler_step(requests: list[Request], velocities: Tensor) -> None:
     after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
     for request, latents in zip(requests, after.split(sizes)):
         request.latents = latents
+
+
+def solver_step(requests: list[Request], velocities: Tensor) -> None:
+    """One of a solver, for requests at the same of its steps."""
+    first, sizes = requests[0], [request.num_rows for request in requests]
+    memory = None if first.memory is None else _joined([request.memory for request in requests])
+    x = _joined([request.latents for request in requests])
+    after, memory = first.solver.step(velocities, first.step, x, memory)
+    for request, latents, remembered in zip(requests, after.split(sizes), memory.split(sizes)):
+        request.latents, request.memory = latents, remembered
 
 
 def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> list[Request]:

@@ -1,57 +1,82 @@
-"""Solvers that take what is left of a walk, after its noisy steps, in fewer forwards.
+"""Solvers that denoise in fewer forwards, after the noisy steps.
 
-Each is taken like a diffusers scheduler: a velocity at each of its `timesteps`, in order, goes to `step`.
+A solver holds a schedule and no images: rows of any number of requests at one of its steps take that step together, and
+what a row must remember of its earlier velocities is the caller's to keep.
 """
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 
-def dpm_solver(scheduler, start: int, ratio: float) -> DPMSolverMultistepScheduler:
+class Solver(Protocol):
+    """Takes a velocity at each of its timesteps, in order, and ends at sigma = 0."""
+
+    timesteps: Tensor  # [S] f32, in scheduler units
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """From timesteps[index] to the next one, or to the image: the latents there, and the rows' memory.
+
+        Args:
+            velocity, latents: [R, ...].
+            memory: [R, ...], what the step before returned; None for the first.
+        """
+
+
+class DPMSolver:
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
-    sigmas, evenly spread from step `start` to sigma = 0."""
-    num_steps = len(scheduler.timesteps)
-    num = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
-    solver = DPMSolverMultistepScheduler(
-        algorithm_type="dpmsolver++",
-        solver_type="midpoint",
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        final_sigmas_type="zero",
-    )
-    solver.set_timesteps(num)
-    picks = torch.linspace(start, num_steps, num + 1).round().long().to(scheduler.sigmas.device)
-    solver.sigmas, solver.timesteps = scheduler.sigmas[picks], scheduler.timesteps[picks[:-1]]
-    solver.set_begin_index(0)  # otherwise it searches for its first timestep, a host sync
-    return solver
+    sigmas, evenly spread from step `start` to sigma = 0. diffusers' scheduler computes it."""
+
+    def __init__(self, scheduler, start: int, ratio: float):
+        num_steps = len(scheduler.timesteps)
+        num = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
+        self.scheduler = DPMSolverMultistepScheduler(
+            algorithm_type="dpmsolver++",
+            solver_type="midpoint",
+            prediction_type="flow_prediction",
+            use_flow_sigmas=True,
+            final_sigmas_type="zero",
+        )
+        self.scheduler.set_timesteps(num)
+        picks = torch.linspace(start, num_steps, num + 1).round().long().to(scheduler.sigmas.device)
+        self.scheduler.sigmas, self.timesteps = scheduler.sigmas[picks], scheduler.timesteps[picks[:-1]]
+        self.scheduler.timesteps = self.timesteps
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See Solver; the memory is the step's prediction of the image."""
+        scheduler = self.scheduler
+        scheduler.model_outputs, scheduler.lower_order_nums = [None, memory], min(index, 2)
+        scheduler._step_index = index  # otherwise it searches for its timestep, a host sync
+        after = scheduler.step(velocity, self.timesteps[index], latents, return_dict=False)[0]
+        return after, scheduler.model_outputs[-1]
 
 
 class Extrapolation:
     """Euler's steps of the scheduler from step `start` to sigma = 0, of which a share of `ratio` asks for a velocity.
 
     The others extrapolate it, linearly in sigma, from the last two that were asked for. So the grid and its errors stay
-    those of the full walk, which keeps the order of rewards better than a solver of its own on a coarser grid. Taken
-    like a diffusers scheduler: a velocity at each of `timesteps`, in order, goes to `step`.
+    those of the whole schedule, which keeps the order of rewards better than a solver of its own on a coarser grid.
     """
 
     def __init__(self, scheduler, start: int, ratio: float):
         num_steps, sigmas = len(scheduler.timesteps), scheduler.sigmas
         steps = asked_steps(start, num_steps, ratio)
-        self.timesteps = scheduler.timesteps[steps]
-        self.last, self.weights = None, []  # the last velocity; of each one to come, and of its change since the last
+        self.timesteps, self.weights = scheduler.timesteps[steps], []  # of the velocity, and of its change
         for before, step, following in zip([None, *steps], steps, [*steps[1:], num_steps], strict=False):
             to_come = sigmas[step + 1 : following + 1]
             bent = (to_come.diff() * (to_come[:-1] - sigmas[step])).sum()
             change = 0.0 if before is None else bent / (sigmas[step] - sigmas[before])
             self.weights.append((sigmas[following] - sigmas[step], change))
-        self.weights.reverse()
 
-    def step(self, velocity: Tensor, timestep: Tensor, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Latents at the next of `timesteps`, or of the image."""
-        whole, change = self.weights.pop()
-        last, self.last = velocity if self.last is None else self.last, velocity
-        return (latents + whole * velocity + change * (velocity - last),)
+    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See Solver; the memory is the velocity."""
+        whole, change = self.weights[index]
+        last = velocity if memory is None else memory
+        return latents + whole * velocity + change * (velocity - last), velocity
 
 
 def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
@@ -65,4 +90,10 @@ def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
     return torch.linspace(start, num_steps - 1, num + 1).floor().long().tolist()[:-1]
 
 
-SOLVERS = {"dpm": dpm_solver, "extrapolate": Extrapolation}
+SOLVERS: dict[str, Callable[..., Solver]] = {"dpm": DPMSolver, "extrapolate": Extrapolation}
+
+
+@lru_cache(maxsize=256)
+def solver_of(name: str, scheduler, start: int, ratio: float) -> Solver:
+    """One for all requests that begin at this step of this scheduler."""
+    return SOLVERS[name](scheduler, start, ratio)

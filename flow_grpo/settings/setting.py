@@ -1,7 +1,7 @@
 """One setting: what an entry of table.py says, and which values it allows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Setting:
     default: Any
     meaning: str
     unit: str = ""
-    choices: tuple = ()  # all values there are; () = no such list
+    choices: Collection[str | float] = ()  # all values there are, of a dict its keys; () = no such list
     min: float = -LARGEST  # of a number
     max: float = LARGEST
     used_by: tuple[str, ...] = ALL  # scripts that read it; another one refuses a value that is not the default

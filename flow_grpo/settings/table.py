@@ -178,9 +178,9 @@ SETTINGS = (
             max=10**6),
     Setting("train.inner_epochs", 1, "Passes over one rollout, reshuffled.", min=1, max=1000),
     Setting("train.objective", "clip", "Loss of a noisy step: clip = PPO's; guard = ratios normalised per step, "
-            "GRPO-Guard.", choices=tuple(OBJECTIVES), used_by=RATIO),
+            "GRPO-Guard.", choices=OBJECTIVES, used_by=RATIO),
     Setting("train.forward_loss", "nft", "Loss of finished images that are noised afresh.",
-            choices=tuple(FORWARD_LOSSES), used_by=(NFT,)),
+            choices=FORWARD_LOSSES, used_by=(NFT,)),
     Setting("train.old_log_prob", "rollout",
             "Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row.",
             choices=("rollout", "recompute"), used_by=RATIO),
