@@ -3,6 +3,7 @@
 Runs in this process leave wandb out, whose own process takes a quarter of a small run's time. What it records is tested
 in test_dashboards.py, and by the runs that tests start as commands (`ENV` in small.py)."""
 
+import functools
 import gc
 import os
 
@@ -44,6 +45,22 @@ def shallow(tmp_path_factory):
         patch.setattr(brightness.rewards, "REGISTERED", {})
         brightness.rewards.register("brightness", brightness.brightness)
         yield small.shallow(tmp_path_factory.mktemp("shallow"))
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """(kind) -> one of the runs of recorded.py, for tests that only read it or go on with a copy."""
+    import recorded
+
+    return functools.partial(recorded.run_of, recorded.shared(tmp_path_factory.getbasetemp()))
+
+
+@pytest.fixture(scope="session")
+def pairs_folder(tmp_path_factory):
+    """Preference pairs of 48 prompts."""
+    import recorded
+
+    return recorded.pairs_of(recorded.shared(tmp_path_factory.getbasetemp()))
 
 
 def pytest_sessionfinish():

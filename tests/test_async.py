@@ -90,14 +90,6 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
     assert_same_run(calm, stormy)
 
 
-def slow(seconds):
-    def answer(handler, body, number):
-        time.sleep(seconds)
-        hostile.honest(handler, body, number)
-
-    return answer
-
-
 def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
     def every_third_fails(handler, body, number):
         (hostile.says({}, 400) if number % 3 == 0 else hostile.honest)(handler, body, number)
@@ -189,14 +181,3 @@ def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
         with pytest.raises(RuntimeError, match=rf"reward 'shapes' \({url}\).*HTTP 400.*first prompt: '"):
             train(WINDOW, tmp_path, num_epochs=9, eval_freq=0, save_freq=1, reward__args=args)
     assert list((tmp_path / "shapes_qwenimage_smoke" / "checkpoints").glob("epoch_*"))
-
-
-def test_a_judge_trains(tmp_path):
-    def rates(handler, body, number):
-        hostile.send(handler, {"choices": [{"message": {"content": f"Rating: {len(body) % 11}"}}]})
-
-    with http_server(rates) as (url, asked):
-        args = {"vlm_judge": dict(url=url, model="any", timeout_s=5.0)}
-        folder = train(WINDOW, tmp_path, reward_fn={"vlm_judge": 1.0}, reward__args=args, num_epochs=1, eval_freq=0)
-    assert len(asked) == 8
-    assert 0 < lines_of(folder, "epoch")[0]["reward/vlm_judge"] < 1

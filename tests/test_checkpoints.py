@@ -1,28 +1,27 @@
 """A resumed run is the unbroken run; a save that dies costs nothing but itself; exports load in diffusers.
 
-Under torchrun this file is two ranks that train, save and resume; with "saves", a process whose children are killed.
+Under torchrun this file is two ranks that train, save and resume.
 """
 
+import itertools
 import json
 import os
 import pickle
 import resource
 import shutil
-import signal
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-import warm
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
+from small import flip_a_bit
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
 from config import grpo, nft
-from flow_grpo.base import checksums, distributed
-from flow_grpo.checkpoints import checkpoints, exports, shards
+from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.checkpoints import best, checkpoints, exports, shards
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.run import resume
 from flow_grpo.settings.table import default_config
@@ -137,51 +136,6 @@ def main(folder):
     distributed.barrier()
     (folder / "done").touch()
     distributed.close()
-
-
-def saves_until(folder, first, last):
-    """Checkpoints number first, first + 1, ..., two to an epoch so that every second one replaces its predecessor."""
-    for n in range(first, last):
-        state = {"a": torch.full((40_000,), n, dtype=torch.int64), "b": torch.tensor(n)}
-        checkpoints.save(folder, state, checkpoints.Progress(n // 2, n), config=CONFIG)
-        (folder / "n").write_text(str(n))
-        (folder / "n").rename(folder / "completed")
-
-
-def check_newest(folder, completed):
-    state = {"a": torch.zeros(40_000, dtype=torch.int64), "b": torch.tensor(0)}
-    step = checkpoints.load(checkpoints.find(folder), state).step
-    (folder / "found").write_text(str(step))
-    assert step >= completed
-    assert bool((state["a"] == step).all())
-    assert state["b"] == step
-
-
-def in_child(function, *args, killed_after_s=None):
-    """Run in a fork, which saves importing torch once per kill. Exit code, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function(*args)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    if killed_after_s is not None:
-        time.sleep(killed_after_s)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def saves(folder):
-    in_child(saves_until, folder, 1, 2)
-    log, n = [], 2
-    for delay in range(200, 320, 10):
-        killed = in_child(saves_until, folder, n, 10**6, killed_after_s=delay / 1000)
-        completed = int((folder / "completed").read_text())
-        leftovers = sorted(path.name for path in folder.glob(".*"))
-        log.append({"killed": killed, "leftovers": leftovers, "loads": in_child(check_newest, folder, completed) == 0})
-        n = int((folder / "found").read_text()) + 1
-    (folder / "log.json").write_text(json.dumps(log))
 
 
 @pytest.fixture(scope="module")
@@ -365,12 +319,6 @@ def small(folder, epoch, **fields):
     return checkpoints.save(folder, TENSORS, checkpoints.Progress(epoch, epoch, **fields), config=CONFIG, keep=9)
 
 
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 64
-    path.write_bytes(data)
-
-
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_chosen(tmp_path):
     damages = {
         "state/rank_0000_0000.safetensors": [flip_a_bit, lambda path: path.write_bytes(path.read_bytes()[:-8])],
@@ -499,14 +447,73 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(folder, tmp_path
     assert names(tmp_path) == ["epoch_000002"]
 
 
-def test_a_kill_at_any_moment_leaves_the_newest_loadable(tmp_path):
-    done = warm.run([__file__, tmp_path, "saves"], timeout_s=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    log = json.loads((tmp_path / "log.json").read_text())
-    assert [kill["killed"] for kill in log] == [-signal.SIGKILL] * 12
-    assert [kill["loads"] for kill in log] == [True] * 12
-    assert sum(bool(kill["leftovers"]) for kill in log) >= 3, "the kills must hit saves"
-    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, checkpoints.Progress(10**6, 1), config=CONFIG)
+STEPS = [
+    (Path, "rename"),
+    (folders, "sync"),
+    (folders, "remove"),
+    (shutil, "rmtree"),
+    (shards, "write"),
+    (Path, "mkdir"),
+    (Path, "write_text"),
+]
+
+
+def dies_before(number, write):
+    """Whether a process that runs `write` dies, which it does before its so-manieth step on the disk."""
+    child = os.fork()
+    if child == 0:
+        left = itertools.count(number, -1)
+        for owner, name in STEPS:
+            plain = getattr(owner, name)
+            step = lambda *args, plain=plain, **how: plain(*args, **how) if next(left) else os._exit(9)  # noqa: E731
+            setattr(owner, name, step)
+        write()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def write_checkpoint(folder, number):
+    """Two to an epoch, so that every second one replaces its predecessor."""
+    state = {"a": torch.full((1000,), number), "b": torch.tensor(number)}
+    checkpoints.save(folder, state, checkpoints.Progress(number // 2, number), config=CONFIG)
+
+
+def read_checkpoint(folder):
+    state = {"a": torch.zeros(1000, dtype=torch.int64), "b": torch.tensor(0)}
+    checkpoint, damage = checkpoints.choose(folder)
+    step = checkpoints.load(checkpoint, state).step
+    assert not damage
+    assert set(state["a"].tolist()) == {step} == {state["b"].item()}
+    return step
+
+
+def write_best(folder, number):
+    figures = dict(value=0.5, figures={"avg": 0.5}, split="test", num_prompts=8, noises_per_prompt=1, num_steps=4)
+    figures |= dict(guidance_scale=1.0, best_by="avg", height=64, width=64, vae_precision="fp32")
+    best.write(folder, best.Evaluation(number, number, **figures), lambda to: (to / "x").write_text(str(number)))
+
+
+def read_best(folder):
+    checksums.check(best.find(folder))
+    step = json.loads((best.find(folder) / best.FILE).read_text())["epoch"]
+    assert (best.find(folder) / "x").read_text() == str(step)
+    return step
+
+
+@pytest.mark.parametrize(("write", "read"), [(write_checkpoint, read_checkpoint), (write_best, read_best)])
+def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_one_whole(write, read, tmp_path):
+    write(tmp_path, 1)
+    seen, number = [1], 1
+    for step in itertools.count():
+        number += 1
+        died = dies_before(step, lambda number=number: write(tmp_path, number))
+        seen.append(read(tmp_path))
+        assert seen[-1] in ((number, seen[-2]) if died else (number,))
+        if not died:
+            break
+    assert step > 5
+    assert 1 < len(set(seen)) < len(seen), "kills before and after it was there"
+    write(tmp_path, number + 2)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -552,4 +559,4 @@ def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
 
 
 if __name__ == "__main__":
-    saves(Path(sys.argv[1])) if "saves" in sys.argv else main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

@@ -141,56 +141,36 @@ def test_a_word_that_is_only_loosely_alike_is_answered_with_no_setting(name):
     assert "nearest" not in str(refused.value)
 
 
-def ours(config):
-    raise UserError(f"config.seed is {config.seed}")
+def fails(error):
+    def main(config):
+        raise error
 
-
-def pythons(config):
-    return int(config.name)
-
-
-def test_a_message_for_the_user_is_one_sentence_and_status_2(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
-    for rank, begins in (("0", "train_qwenimage.py: "), ("3", "train_qwenimage.py, rank 3: ")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as ended:
-            command_line.run(ours, DEFAULT, ["--config.seed=7"])
-        assert ended.value.code == 2
-        assert capsys.readouterr().err == f"{begins}config.seed is 7\n"
-
-
-def numbers_astray(config):
-    raise FloatingPointError("the loss is nan")
-
-
-def disk_full(config):
-    raise RunFailed("disk full: free some space")
-
-
-def the_other_ranks_end(config):
-    raise RuntimeError("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
-
-
-def a_megabyte(config):
-    raise UserError("a" * 10**6)
+    return main
 
 
 @pytest.mark.parametrize(
-    ("main", "rank", "status", "says"),
+    ("error", "rank", "status", "says"),
     [
-        (numbers_astray, "0", 1, "the loss is nan"),
-        (disk_full, "0", 1, "disk full: free some space"),
-        (the_other_ranks_end, "1", 1, command_line.ANOTHER_RANK),
-        (a_megabyte, "0", 2, f"{'a' * 1800} ... {'a' * 200}"),
+        (UserError("config.seed is 7"), "0", 2, "config.seed is 7"),
+        (UserError("config.seed is 7"), "3", 2, "config.seed is 7"),
+        (UserError("a" * 10**6), "0", 2, f"{'a' * 1800} ... {'a' * 200}"),
+        (FloatingPointError("the loss is nan"), "0", 1, "the loss is nan"),
+        (RunFailed("disk full: free some space"), "0", 1, "disk full: free some space"),
+        (RuntimeError("[../pair.cc:538] Connection closed by peer [127.0.0.1]:1"), "1", 1, command_line.ANOTHER_RANK),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_bug_is_one_sentence(main, rank, status, says, capsys, monkeypatch):
+def test_what_is_no_bug_is_one_sentence_with_its_status_and_a_bug_keeps_its_traceback(
+    error, rank, status, says, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
-        command_line.run(main, DEFAULT, [])
+        command_line.run(fails(error), DEFAULT, [])
     assert ended.value.code == status
-    assert capsys.readouterr().err == f"train_qwenimage.py{', rank 1' if rank == '1' else ''}: {says}\n"
+    assert capsys.readouterr().err == f"train_qwenimage.py{f', rank {rank}' if rank != '0' else ''}: {says}\n"
+    with pytest.raises(ValueError, match="invalid literal"):
+        command_line.run(lambda config: int(config.name), DEFAULT, [])
 
 
 def plain_interrupt(config):
@@ -227,11 +207,6 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, say
     assert ended.value.code == 130
     says = says.format(way=f"with --config.resume_from={checkpoints} goes on from its last checkpoint")
     assert capsys.readouterr().err == (f"train_qwenimage.py: {says}" if says else "")
-
-
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ValueError, match="invalid literal"):
-        command_line.run(pythons, DEFAULT, [])
 
 
 def test_the_tiny_model_and_the_shapes_are_found_from_any_directory(tmp_path, monkeypatch):

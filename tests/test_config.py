@@ -96,7 +96,7 @@ def test_every_run_passes_its_own_scripts_checks():
 
 def test_variants_give_the_same_config_in_any_order():
     for file, module in FILES.items():
-        for pair in itertools.permutations([variant.__name__ for variant in module.VARIANTS], 2):
+        for pair in itertools.combinations([variant.__name__ for variant in module.VARIANTS], 2):
             for run in runs_of(file):
                 one, two = (module.get_config(",".join([run, *words])) for words in (pair, pair[::-1]))
                 assert one == two, (run, pair)

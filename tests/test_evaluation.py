@@ -2,25 +2,22 @@
 
 import itertools
 import json
-import multiprocessing
-import os
 import shutil
-import signal
-import time
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import evaluate
 import numpy as np
 import pytest
 import torch
 import warm
+from recorded import EPOCHS
+from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import ROOT, exported, few_prompts, lines_of, train
 
-from flow_grpo.base import checksums, rng
+from flow_grpo.base import checksums
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
@@ -50,55 +47,6 @@ def content(folder):
     epoch = json.loads((folder / "evaluation.json").read_text())["epoch"]
     assert files == [str(epoch)] * 20
     return epoch
-
-
-def write_for_ever(folder, first, has_written):
-    for epoch in range(first, first + 10**6):
-        best.write(folder, record(epoch), fill_with(epoch))
-        has_written.set()
-
-
-def test_a_kill_leaves_the_old_best_or_the_new_one_whole(tmp_path):
-    best.write(tmp_path, record(0), fill_with(0))
-    context, seen, delays = multiprocessing.get_context("fork"), [0], rng.generator(0, "delays")
-    for delay in torch.rand(20, generator=delays).tolist():
-        has_written = context.Event()
-        writer = context.Process(target=write_for_ever, args=(tmp_path, seen[-1] + 1, has_written))
-        writer.start()
-        assert has_written.wait(60)
-        time.sleep(delay / 20)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
-        seen.append(content(best.find(tmp_path)))
-        assert best.read(tmp_path).epoch == seen[-1]
-    assert seen == sorted(set(seen))
-
-
-def write_and_die(folder, epoch, renames):
-    """Die before the rename after so many."""
-    rename = Path.rename
-
-    def counted(path, target):
-        nonlocal renames
-        if renames == 0:
-            os._exit(1)
-        renames -= 1
-        return rename(path, target)
-
-    Path.rename = counted
-    best.write(folder, record(epoch), fill_with(epoch))
-    os._exit(0)
-
-
-def test_a_kill_between_any_two_renames_leaves_a_whole_best_that_the_next_one_replaces(tmp_path):
-    best.write(tmp_path, record(0), fill_with(0))
-    for epoch, renames in ((1, 0), (2, 1), (3, 0), (4, 1), (5, 1), (6, 9)):
-        writer = multiprocessing.get_context("fork").Process(target=write_and_die, args=(tmp_path, epoch, renames))
-        writer.start()
-        writer.join()
-        assert writer.exitcode == (renames < 3)
-        assert content(best.find(tmp_path)) == (6 if epoch == 6 else 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +126,16 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
     assert str(tmp_path / "best_epoch_000004") in notice
 
 
+@pytest.fixture
+def runs(recorded):
+    """Two runs that learned something else in every epoch, one of them in full; by rank of the LoRA."""
+    return {4: recorded("nft").folder, 0: recorded("nft, full weights").folder}
+
+
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
-def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank, tmp_path, capsys):
+def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank, runs):
     """Evaluations of one epoch are of the averaged weights; best/ has them bit for bit."""
-    how = dict(eval__test_freq=1, lora__rank=rank, num_epochs=3, train__learning_rate=1e-2 if rank else 1e-3)
-    folder = train(NFT, tmp_path, **how, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
+    folder = runs[rank]
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
     kept, last = best.read(folder), tests.pop()
     values = [line["eval/jpeg_compressibility"] for line in evals]
@@ -193,33 +146,29 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
         assert last[f"test_best/{name}"] == tests[kept.epoch][f"test/{name}"]
         assert kept.figures[name] == evals[kept.epoch][f"eval/{name}"]
     assert len({line["test/jpeg_compressibility"] for line in tests}) == 4
-    assert f"{folder / 'best'} holds the best policy, of epoch {kept.epoch} of 3" in capsys.readouterr().out
+    said = (folder.parents[1] / "said").read_text()
+    assert f"{folder / 'best'} holds the best policy, of epoch {kept.epoch} of 3" in said
 
 
-def test_a_run_goes_on_from_the_state_of_its_best_evaluation(tmp_path):
-    how = dict(
-        health__action="roll_back", eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",)
-    )
-    how |= dict(num_epochs=3, eval_freq=1, sample__num_branches=6, health__eval_drop=0.0)
-    folder = train(BRANCHES, tmp_path, **how)
-    before, kept = lines_of(folder), best.read(folder)
-    assert 0 < kept.epoch < 3
-    earlier = [
-        row for row in (folder / "metrics.jsonl").read_text().splitlines() if json.loads(row)["epoch"] < kept.epoch
-    ]
+def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path):
+    run = recorded("branches")
+    kept, folder = best.read(run.folder), shutil.copytree(run.folder, tmp_path / run.folder.name)
+    assert 0 < kept.epoch < EPOCHS
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    earlier = [row for row in lines if json.loads(row)["epoch"] < kept.epoch]
     (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in earlier))
     shutil.rmtree(folder / "checkpoints")
-    train(BRANCHES, tmp_path, resume_from=str(folder / "best" / "checkpoint"), **how)
+    train(BRANCHES, tmp_path, **run.how | dict(resume_from=str(folder / "best" / "checkpoint")))
     shared = {"README.md", "adapter_config.json", "adapter_model.safetensors", "reward.png", "samples.png"}
     shared |= {"checksums.json"}
     names = {path.name for path in (folder / "best").iterdir()}
     assert names == {"checkpoint", "checksums.json", "evaluation.json", LORA_FILE} | shared
-    assert lines_of(folder) == before
+    assert lines_of(folder) == lines_of(run.folder)
     assert best.read(folder) == kept
 
 
-def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(tmp_path, capsys):
-    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1)
+def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
+    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1, **shallow)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     assert best.read(folder).split == "test"
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
@@ -257,9 +206,9 @@ def test_the_first_noise_of_the_test_has_the_name_it_always_had():
     assert len({tuple(draw) for draw in draws.values()}) == 4
 
 
-def test_one_noise_more_leaves_the_first_ones_images(tmp_path):
-    one = train(WINDOW, tmp_path / "one", num_epochs=1)
-    two = train(WINDOW, tmp_path / "two", num_epochs=1, eval__noises_per_prompt=2, eval__batch_size=8)
+def test_one_noise_more_leaves_the_first_ones_images(shallow, tmp_path):
+    one = train(WINDOW, tmp_path / "one", num_epochs=1, **shallow)
+    two = train(WINDOW, tmp_path / "two", num_epochs=1, eval__noises_per_prompt=2, eval__batch_size=8, **shallow)
     assert best.read(two).noises_per_prompt == 2
     assert lines_of(one, "eval")[0]["eval/avg"] != lines_of(two, "eval")[0]["eval/avg"]
     panels = [np.load(folder / "images" / "first.npz")["pixels"].astype(float) for folder in (one, two)]
@@ -273,18 +222,6 @@ def test_validation_prompts_are_read_and_differ_from_the_tests():
     ]
     assert [len(split) for split in splits] == [160, 272]
     assert not splits[0] & splits[1]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Two runs that learned something else than each other in every epoch, one of them in full; by rank of the LoRA."""
-    how = dict(num_epochs=2, eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
-    how |= dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8)
-    rates = {4: 5e-3, 0: 1e-3}
-    return {
-        rank: train(NFT, tmp_path_factory.mktemp("runs"), lora__rank=rank, train__learning_rate=rate, **how)
-        for rank, rate in rates.items()
-    }
 
 
 def evaluated(folder, *arguments):
@@ -312,7 +249,7 @@ def means_of(line, prefix="test"):
 def test_evaluate_reproduces_a_runs_own_test_to_the_last_digit(rank, runs, tmp_path):
     _, (best_row,) = evaluated(tmp_path, runs[rank])
     _, (last_row,) = evaluated(tmp_path, runs[rank], "--weights", "last")
-    assert best.read(runs[rank]).epoch < 2
+    assert best.read(runs[rank]).epoch < EPOCHS
     assert best_row == figures_of_test(runs[rank], "test_best") != last_row
     assert last_row == figures_of_test(runs[rank], "test")
     before = lines_of(runs[rank], "test")[0]
@@ -388,31 +325,27 @@ def lora_of_another_model(folder, lora, change):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{run}", "--rewards", "shapse"], r"no reward 'shapse' .*nearest: shapes"),
-        (["runs/nowhere/at_all"], r"'runs/nowhere/at_all' does not exist"),
-        (["docs"], r"'docs' is none of these: a run's folder"),
-        (["{wider}"], r"LoRA of another model than .*lora_B.weight is \[256, 4\], the layer is 128 wide"),
-        (["{deeper}"], r"LoRA of another model than .*: transformer_blocks.90.* has no layer there"),
-        (["{strange}"], r"is no LoRA of a diffusers transformer: it holds lora_te_up"),
-        (["{damaged}"], r"pytorch_lora_weights.safetensors: the bytes are not those"),
-        (["{damaged_weights}"], r"transformer/.*.safetensors: the bytes are not those"),
-        (["{unfinished}"], r"has no best evaluation; take --weights last"),
-        (["{run}", "--prompts", "{plain}"], r"metadata of prompt 'a red circle': `include` is missing"),
-        (["{run}", "--prompts", "{plain}/nowhere"], r"nowhere' needs test_metadata.jsonl or test.txt"),
-        (["{full}", "--set", "base_precision='nf4'"], r"base_precision is 'nf4', but '.*' trained all weights"),
-        (["{run}", "--out", "/proc/x/ev"], r"--out '/proc/x/ev' cannot be made"),
-        (["{run}", "--best-of", "3"], r"--best-of \[3\]: of 2 seeds at most 2"),
-        (["{run}", "--seeds", "1", "1"], r"--seeds names a value twice"),
-        (
-            ["{run}", "--prompts", "{long}", "--rewards", "jpeg_compressibility"],
-            r"tokens, over config.text_tokens = 20",
-        ),
-    ],
-)
-def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tmp_path, monkeypatch):
+REFUSED = [  # the arguments, and words of the sentence
+    ("{run} --rewards shapse", "'shapse'", "nearest: shapes"),
+    ("runs/nowhere/at_all", "'runs/nowhere/at_all'"),
+    ("docs", "'docs'"),
+    ("{wider}", "[256, 4]", "128"),
+    ("{deeper}", "transformer_blocks.90."),
+    ("{strange}", "lora_te_up"),
+    ("{damaged}", "pytorch_lora_weights.safetensors"),
+    ("{damaged_weights}", "transformer/", ".safetensors"),
+    ("{unfinished}", "--weights last"),
+    ("{run} --prompts {plain}", "'a red circle'", "include"),
+    ("{run} --prompts {plain}/nowhere", "nowhere'", "test_metadata.jsonl"),
+    ("{full} --set base_precision='nf4'", "base_precision", "'nf4'"),
+    ("{run} --out /proc/x/ev", "--out '/proc/x/ev'"),
+    ("{run} --best-of 3", "--best-of [3]", "2"),
+    ("{run} --seeds 1 1", "--seeds"),
+    ("{run} --prompts {long} --rewards jpeg_compressibility", "text_tokens = 20"),
+]
+
+
+def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypatch):
     lora = runs[4] / "best"
     widths = {name: 2 if ".lora_B." in name else 1 for name in load_file(lora / LORA_FILE)}
     changes = dict(
@@ -425,10 +358,9 @@ def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tm
     (tmp_path / "long.txt").write_text("a red circle " * 20)
     shutil.copytree(runs[4], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
     for name, source in (("damaged", runs[4]), ("damaged_weights", runs[0])):
-        shutil.copytree(source, tmp_path / name)
+        places[name] = shutil.copytree(source, tmp_path / name)
         file = exported(tmp_path / name / "best")
         file.write_bytes(file.read_bytes()[:-1] + b"!")
-    places |= {name: tmp_path / name for name in ("damaged", "damaged_weights")}
     places |= dict(run=runs[4], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
     places |= dict(full=runs[0], unfinished=tmp_path / "unfinished")
 
@@ -436,8 +368,8 @@ def test_nonsense_is_refused_before_weights_are_loaded(arguments, says, runs, tm
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(evaluate.policies_to_compare, "load", load)
-    with pytest.raises(ValueError, match=says):
-        evaluated(tmp_path, *(argument.format(**places) for argument in arguments))
+    call = lambda words: lambda: evaluated(tmp_path, *words.format(**places).split())  # noqa: E731
+    assert_refused([(words, call(words), says) for words, *says in REFUSED])
 
 
 def test_best_of_k_and_pass_at_k_are_means_over_all_choices_of_k():

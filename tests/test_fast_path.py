@@ -149,7 +149,7 @@ def test_a_training_graph_keeps_nothing_for_a_backward(tmp_path):
     assert torch.equal(inside, after)
 
 
-def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path, monkeypatch):
+def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(shallow, tmp_path, monkeypatch):
     widths, dtypes = {True: set(), False: set()}, set()
     plain_velocity, plain_decode = QWEN.velocity, QWEN.decode
 
@@ -163,7 +163,7 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(tmp_path, monkeyp
 
     monkeypatch.setattr(QWEN, "velocity", velocity)
     monkeypatch.setattr(QWEN, "decode", decode)
-    how = dict(vae_precision="bf16", sample__text_multiple=4, num_epochs=1, eval_freq=0)
+    how = shallow | dict(vae_precision="bf16", sample__text_multiple=4, num_epochs=1, eval_freq=0)
     train("shapes_qwenimage_pr", tmp_path, **how)
     assert dtypes == {torch.bfloat16}
     assert widths[True] == {20}

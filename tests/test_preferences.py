@@ -4,10 +4,9 @@ import fcntl
 import io
 import itertools
 import json
-import random
 import re
 import shutil
-import time
+from contextlib import nullcontext
 
 import numpy as np
 import prepare_preferences
@@ -17,6 +16,7 @@ import pytest
 import torch
 import warm
 from PIL import Image
+from refused import assert_refused
 from small import MODELS, as_prompts, config_of, few_prompts, file_of, loaded, prepare
 
 from flow_grpo.base import rng
@@ -88,32 +88,17 @@ def nan_at(row):
     return latents
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        (dict(winner_latents=nan_at(7)), r"row 7, column 'winner_latents': missing, or not finite"),
-        (dict(loser_latents=some_rows(9)["winner_latents"]), r"row 0, columns .*: one image twice"),
-        (
-            dict(model=[TINY] * 4 + ["other"] * 5),
-            r"row 4, column 'model': 'other', but this run has '.*tiny_qwenimage'",
-        ),
-        (dict(height=[64] * 8 + [512]), r"row 8, column 'height': 512, but this run has 64"),
-        (dict(width=[64] * 8 + [96]), r"row 8, column 'width': 96, but this run has 64"),
-        (dict(dtype=["float16"] * 9), r"row 0, column 'dtype': 'float16'"),
-        (dict(prompt=["a"] * 5 + [" "] + ["b"] * 3), r"row 5, column 'prompt': empty"),
-        (dict(winner_score=[0.1] * 9), r"row 0, column 'winner_score': 0.1 is not above the loser's 0.1"),
-    ],
-    ids=["NaN", "equal images", "model", "height", "width", "dtype", "prompt", "scores"],
-)
-def test_a_wrong_row_is_named(changed, says, tmp_path):
-    with pytest.raises(ValueError, match=r"train_00000.parquet, " + says):
-        open_folder(write(tmp_path, some_rows(9, **changed)))
+def change_rows(**changed):
+    return lambda folder: write(folder, some_rows(9, **changed))
 
 
-def change_table(folder, change):
-    path = write(folder, some_rows(9)) / "train_00000.parquet"
-    pq.write_table(change(pq.read_table(path)), path)
-    return folder
+def change_table(change):
+    def step(folder):
+        path = write(folder, some_rows(9)) / "train_00000.parquet"
+        pq.write_table(change(pq.read_table(path)), path)
+        return folder
+
+    return step
 
 
 def with_nothing_in_row_2(table):
@@ -125,45 +110,38 @@ def with_nothing_in_row_2(table):
     return table.set_column(place, "text", pa.ExtensionArray.from_storage(column.type, holes))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda table: table.drop_columns(["mask", "loser_latents"]), r"missing columns \['loser_latents', 'mask'\]"),
-        (lambda table: table.append_column("seed", pa.array(range(9))), r"unknown columns \['seed'\]"),
-        (lambda table: table.slice(0, 0), r"train_00000.parquet has no row"),
-        (
-            lambda table: table.set_column(0, "prompt", pa.array(range(9))),
-            r"column 'prompt' holds int64, not string",
-        ),
-    ],
-    ids=["missing", "unknown", "empty", "type"],
-)
-def test_wrong_columns_are_named(change, says, tmp_path):
-    with pytest.raises(ValueError, match=says):
-        open_folder(change_table(tmp_path, change))
+WRONG = {  # what makes a folder of pairs, and words of the sentence
+    "NaN": (change_rows(winner_latents=nan_at(7)), "row 7", "'winner_latents'"),
+    "equal images": (change_rows(loser_latents=some_rows(9)["winner_latents"]), "row 0"),
+    "model": (change_rows(model=[TINY] * 4 + ["other"] * 5), "row 4", "'model'", "'other'", TINY),
+    "height": (change_rows(height=[64] * 8 + [512]), "row 8", "'height'", "512", "64"),
+    "width": (change_rows(width=[64] * 8 + [96]), "row 8", "'width'", "96", "64"),
+    "dtype": (change_rows(dtype=["float16"] * 9), "row 0", "'dtype'", "'float16'"),
+    "prompt": (change_rows(prompt=["a"] * 5 + [" "] + ["b"] * 3), "row 5", "'prompt'"),
+    "scores": (change_rows(winner_score=[0.1] * 9), "row 0", "'winner_score'", "0.1"),
+    "missing": (change_table(lambda table: table.drop_columns(["mask", "loser_latents"])), "'loser_latents', 'mask'"),
+    "unknown": (change_table(lambda table: table.append_column("seed", pa.array(range(9)))), "['seed']"),
+    "empty": (change_table(lambda table: table.slice(0, 0)), "row"),
+    "type": (change_table(lambda table: table.set_column(0, "prompt", pa.array(range(9)))), "'prompt'", "int64"),
+    "a hole, when it is read": (change_table(with_nothing_in_row_2), "row 2", "'text'"),
+    "no parquet": (lambda folder: (folder / "train_00000.parquet").write_bytes(b"not parquet"), "parquet"),
+}
 
 
-def test_a_hole_in_the_embeddings_is_named_when_it_is_read(tmp_path):
-    pairs = open_folder(change_table(tmp_path, with_nothing_in_row_2))["train"]
-    with pytest.raises(ValueError, match=r"train_00000.parquet, row 2, column 'text': missing"):
-        pairs.read([2], [0], CPU)
+def test_a_wrong_file_is_refused_by_its_row_and_column(tmp_path):
+    def read(name):
+        (tmp_path / name).mkdir()
+        WRONG[name][0](tmp_path / name)
+        open_folder(tmp_path / name)["train"].read([2], [0], CPU)
 
-
-def test_pairs_of_another_size_are_named(tmp_path):
+    files = {name: tmp_path / name / "train_00000.parquet" for name in WRONG}
+    rows = [(name, lambda name=name: read(name), [files[name], *words]) for name, (_, *words) in WRONG.items()]
+    other_size = SHAPES | dict(latents=(64, 64))
     write(tmp_path, some_rows(3))
-    with pytest.raises(ValueError, match=r"column 'winner_latents' holds .*shape=\[16,64\].*not .*shape=\[64,64\]"):
-        preferences.open_pairs(str(tmp_path), SHAPES | dict(latents=(64, 64)), TINY, SIZE)
-
-
-def test_folders_that_are_no_pairs(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no train_\*.parquet"):
-        open_folder(tmp_path)
-    (tmp_path / "train_00000.parquet").write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match=r"train_00000.parquet is no parquet file"):
-        open_folder(tmp_path)
-    (tmp_path / "unfinished").mkdir()
-    with pytest.raises(ValueError, match="is not complete"):
-        open_folder(tmp_path)
+    rows.append(("size", lambda: preferences.open_pairs(str(tmp_path), other_size, TINY, SIZE), ["[16,64]", "[64,64]"]))
+    rows.append(("nothing", lambda: open_folder(tmp_path / "nothing"), ["train_*.parquet"]))
+    (tmp_path / "cut" / "unfinished").mkdir(parents=True)
+    assert_refused([*rows, ("cut", lambda: open_folder(tmp_path / "cut"), ["complete"])])
 
 
 def test_a_flipped_bit_in_any_column_that_is_read_is_damage(tmp_path):
@@ -311,30 +289,23 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
         torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
 
 
-def test_killed_again_and_again_it_makes_the_same_files(tmp_path):
-    data = few_prompts(tmp_path / "data", 40)
-    whole = prepare(NAME, tmp_path / "whole", dataset=data, part_size=2)
-    command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
-    command += [f"--config.preferences.path={tmp_path / 'parts'}", f"--config.dataset={data}"]
-    command += [
-        "--config.sample.batch_size=8",
-        "--part_size=2",
-        "--validation_share=0.3",
-    ]
-    kills, draw = 0, random.Random(0)
-    for _ in range(4):
-        process = warm.Started(command)
-        state = tmp_path / "parts" / "unfinished"
-        done = len(list(state.glob("part_*.json")))
-        while process.poll() is None and len(list(state.glob("part_*.json"))) == done:
-            time.sleep(0.005)
-        time.sleep(0.05 * draw.random())
-        kills += process.poll() is None
-        process.kill()
-        process.wait()
-    assert kills == 4
-    last = warm.run(command)
-    assert last.returncode == 0, last.stderr[-3000:]
+def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
+    """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
+    how = dict(dataset=few_prompts(tmp_path / "data", 40), part_size=8, sample__num_images_per_prompt=2)
+    whole = prepare(NAME, tmp_path / "whole", **how)
+    plain, left = prepare_preferences.write_part, []
+
+    def interrupted(*args):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return plain(*args)
+
+    monkeypatch.setattr(prepare_preferences, "write_part", interrupted)
+    for count in (0, 1, 1, 9):
+        left[:] = [None] * count
+        with pytest.raises(KeyboardInterrupt) if count < 9 else nullcontext():
+            prepare(NAME, tmp_path / "parts", **how)
     assert files_of(tmp_path / "parts") == files_of(whole)
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
     assert reports[0]["pairs"] == reports[1]["pairs"]

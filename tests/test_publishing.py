@@ -12,9 +12,8 @@ from huggingface_hub import HfApi, ModelCard
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import ROOT, as_prompts, lines_of, loaded, train
+from small import ROOT, as_prompts, flip_a_bit, lines_of, loaded
 
-from flow_grpo import rewards
 from flow_grpo.base import checksums
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
@@ -23,19 +22,10 @@ TINY = "flow_grpo/assets/tiny_qwenimage"
 LORA = "pytorch_lora_weights.safetensors"
 
 
-def redness(images, prompts, metadata):
-    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run with a function as its reward, without a tracker, which keeps the images of its rollouts."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewards, "REGISTERED", {})
-        rewards.register("redness", redness)
-        how = dict(reward_fn={"redness": 1.0}, logger="none", rollout_images_freq=2, num_epochs=3, eval_freq=2)
-        how |= dict(train__learning_rate=1e-2, eval__rewards=("shapes",), eval__width=32)
-        yield train("shapes_qwenimage", tmp_path_factory.mktemp("runs"), **how)
+@pytest.fixture
+def run(recorded):
+    """The folder of a run with a function as its reward, without a tracker, which keeps images of its rollouts."""
+    return recorded("window").folder
 
 
 def velocity(model):
@@ -204,13 +194,6 @@ def test_an_upload_makes_the_repository_and_commits_every_file_once(run):
     assert not [name for name in committed if name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))]
 
 
-def flipped(path):
-    """One bit of a file."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def not_finite(path):
     tensors = load_file(path)
     save_file(tensors | dict.fromkeys(list(tensors)[:1], torch.full((4, 4), float("nan"))), path)
@@ -229,7 +212,7 @@ def test_damaged_weights_are_not_uploaded(weights, kind, run, tmp_path):
         (file,) = (source / "transformer").glob("*.safetensors")
     checksums.write(folder / "best", {})
     push_to_hub.check(source)
-    (flipped if weights == "best" else not_finite)(file)
+    (flip_a_bit if weights == "best" else not_finite)(file)
     with pytest.raises(ValueError, match=file.name):
         push_to_hub.main(arguments(folder, "--weights", weights), HfApi(endpoint="http://127.0.0.1:1"))
 

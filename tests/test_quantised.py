@@ -191,10 +191,10 @@ def filled_from(cache, model):
         ("shapes_qwenimage_dpo,online", "nf4"),
     ],
 )
-def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, tmp_path):
+def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, shallow, tmp_path):
     """Its first update finds the rollout's log-probs, bit for bit, and its adapter learns."""
     how = FOR_A_RUN | dict(base_precision=precision, lora__rank=32, sample__rollout_weights="exact")
-    how |= dict(sample__batch_size=8)  # whose 128 tokens make products of 8 bits
+    how |= dict(model=shallow["model"], sample__batch_size=8)  # whose 128 tokens make products of 8 bits
     folder = train(name, tmp_path, **how)
     first = lines_of(folder, "update")[0]
     assert first["grad_norm"] > 0
@@ -256,10 +256,11 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
     assert 0 < (latents("fp8") - latents("exact")).abs().mean() < 0.1
 
 
-def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path):
+def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow, tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
     how = dict(FEW, base_precision="nf4", lora__rank=32, weights_cache=str(tmp_path / "cache"), save_freq=1)
     how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=2, train__learning_rate=1e-2)
+    how |= dict(model=shallow["model"], reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
     train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
     folder = train("shapes_qwenimage_nft", tmp_path / "broken", **how, resume_from="latest")
@@ -285,8 +286,8 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(tmp_path
     ("base", "weights", "others"),
     [("", "merged_fp8", "merged"), ("fp8_weights", "fp8", "exact"), ("fp8_weights", "merged_fp8", "exact")],
 )
-def test_scored_forwards_stay_exact_and_images_change_a_little(base, weights, others, tmp_path):
-    how = FOR_A_RUN | dict(base_precision=base, lora__rank=32, sample__batch_size=8)
+def test_scored_forwards_stay_exact_and_images_change_a_little(base, weights, others, shallow, tmp_path):
+    how = FOR_A_RUN | dict(model=shallow["model"], base_precision=base, lora__rank=32, sample__batch_size=8)
     fast, plain = (
         train("shapes_qwenimage_pr", tmp_path / value, **how, sample__rollout_weights=value)
         for value in (weights, others)

@@ -189,6 +189,6 @@ def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, 
 @pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 4), ("shapes_qwenimage_pr", 0)])
 def test_saving_memory_changes_nothing(name, rank, shallow, tmp_path):
     saving = dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer")
-    how = shallow | dict(lora__rank=rank, eval_freq=2)
+    how = shallow | dict(lora__rank=rank, eval_freq=0)
     plain = train(name, tmp_path / "plain", **how)
     assert_same(plain, train(name, tmp_path / "saving", **how, **saving))

@@ -11,6 +11,7 @@ import sys
 
 import prepare_preferences
 import pytest
+from refused import assert_refused, otherwise
 from safetensors import SafetensorError
 from small import ROOT, config_of, train
 from test_policies import lora, pipeline_with
@@ -41,23 +42,6 @@ def no(*words, **settings):
 
 def url(address, **more):
     return dict(reward__args={"shapes": {"url": address, **more}})
-
-
-def otherwise(call, words, error=ValueError):
-    """What a call does instead of refusing in one line that holds all words; "" if it does so."""
-    try:
-        call()
-    except Exception as raised:
-        said = f"{type(raised).__name__}: {raised}"
-        good = isinstance(raised, error) and all(str(word) in said for word in words) and "\n" not in said
-        return "" if good else said
-    return "nothing"
-
-
-def assert_refused(rows):
-    """Args: rows: (name, call, words), or with the kind of error for a fourth."""
-    found = [(name, otherwise(call, words, *error)) for name, call, words, *error in rows]
-    assert not [said for _, said in found if said], "\n".join(f"{name} -> {said}" for name, said in found if said)
 
 
 TRAINING = {  # a script's run -> its rows

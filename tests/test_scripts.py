@@ -11,6 +11,7 @@ import pytest
 import torch
 import warm
 from diffusers import QwenImagePipeline
+from recorded import EPOCHS
 from safetensors.torch import load_file
 from small import ENV, ROOT, config_of, file_of, lines_of, stored, train
 from test_ranks import assert_complete
@@ -54,38 +55,35 @@ def test_the_users_command_with_a_reward_of_their_own_leaves_everything_in_the_r
     assert "brightness" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "guidance"), [(WINDOW, 0, 4.0), (WINDOW, 4, 1.0), (BRANCHES, 0, 1.0), (BRANCHES, 4, 4.0)]
-)
-def test_first_update_of_an_epoch_has_the_rollouts_log_probs_bit_for_bit(name, rank, guidance, tmp_path):
-    how = dict(lora__rank=rank, sample__guidance_scale=guidance, train__clip_range=1e-2, eval_freq=0)
-    updates = lines_of(train(name, tmp_path, **how), "update")
-    assert len(updates) == 4
-    for first, second in (updates[:2], updates[2:]):
+@pytest.mark.parametrize("kind", ["window", "branches"])
+def test_the_first_update_of_every_epoch_has_the_rollouts_log_probs_bit_for_bit(kind, recorded):
+    updates = lines_of(recorded(kind).folder, "update")
+    assert len(updates) == 2 * EPOCHS
+    for first, second in zip(updates[::2], updates[1::2]):
         assert first["parity/log_prob_abs_diff_max"] == 0
         assert first["ratio_std"] == 0
         assert second["ratio_std"] > 0
-        assert first["grad_norm"] > 0
+    assert updates[0]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        dict(sample__sde_type="dance", sample__noise_level=0.3, sample__sde_window_size=0),
-        dict(sample__sde_type="cps", sample__global_std=True, train__step_weight="mean_one"),
-        dict(train__inner_epochs=2, train__updates_per_epoch=4, train__timestep_fraction=0.5),
-        dict(sample__num_prompts_per_epoch=1, fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer"),
-        dict(sample__rollout_weights="merged"),
-        dict(precision="bf16", sample__rollout_weights="merged"),
-        dict(precision="fp16"),
-    ],
-    ids=["dance", "cps", "inner epochs", "last minibatch filled up", "merged", "bf16 merged", "fp16"],
-)
+OPTIONS = {
+    "dance, inner epochs, full weights, guidance": dict(sample__sde_type="dance", sample__noise_level=0.3)
+    | dict(sample__sde_window_size=0, train__timestep_fraction=0.5, train__inner_epochs=2, train__updates_per_epoch=4)
+    | dict(lora__rank=0, sample__guidance_scale=4.0),
+    "cps, last minibatch filled up, saving memory": dict(sample__sde_type="cps", sample__global_std=True)
+    | dict(train__step_weight="mean_one", sample__num_prompts_per_epoch=1, sample__rollout_weights="merged")
+    | dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer"),
+    "bf16, merged": dict(precision="bf16", sample__rollout_weights="merged"),
+    "fp16": dict(precision="fp16"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_options_run_and_log_finite_numbers(name, how, tmp_path):
+def test_options_run_with_the_rollouts_log_probs_and_log_finite_numbers(name, options, shallow, tmp_path):
     only = "fraction" if name == WINDOW else "window"  # of the other script
-    how = {key: value for key, value in how.items() if only not in key}
-    updates = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **how), "update")
+    how = {key: value for key, value in OPTIONS[options].items() if only not in key}
+    updates = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **shallow | how), "update")
     assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
     assert all(math.isfinite(value) for row in updates for value in row.values() if isinstance(value, float))
     assert updates[0]["parity/log_prob_abs_diff_max"] == 0
@@ -94,17 +92,16 @@ def test_options_run_and_log_finite_numbers(name, how, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "LoRA"])
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
-    folder = train(name, tmp_path, lora__rank=rank, train__beta=0.1, num_epochs=2, eval_freq=0)
-    kl = [row["kl_reference"] for row in lines_of(folder, "update")]
-    assert kl[0] == 0
-    assert min(kl[1:]) > 0
+def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, shallow, tmp_path):
+    folder = train(name, tmp_path, lora__rank=rank, train__beta=0.1, num_epochs=1, eval_freq=0, **shallow)
+    first, second = (row["kl_reference"] for row in lines_of(folder, "update"))
+    assert first == 0 < second
 
 
 @pytest.mark.parametrize(
     ("name", "how", "per_epoch"),
     [
-        (WINDOW, dict(sample__guidance_scale=1.0), 8 * 4 + 16),
+        (WINDOW, dict(sample__guidance_scale=1.0, num_epochs=2, eval_freq=2), 8 * 4 + 16),
         (WINDOW, dict(sample__guidance_scale=4.0), 2 * (8 * 4 + 16)),
         (WINDOW, dict(train__beta=0.1, train__reference_guidance_scale=3.0), 8 * 4 + 16 + 2 * 16),
         (WINDOW, dict(train__inner_epochs=2), 8 * 4 + 2 * 16),
@@ -113,11 +110,11 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, tmp_path):
     ],
     ids=["plain", "guidance", "guided reference", "inner epochs", "NFT", "DPO"],
 )
-def test_forwards_are_the_rows_of_rollout_and_update(name, how, per_epoch, tmp_path):
+def test_forwards_are_the_rows_of_rollout_and_update(name, how, per_epoch, shallow, tmp_path):
     """8 images of 2 prompts, 4 steps (2 with flash), 2 of them trained (1 by NFT). Evaluations do not count."""
-    how |= dict(sample__num_prompts_per_epoch=2, eval_freq=2)
+    how = shallow | dict(sample__num_prompts_per_epoch=2, num_epochs=1, eval_freq=0) | how
     epochs = lines_of(train(name, tmp_path, **how), "epoch")
-    assert [line["forwards"] for line in epochs] == [per_epoch] * 2
+    assert [line["forwards"] for line in epochs] == [per_epoch] * how["num_epochs"]
 
 
 RECORDED_WITH = {  # where a config has other settings since
@@ -139,24 +136,24 @@ def test_golden_first_losses(name, tmp_path):
         torch.testing.assert_close(found, values, rtol=1e-3, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_the_averaged_weights_are_exported_not_the_last_ones(tmp_path):
-    folder = train(BRANCHES, tmp_path, eval_freq=0)
+def test_the_averaged_weights_are_exported_not_the_last_ones(recorded):
+    folder = recorded("branches").folder
     exported = load_file(folder / "pytorch_lora_weights.safetensors")
-    state = stored(folder, epoch=2)
+    state = stored(folder, EPOCHS)
     names = {key: key.removeprefix("transformer.").replace(".weight", ".default.weight") for key in exported}
     assert all(torch.equal(tensor, state[f"ema/{names[key]}"]) for key, tensor in exported.items())
     moved = [not torch.equal(tensor, state[f"model/{names[key]}"]) for key, tensor in exported.items()]
     assert sum(moved) > len(moved) / 2  # the last block's text stream has no gradient
 
 
-def test_a_smoke_run_exports_a_lora_that_has_learned(tmp_path):
-    exported = load_file(train(WINDOW, tmp_path, eval_freq=0) / "pytorch_lora_weights.safetensors")
+def test_a_smoke_run_exports_a_lora_that_has_learned(recorded):
+    exported = load_file(recorded("window").folder / "pytorch_lora_weights.safetensors")
     learned = [name for name, tensor in exported.items() if ".lora_B." in name and tensor.any()]
     assert len(learned) > len(exported) / 4  # half of the tensors are lora_B, which begin at zero
 
 
-def test_the_saved_lora_makes_the_evaluations_images_again(tmp_path):
-    folder = train(BRANCHES, tmp_path, train__learning_rate=1e-2, num_epochs=2)
+def test_the_saved_lora_makes_the_evaluations_images_again(recorded):
+    folder = recorded("branches").folder
     kept = np.load(folder / "images" / "last.npz")
     config = config_of(BRANCHES)
     rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)

@@ -1,0 +1,103 @@
+"""Runs that are made once for all tests, of every process, which only read what a run leaves, or go on with a copy.
+
+Each is a script's run of three epochs, evaluated before and after every epoch, with a checkpoint of each.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from small import few_prompts, lines_of, prepare, stored, train
+
+from flow_grpo import rewards
+
+EPOCHS = 3
+ALWAYS = dict(num_epochs=EPOCHS, eval_freq=1, save_freq=1, keep_checkpoints=9)
+JPEG = dict(eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
+MEASURED = JPEG | dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8, eval__test_freq=1)
+PUBLISHED = dict(reward_fn={"redness": 1.0}, logger="none", rollout_images_freq=2, eval__rewards=("shapes",))
+RUNS = {
+    "window": ("shapes_qwenimage", PUBLISHED | dict(train__learning_rate=1e-2, eval__width=32)),
+    "branches": (
+        "shapes_qwenimage_pr",
+        JPEG | dict(train__learning_rate=1e-2, health__action="roll_back", health__eval_drop=0.0),
+    ),
+    "nft": ("shapes_qwenimage_nft", MEASURED | dict(train__learning_rate=5e-3, train__reference_interval=3)),
+    "nft, full weights": ("shapes_qwenimage_nft", MEASURED | dict(train__learning_rate=1e-3, lora__rank=0)),
+    "dpo": ("shapes_qwenimage_dpo", dict(train__learning_rate=1e-3)),
+    "online dpo": ("shapes_qwenimage_dpo,online", dict(train__learning_rate=1e-3, train__reference_interval=4)),
+}
+
+
+class Run(NamedTuple):
+    folder: Path
+    name: str  # of its config
+    how: dict  # its settings by dotted name ("." written as "__")
+
+
+def redness(images, prompts, metadata):
+    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+
+def made_once(folder, make):
+    """`folder`, which the first process that asks makes; the others wait for it."""
+    with folder.with_suffix(".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / "complete").touch()
+    return folder
+
+
+def shared(basetemp):
+    """A folder that all processes of a session have in common."""
+    return basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp
+
+
+def pairs_of(root):
+    """Preference pairs of 48 prompts."""
+
+    def make(folder):
+        prepare("shapes_qwenimage_dpo", folder / "pairs", dataset=few_prompts(folder / "data", 48))
+
+    return str(made_once(root / "preferences", make) / "pairs")
+
+
+def run_of(root, kind):
+    """One of RUNS. What it printed is in the file `said` beside the folder of runs."""
+    name, how = RUNS[kind]
+    how = ALWAYS | how
+    if kind == "dpo":
+        how["preferences__path"] = pairs_of(root)
+
+    def make(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rewards, "REGISTERED", {})
+            rewards.register("redness", redness)
+            with (folder / "said").open("w") as file, contextlib.redirect_stdout(file):
+                train(name, folder / "runs", **how)
+
+    (folder,) = (made_once(root / kind.replace(", ", "_").replace(" ", "_"), make) / "runs").iterdir()
+    return Run(folder, name, how)
+
+
+def go_on(run, folder, **more):
+    """A copy of a run in `folder` that has gone on from the checkpoint of its first epoch."""
+    shutil.copytree(run.folder, folder / run.folder.name)
+    checkpoint = folder / run.folder.name / "checkpoints" / "epoch_000001"
+    return train(run.name, folder, **run.how | dict(resume_from=str(checkpoint)) | more)
+
+
+def assert_same(folder, other, epoch=EPOCHS):
+    """All that two runs logged, and the tensors of their checkpoints, bit for bit."""
+    assert lines_of(folder) == lines_of(other)
+    ours, theirs = stored(folder, epoch), stored(other, epoch)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

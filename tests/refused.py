@@ -1,0 +1,20 @@
+"""Calls that must be refused: the kind of error, and words of its sentence."""
+
+from flow_grpo.base.errors import UserError
+
+
+def otherwise(call, words, error=UserError):
+    """What a call does instead of refusing in one line that holds all words; "" if it does so."""
+    try:
+        call()
+    except Exception as raised:
+        said = f"{type(raised).__name__}: {raised}"
+        good = isinstance(raised, error) and all(str(word) in said for word in words) and "\n" not in said
+        return "" if good else said
+    return "nothing"
+
+
+def assert_refused(rows):
+    """Args: rows: (name, call, words), or with the kind of error for a fourth."""
+    found = [(name, otherwise(call, words, *error)) for name, call, words, *error in rows]
+    assert not [said for _, said in found if said], "\n".join(f"{name} -> {said}" for name, said in found if said)
