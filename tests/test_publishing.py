@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, ModelCard
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from small import ROOT, as_prompts, flip_a_bit, lines_of, loaded
+from small import ROOT, as_prompts, config_of, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import checksums
 from flow_grpo.diffusers_patch.size import Size
@@ -130,6 +130,14 @@ def test_full_weights_and_links_to_the_rest_are_a_pipeline(tmp_path):
     linked = {path.name for path in tmp_path.iterdir() if path.is_symlink()}
     assert linked == {"scheduler", "text_encoder", "tokenizer", "vae"}
     assert type(QwenImagePipeline.from_pretrained(tmp_path).vae).__name__ == "AutoencoderKLQwenImage"
+
+
+def test_the_card_names_the_loss_that_was_chosen():
+    assert model_card.algorithm(config_of("shapes_qwenimage,guard")) == "GRPO-Guard (arXiv:2510.22319)"
+    for name, words in {"_pr": "TempFlow-GRPO", "_nft": "DiffusionNFT", "_dpo,online": "Diffusion-DPO"}.items():
+        assert words in model_card.algorithm(config_of("shapes_qwenimage" + name))
+    config = config_of("shapes_qwenimage", train__objective="of_a_fork")
+    assert model_card.algorithm(config) == "of_a_fork"
 
 
 def test_the_base_models_licence_is_named_from_its_own_card(tmp_path):

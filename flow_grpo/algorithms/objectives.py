@@ -1,7 +1,8 @@
 """What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
 
-A record says which settings it reads, what it needs and what a model card says of it, so that nothing else compares its
-name. To add one: a formula in losses.py, a function and an entry here, a config that names it.
+A record says which settings it reads, what it asks of a config, and what settings.md and model cards say of it, so
+that nothing else compares its name. To add one: a formula in losses.py, a function and an entry here, a config that
+names it.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.rollout import Minibatch
+from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 
 
@@ -25,14 +27,18 @@ class Surrogate:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # of its own, [R * J] each
 
 
+def fits(config: ConfigDict) -> None:
+    """Any config will do."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """A loss of noisy steps; train.objective names it."""
 
     function: Callable[[SDEStep, Minibatch, Tensor, ConfigDict], Surrogate]  # of step, rows, advantages, config.train
-    card: str  # what a model card says
+    card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
-    gaussian: bool = False  # whether log-probs must be those of a Gaussian
+    check: Callable[[ConfigDict], None] = fits  # of config; raises UserError for what it cannot be trained with
 
 
 class ForwardStep(NamedTuple):
@@ -53,6 +59,7 @@ class ForwardLoss:
     function: Callable[[ForwardStep, Tensor, ConfigDict], Surrogate]  # of step, advantages [R], config.train
     card: str
     reads: tuple[str, ...] = ()
+    check: Callable[[ConfigDict], None] = fits
 
 
 def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
@@ -68,6 +75,15 @@ def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict)
     return Surrogate(loss, losses.guard_log_ratio(*densities))
 
 
+def needs_gaussian(config: ConfigDict) -> None:
+    """Raises UserError unless log-probs are those of a Gaussian."""
+    if config.sample.sde_type == "cps":
+        raise UserError(
+            f"config.train.objective {config.train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' "
+            "does not have; 'cps_gaussian' is the same step with them"
+        )
+
+
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
     good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
@@ -79,7 +95,7 @@ def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
 
 OBJECTIVES = {
     "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
-    "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), gaussian=True),
+    "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
 }
 FORWARD_LOSSES = {
     "nft": ForwardLoss(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),

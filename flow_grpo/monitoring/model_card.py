@@ -10,6 +10,7 @@ from typing import Any
 import huggingface_hub
 import jinja2
 from huggingface_hub import ModelCard, ModelCardData
+from ml_collections import ConfigDict
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -18,17 +19,12 @@ from flow_grpo.base import folders, shipped
 from flow_grpo.base.quoting import in_one_line
 from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import report
+from flow_grpo.settings import table
 from flow_grpo.weights import lora_files
 
 PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
 ADDED = (*PICTURES, "README.md", "adapter_config.json", "adapter_model.safetensors", "model_index.json")
-ALGORITHMS = {  # config.algorithm -> for the card
-    "grpo": "Flow-GRPO (arXiv:2505.05470)",
-    "pr": "Flow-GRPO with per-step branches (TempFlow-GRPO, arXiv:2508.04324)",
-    "nft": "DiffusionNFT (arXiv:2509.16117)",
-    "dpo": "Diffusion-DPO (arXiv:2311.12908)",
-}
 
 
 def complete(run_folder: Path) -> list[str]:
@@ -126,7 +122,7 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=base,
         base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
-        algorithm=ALGORITHMS.get(config.algorithm, config.algorithm),
+        algorithm=algorithm(config),
         split="Test",
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         num_prompts=config.eval.num_prompts,
@@ -138,6 +134,16 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         settings=public_settings(run),
         licence=licence_text(run.config.model, base),
     )
+
+
+def algorithm(config: ConfigDict) -> str:
+    """The loss that trained it, and its paper; one that only a fork has, by its name."""
+    if config.algorithm == table.DPO:
+        return "Diffusion-DPO (arXiv:2311.12908)"
+    key = "forward_loss" if config.algorithm == table.NFT else "objective"
+    loss = table.BY_KEY[f"train.{key}"].choices.get(config.train[key])
+    branches = " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)" if config.algorithm == table.PR else ""
+    return (loss.card if loss else config.train[key]) + branches
 
 
 def _without_the_machine(model: Path) -> str:

@@ -52,15 +52,16 @@ def check(config: ConfigDict, script: Script) -> None:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
     _check_run_name(config.run_name)
-    _check_objective(config.train, script)
+    _check_loss(config, script)
     _check_meaning(config)
     _check_steps(config)
     _check_speed(config)
     script.check(config.sample)
 
 
-def _check_objective(train, script: Script) -> None:
-    """Refuse a setting that only another objective than the chosen one reads."""
+def _check_loss(config: ConfigDict, script: Script) -> None:
+    """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
+    train = config.train
     reads = {name for record in (*OBJECTIVES.values(), *FORWARD_LOSSES.values()) for name in record.reads}
     for key, records in (("objective", OBJECTIVES), ("forward_loss", FORWARD_LOSSES)):
         if f"train.{key}" in script.ignored:
@@ -70,6 +71,7 @@ def _check_objective(train, script: Script) -> None:
                 raise UserError(
                     f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
                 )
+        records[train[key]].check(config)
 
 
 def drop_unused_rewards(config: ConfigDict) -> None:
@@ -117,11 +119,6 @@ def _check_meaning(config: ConfigDict) -> None:
 def _check_steps(config: ConfigDict) -> None:
     """Which steps are noisy, and from which policy's images."""
     sample, train = config.sample, config.train
-    if OBJECTIVES[train.objective].gaussian and sample.sde_type == "cps":
-        raise UserError(
-            f"config.train.objective {train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' does "
-            "not have; 'cps_gaussian' is the same step with them"
-        )
     check_noise_level(sample.noise_level, sample.sde_type, "config.sample.noise_level")
     if sample.noise_level == 0:
         raise UserError("config.sample.noise_level is 0: without noise no step has a log-probability to train")

@@ -30,6 +30,12 @@ SECTIONS = {
     "health": "Alarms, each of which compares the run with itself; 0 = no limit; see [health](../design/health.md)",
 }
 
+
+def _each(losses: dict) -> str:
+    """The names of records of objectives.py, with what each is."""
+    return "; ".join(f"{name} = {loss.card}" for name, loss in losses.items())
+
+
 # fmt: off
 SETTINGS = (
     Setting("algorithm", GRPO, "Script that the config is for; another one refuses it.", choices=ALL,
@@ -177,9 +183,9 @@ SETTINGS = (
     Setting("train.updates_per_epoch", 2, "Optimizer steps per epoch and inner epoch.", unit="updates", min=1,
             max=10**6),
     Setting("train.inner_epochs", 1, "Passes over one rollout, reshuffled.", min=1, max=1000),
-    Setting("train.objective", "clip", "Loss of a noisy step: clip = PPO's; guard = ratios normalised per step, "
-            "GRPO-Guard.", choices=OBJECTIVES, used_by=RATIO),
-    Setting("train.forward_loss", "nft", "Loss of finished images that are noised afresh.",
+    Setting("train.objective", "clip", f"Loss of a noisy step: {_each(OBJECTIVES)}.", choices=OBJECTIVES,
+            used_by=RATIO),
+    Setting("train.forward_loss", "nft", f"Loss of finished images that are noised afresh: {_each(FORWARD_LOSSES)}.",
             choices=FORWARD_LOSSES, used_by=(NFT,)),
     Setting("train.old_log_prob", "rollout",
             "Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row.",
