@@ -46,7 +46,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts"
 
 from random_model import full_config, random_folder, random_model, registered
 
-KEPT = ("images_per_s", "slot_use")
+KEPT = ("images_per_s", "batch_occupancy")
 
 
 def config_of(name: str, kind: str = "pr"):
@@ -138,7 +138,7 @@ class Work:
         self.first_update_s = self.first_update_s or time.perf_counter() - self.start
 
 
-def epoch_figures(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
+def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
     """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first."""
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
@@ -197,7 +197,7 @@ def main(args):
     model_card.complete = lambda _: []  # and without weights there is nothing to describe
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
-        figures = epoch_figures(script, config, family, args.limit_gib) | theirs
+        figures = epoch_metrics(script, config, family, args.limit_gib) | theirs
     if not figures:
         return
     if torch.cuda.is_available():

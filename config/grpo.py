@@ -32,7 +32,7 @@ def shapes_qwenimage_pr():
 
 def pickscore_qwenimage():
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
-    config = slots_512(qwenimage_512(default_config()))
+    config = compiled_512(qwenimage_512(default_config()))
     config.sample.num_prompts_per_epoch = 32
     config.sample.num_images_per_prompt = 16
     config.sample.batch_size = 8
@@ -41,7 +41,7 @@ def pickscore_qwenimage():
 
 def pickscore_qwenimage_pr():
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
-    return branching(slots_512(qwenimage_512(default_config())))
+    return branching(compiled_512(qwenimage_512(default_config())))
 
 
 def pickscore_sd3():
@@ -94,8 +94,8 @@ def qwenimage_512(config):
     return config
 
 
-def slots_512(config):
-    """Compiled blocks, and slots, which see no more padding than they have to."""
+def compiled_512(config):
+    """Compiled blocks; forwards without a log-prob see text padded to a multiple of 16 tokens."""
     config.compile, config.sample.text_multiple = True, 16
     return config
 

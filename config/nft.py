@@ -27,7 +27,7 @@ def shapes_qwenimage_nft():
 
 def pickscore_qwenimage_nft():
     """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
-    config = forward(grpo.slots_512(grpo.qwenimage_512(default_config())))
+    config = forward(grpo.compiled_512(grpo.qwenimage_512(default_config())))
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
     config.sample.batch_size = 8
     return config

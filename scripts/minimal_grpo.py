@@ -19,7 +19,7 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, pipeline_with_logprob
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples, pipeline_with_logprob
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
@@ -28,7 +28,7 @@ NUM_STEPS, NOISY, NOISE_LEVEL = 10, range(3), 0.7  # denoising steps; those with
 NUM_UPDATES, CLIP_RANGE, LEARNING_RATE = 2, 1e-4, 1e-4  # updates of an epoch; the second one's ratios are not 1
 
 
-def sample(model: FlowModel, condition: Condition, epoch: int) -> Sampled:
+def sample(model: FlowModel, condition: Condition, epoch: int) -> Samples:
     """One image for each of the B rows, with the log-probs of its noisy steps."""
     num_images = len(condition.text)
     return pipeline_with_logprob(
@@ -44,7 +44,7 @@ def sample(model: FlowModel, condition: Condition, epoch: int) -> Sampled:
     )
 
 
-def add_gradients(model: FlowModel, condition: Condition, sampled: Sampled, advantages: Tensor) -> None:
+def add_gradients(model: FlowModel, condition: Condition, sampled: Samples, advantages: Tensor) -> None:
     """Of the clipped objective (eq. 5), a mean over B images and their noisy steps. advantages: [B]."""
     scheduler = model.schedule(NUM_STEPS, SIZE)
     for traced in sampled.trace:

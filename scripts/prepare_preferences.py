@@ -35,7 +35,7 @@ from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences, prompts
 from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
 from flow_grpo.diffusers_patch import registry
-from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
+from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.scoring.pool import Pool
@@ -138,7 +138,7 @@ def from_rollouts(config, family, device) -> Maker:
         numbers = range(first * group, first * group + len(rows))
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
         embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
-        start = Start(model, embeds, noise, params, training_size(config))
+        start = SamplingJob(model, embeds, noise, params, training_size(config))
         sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
         scores = pool.submit(sampled.images, rows).result()
         margin, averages = config.preferences.min_margin, scores["avg"]

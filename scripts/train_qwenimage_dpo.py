@@ -76,7 +76,7 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
         for batch in sampling.batches(run, epoch):
             rows = [prompt.metadata["pair"] for prompt in batch.prompts]
             batches.append(files.read(rows, list(batch.images), run.device))
-    run.epoch_figures["images"] = (epoch + 1) * 2 * run.plan.num_groups
+    run.epoch_metrics["images"] = (epoch + 1) * 2 * run.plan.num_groups
     return preferences.concat(batches)
 
 

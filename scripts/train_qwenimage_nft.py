@@ -33,7 +33,7 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
     timesteps, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     images, submitted = [], []
-    with run.shadows[OLD].applied():
+    with run.extra_policies[OLD].applied():
         for batch, samples in sample_epoch(run, epoch, lambda _: range(0)):
             streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
             indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
@@ -57,7 +57,7 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
     are swapped in place, which no waiting graph would survive."""
     inputs, reference = (x_t, rows.timesteps, rows.condition), None
     with torch.no_grad():
-        with run.shadows[OLD].applied():
+        with run.extra_policies[OLD].applied():
             old = run.velocity(*inputs)
         if run.reference:
             with run.reference.applied():
@@ -90,7 +90,7 @@ def update(run: Run, rows: Minibatch) -> None:
 
 
 def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.NFT) -> None:
-    run = start(config, script, shadows=(OLD,))
+    run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
         images, submitted = rollout(run, epoch)
@@ -102,7 +102,7 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
                     update(run, rows)
                 optimizer_step(run)
         if is_due(config.train.old_interval, epoch + 1):
-            run.shadows[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+            run.extra_policies[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

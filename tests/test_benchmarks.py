@@ -31,7 +31,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
     monkeypatch.setattr(optimization, "move_weights", optimization.move_weights)  # to be put back
-    figures = bench.epoch_figures("train_qwenimage_pr", config, MODELS["qwenimage"])
+    figures = bench.epoch_metrics("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
     model = loaded("qwenimage")

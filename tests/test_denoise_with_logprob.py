@@ -8,8 +8,8 @@ import torch
 
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, joined, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import beginning_of_groups
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise, joined
+from flow_grpo.diffusers_patch.sample_with_logprob import split_shared_prefix
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
@@ -55,8 +55,8 @@ def walked(started, noisy, num_branches=0, ode_rows=1000, groups=None, prompts=N
     condition = Condition(torch.tensor(prompts or range(B)).float().view(-1, 1, 1))
     params, own = SamplingParams(T, 1.0, **HOW, **flash), dict(noisy=noisy, num_branches=num_branches, noise=noise)
     request = Request("", condition, latents, Size(64, 96), SCHEDULER, params, **own)
-    request = request if groups is None else beginning_of_groups(request, groups)
-    return joined(list(walk(velocity, [request], Slots(B, ode_rows, filled=False), fast=fast)))
+    request = request if groups is None else split_shared_prefix(request, groups)
+    return joined(list(denoise(velocity, [request], Batching(B, ode_rows, filled=False), fast=fast)))
 
 
 def noisy_step(x, i, b, noise):

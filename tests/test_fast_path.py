@@ -1,4 +1,4 @@
-"""What makes a run faster, against the plain way. Slots: test_stepwise.py; compiled blocks: test_parity.py; merged
+"""What makes a run faster, against the plain way. Batching: test_stepwise.py; compiled blocks: test_parity.py; merged
 adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from flow_grpo.base import rng
 from flow_grpo.data import shapes
 from flow_grpo.diffusers_patch import flow_model, loading, registry
-from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import Start, prepare_encode
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise, joined
+from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, prepare_encode
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
@@ -111,8 +111,8 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
     def walked(short):
         noise = [rng.generator(0, "noise", n) for n in range(3)]
         branching = dict(noisy=range(1, 4), num_branches=2, names=range(3), short=short)
-        requests = prepare_encode(Start(model, condition, noise, params, SIZE), **branching)
-        return joined(sorted(walk(velocity, requests, Slots(3, 8)), key=lambda request: request.name))
+        requests = prepare_encode(SamplingJob(model, condition, noise, params, SIZE), **branching)
+        return joined(sorted(denoise(velocity, requests, Batching(3, 8)), key=lambda request: request.name))
 
     plain, trace = walked(None)
     assert seen == {True: {20}, False: {20}}

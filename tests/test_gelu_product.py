@@ -3,16 +3,14 @@
 The kernel itself takes a GPU and the package.
 """
 
-from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from peft import LoraConfig, inject_adapter_in_model
-from small import FEW, config_of, lines_of, train
+from small import FEW, lines_of, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -224,20 +222,21 @@ def test_compiled_it_is_one_operation_and_a_product_and_as_good():
 )
 def test_it_is_used_with_flash_attention_4_on_hopper_alone(attention, capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(fused_mlp, "_kernels", lambda: fused_mlp)
     assert fused_mlp.available(attention, SimpleNamespace(type="cuda")) == expected
     assert not fused_mlp.available(attention, torch.device("cpu"))
 
 
-@pytest.mark.skipif(find_spec("quack") is not None, reason="the package is installed")
-@pytest.mark.parametrize("unused", [{}, dict(attention=""), dict(compile=False), dict(sample__rollout_weights="exact")])
-def test_a_missing_package_is_named_by_runs_that_use_it(unused, monkeypatch):
+def test_a_package_that_cannot_be_imported_is_a_warning_and_the_slower_path(monkeypatch):
+    """quack-kernels raises a TypeError where it lies outside a folder named site-packages."""
+
+    def failing():
+        raise TypeError("expected str, not NoneType")
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    how = dict(attention="flash_4", compile=True, sample__rollout_weights="merged_fp8") | unused
-    config, gpu = config_of("shapes_qwenimage", **how), SimpleNamespace(type="cuda")
-    message = r"needs quack.epilogue \(No module .*: pip install 'flow_grpo\[flash4\]'"
-    with nullcontext() if unused else pytest.raises(ValueError, match=message):
-        fused_mlp.check_package(config, gpu)
-    fused_mlp.check_package(config, torch.device("cpu"))
+    monkeypatch.setattr(fused_mlp, "_kernels", failing)
+    with pytest.warns(UserWarning, match="TypeError: expected str"):
+        assert not fused_mlp.available("flash_4", SimpleNamespace(type="cuda"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")

@@ -21,7 +21,7 @@ PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # 
 def started(request, tmp_path):
     """A run before its first epoch."""
     config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
-    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
+    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
     yield run
     run.board.finish()
 
@@ -49,7 +49,7 @@ def test_the_old_policy_samples_whatever_the_trained_one_has_become(started):
     move(run)
     again = rollout(run)
     assert torch.equal(again.x_0, first.x_0)
-    run.shadows["old"].move(1.0)  # had the trained policy sampled, its images would have been these
+    run.extra_policies["old"].move(1.0)  # had the trained policy sampled, its images would have been these
     trained = rollout(run)
     assert (trained.x_0 - first.x_0).abs().max() > 0.01
 
@@ -63,7 +63,7 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
     assert torch.equal(old, velocity(run, rows).detach())
     weights = [p.detach().clone() for p in run.parameters]
     move(run)
-    run.shadows["old"].move(0.5)
+    run.extra_policies["old"].move(0.5)
     again, still = script.frozen_velocities(run, rows, rows.x_0)
     moved = velocity(run, rows)
     assert torch.equal(still, reference)
@@ -87,7 +87,7 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     plain = script.noised
     monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
     config = config_of(NAME, tmp_path, train__shared_noise=True)
-    run = startup.start(config, checks.NFT, shadows=(script.OLD,))
+    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
     images = rollout(run)
     groups = images.images // run.plan.group_size
     for group in groups.unique():

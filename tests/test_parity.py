@@ -67,7 +67,7 @@ def test_latents_stored_in_bf16_are_named(compared, monkeypatch):
 
 def condition_while_sampling(monkeypatch, changed):
     """Rollouts, and no updates, are conditioned on changed(condition)."""
-    predict, requests, drawing = QWEN.velocity, sampling.walk, []
+    predict, requests, drawing = QWEN.velocity, sampling.denoise, []
 
     def velocity(model, x, t, condition, scale, size):
         return predict(model, x, t, changed(condition) if drawing else condition, scale, size)
@@ -77,7 +77,7 @@ def condition_while_sampling(monkeypatch, changed):
         yield from requests(*args)
         drawing.clear()
 
-    monkeypatch.setattr(sampling, "walk", draw)
+    monkeypatch.setattr(sampling, "denoise", draw)
     monkeypatch.setattr(QWEN, "velocity", velocity)
 
 

@@ -9,8 +9,8 @@ from rounding import rounding
 from small import MODELS, as_prompts, lines_of, loaded, train
 
 from flow_grpo.base import rng
-from flow_grpo.diffusers_patch.denoise_with_logprob import Slots, joined, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import Branching, Start, post_decode, prepare_encode, sample
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise, joined
+from flow_grpo.diffusers_patch.sample_with_logprob import Branching, SamplingJob, post_decode, prepare_encode, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.run import sampling
@@ -74,7 +74,7 @@ def alone(model, n, what, copies=1):
     condition = model.encode(as_prompts([what["prompt"]] * copies), width=what["width"]).padded(32)
     noise = [rng.generator(0, "noise", n) for _ in range(copies)]
     branching = Branching(what["num_branches"], copies) if what["num_branches"] else None
-    start = Start(model, condition, noise, what["params"], what["size"])
+    start = SamplingJob(model, condition, noise, what["params"], what["size"])
     return sample(start, noisy=what["noisy"], branching=branching)
 
 
@@ -89,16 +89,18 @@ def requests_of(model, n, what, schedules):
     scheduler = schedules.setdefault(key, model.schedule(*key))
     condition = model.encode(as_prompts([what["prompt"]]), width=what["width"]).padded(32)
     kind = dict(noisy=what["noisy"], num_branches=what["num_branches"], names=[n], scheduler=scheduler)
-    return prepare_encode(Start(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"]), **kind)
+    return prepare_encode(
+        SamplingJob(model, condition, [rng.generator(0, "noise", n)], what["params"], what["size"]), **kind
+    )
 
 
 def finished_in(model, slots):
     """The forty by number, come in random order, and the slots."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(slots)).tolist()
-    wanted, used, schedules = dict(mix()), Slots(slots, slots), {}
+    wanted, used, schedules = dict(mix()), Batching(slots, slots), {}
     requests = (request for n in order for request in requests_of(model, n, wanted[n], schedules))
     finished = []
-    for request in walk(model.velocity, requests, used):
+    for request in denoise(model.velocity, requests, used):
         assert sum(len(branch.latents) for branch in request.branches) == 2 * request.num_branches
         assert all(branch.finished for branch in request.branches)
         finished.append(request)
@@ -112,7 +114,7 @@ def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, model, expe
     finished, used = finished_in(model, slots)
     for n, wanted in expected.items():
         assert_equal(*joined([finished[n]]), wanted, f"request {n}")
-    assert used.rows <= used.offered
+    assert used.rows <= used.capacity
     assert used.num_forwards >= used.rows / slots
 
 
@@ -154,10 +156,10 @@ def test_a_group_shares_its_steps_up_to_the_window(slots, model):
             return [rng.generator(0, "noise", row) for row in range(5)]
 
         condition, how = model.encode(as_prompts(texts), width=24), dict(noisy=window, groups=groups)
-        wanted = sample(Start(model, condition, noise(), params, SIZE), **how)
-        used = Slots(slots, slots)
-        requests = prepare_encode(Start(model, condition, noise(), params, SIZE), names=range(5), **how)
-        finished = sorted(walk(model.velocity, requests, used), key=lambda request: request.name)
+        wanted = sample(SamplingJob(model, condition, noise(), params, SIZE), **how)
+        used = Batching(slots, slots)
+        requests = prepare_encode(SamplingJob(model, condition, noise(), params, SIZE), names=range(5), **how)
+        finished = sorted(denoise(model.velocity, requests, used), key=lambda request: request.name)
         assert_equal(*joined(finished), wanted, f"{slots} slots, window {window}")
         assert used.rows == 2 * shared + 5 * (6 - shared)
 
@@ -174,11 +176,11 @@ def test_every_model_makes_the_same_in_slots(name, tmp_path):
     for noisy, num_branches, flash_ratio in ((range(1, 3), 0, 0.0), (range(1, 3), 0, 0.5), (range(3), 2, 0.0)):
         params = SamplingParams(5, 4.0, 0.7, flash_ratio=flash_ratio)
         branching, kind = Branching(num_branches, 4) if num_branches else None, dict(noisy=noisy, names=range(4))
-        full = sample(Start(model, condition, noise(), params, size), noisy=noisy, branching=branching)
+        full = sample(SamplingJob(model, condition, noise(), params, size), noisy=noisy, branching=branching)
         for slots in (2, 5):
-            start = Start(model, condition, noise(), params, size)
+            start = SamplingJob(model, condition, noise(), params, size)
             requests = prepare_encode(start, num_branches=num_branches, **kind)
-            finished = walk(model.velocity, requests, Slots(slots, slots))
+            finished = denoise(model.velocity, requests, Batching(slots, slots))
             parts = list(post_decode(model, finished, vae_batch_size=3))
             assert len(parts) > 1
             for some, sampled in parts:
@@ -214,13 +216,13 @@ def test_branches_fill_their_slots_and_take_as_few_forwards_as_these_allow(tmp_p
     how = dict(sample__num_prompts_per_epoch=20, sample__num_images_per_prompt=1, sample__batch_size=5)
     how |= dict(sample__num_steps=8, sample__completion_batch_size=24, train__updates_per_epoch=1)
     folder = train("shapes_qwenimage_pr", tmp_path, num_epochs=1, eval_freq=0, **how)
-    assert lines_of(folder, "epoch")[0]["slot_use"] > 0.9
+    assert lines_of(folder, "epoch")[0]["batch_occupancy"] > 0.9
 
 
 def test_a_windows_other_steps_have_more_rows_to_a_forward(tmp_path, monkeypatch):
     """16 images of 4 steps, of which 1 and 2 are noisy; all log-probs are the update's."""
-    seen, plain = [], sampling.walk
-    monkeypatch.setattr(sampling, "walk", lambda *how: seen.append(how[2]) or plain(*how))
+    seen, plain = [], sampling.denoise
+    monkeypatch.setattr(sampling, "denoise", lambda *how: seen.append(how[2]) or plain(*how))
     how = dict(sample__num_prompts_per_epoch=4, sample__sde_window_range=(1, 3))
     for rows in (0, 8):
         folder = train(

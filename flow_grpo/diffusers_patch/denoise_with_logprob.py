@@ -1,12 +1,12 @@
-"""The walk from noise to image: many requests in a fixed number of slots (continuous batching).
+"""Denoising by continuous batching: many requests share forwards of a fixed number of rows.
 
-A request leaves when it is finished and another takes its place, each at its own timestep, on its own schedule. Which
+A request leaves when it is finished and another takes its place. Each has its own timestep and its own schedule. Which
 requests share a forward changes no trajectory: a forward has one shape, in which a row's velocity does not depend on
-its neighbours, and all else that belongs to a request (schedule, noise, solver) lies in it. Steps whose velocity enters
-a log-prob have slots of their own, of the shape of the update's forwards, so that the update computes the same bits;
+its neighbours, and all else that belongs to a request (schedule, noise, solver) is stored in it. Steps whose velocity
+enters a log-prob have forwards of their own, of the shape of the update's, so that the update computes the same bits;
 they run inside `exact()`. The others may be faster than exact: they run inside `fast()`.
 
-A batch that walks in lockstep is one request of several rows.
+A batch whose rows take each step together is one request of several rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,11 +36,12 @@ class TracedStep(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """R rows in lockstep: images, trunks, what groups share before their noise, or branches that left at one step."""
+    """R rows that take each step together: images, trunks, the prefix that a group shares before its noise, or branches
+    that left at one step."""
 
     name: Any  # what the caller knows it by
     condition: Condition  # R rows
-    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the request that it will leave
+    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the prefix that it continues
     size: Size
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
@@ -49,8 +50,8 @@ class Request:
     noise: Callable[[int], Tensor] | None = None  # J -> standard normal [R * J, ...] for its next noisy step
     short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
-    heirs: list["Request"] = field(default_factory=list)  # not empty: it ends at their step, where they begin
-    origin: Tensor | None = None  # of an heir, [R]: the rows of the request that it leaves; None = all
+    continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
+    source_rows: Tensor | None = None  # of a continuation, [R]: rows of the prefix; None = all
     trunk: "Request | None" = None  # of a branch
     branches: list["Request"] = field(default_factory=list)  # of trunks, in the order of their steps
     solver: Solver | None = None  # what takes its next step, if not Euler
@@ -71,13 +72,13 @@ class Request:
         return self.step in self.noisy
 
     @property
-    def kind(self) -> tuple:
-        """Requests of one kind can share a forward."""
-        shapes = self.latents.shape[1:], self.present_condition.shapes
+    def batch_key(self) -> tuple:
+        """Requests with equal keys can share a forward."""
+        shapes = self.latents.shape[1:], self.current_condition.shapes
         return self.needs_log_prob, self.params.guidance_scale, self.size, *shapes
 
     @property
-    def present_condition(self) -> Condition:
+    def current_condition(self) -> Condition:
         """Of its next step."""
         return self.condition if self.needs_log_prob or self.short is None else self.short
 
@@ -88,59 +89,63 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether there is no next step."""
-        if self.heirs:
-            return self.step >= self.heirs[0].step
+        """Whether there is no next step. A prefix is finished where its continuations begin."""
+        if self.continuations:
+            return self.step >= self.continuations[0].step
         steps = self.noisy.stop if self.num_branches else len((self.solver or self.scheduler).timesteps)
         return self.step >= steps
 
     def begin_solver(self) -> None:
         """Once the noise is over, go on with fewer forwards where that was asked for."""
         params, num_steps = self.params, len(self.scheduler.timesteps)
-        waits = self.num_branches or self.heirs or self.solver
+        waits = self.num_branches or self.continuations or self.solver
         if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
             self.solver, self.step = solver_of(params.flash_solver, self.scheduler, self.step, params.flash_ratio), 0
             self.noisy = range(0)
 
-    def begin_heirs(self) -> list["Request"]:
-        """Those that begin where this one has just ended."""
-        if not self.heirs or not self.finished:
+    def start_continuations(self) -> list["Request"]:
+        """Of a prefix that is finished, with its latents; [] of any other request."""
+        if not self.continuations or not self.finished:
             return []
-        for heir in self.heirs:
-            heir.latents = self.latents if heir.origin is None else self.latents[heir.origin]
-        return self.heirs
+        for request in self.continuations:
+            request.latents = self.latents if request.source_rows is None else self.latents[request.source_rows]
+        return self.continuations
 
 
 @dataclass
-class Slots:
-    """How many rows a forward has, and how well they were used."""
+class Batching:
+    """How many rows a forward has, and how many of them were used."""
 
     log_prob_rows: int  # of steps whose velocity enters a log-prob: the update's batch size
     ode_rows: int  # of the others
     filled: bool = True  # every forward has as many rows as that; else as many as there are
     num_forwards: int = 0
     rows: int = 0  # that were some request's
-    offered: int = 0
+    capacity: int = 0  # rows that all forwards together had room for
 
     @property
-    def use(self) -> float:
-        """Share of the offered rows that were used."""
-        return self.rows / max(self.offered, 1)
+    def occupancy(self) -> float:
+        """Fraction of the rows that were some request's."""
+        return self.rows / max(self.capacity, 1)
 
     def size(self, request: Request) -> int:
         """Rows of a forward that takes the request's next step."""
         return self.log_prob_rows if request.needs_log_prob else self.ode_rows
 
+    def count(self, rows: int, size: int) -> None:
+        """A forward of `size` rows, of which `rows` are some request's."""
+        self.num_forwards, self.rows, self.capacity = self.num_forwards + 1, self.rows + rows, self.capacity + size
 
-def walk(
+
+def denoise(
     velocity: Velocity,
     requests: Iterable[Request],
-    slots: Slots,
+    batching: Batching,
     exact: Callable = nullcontext,
     fast: Callable = nullcontext,
 ) -> Iterator[Request]:
-    """Take all requests to their end; yields each as it is finished, with its latents and trace, trunks with their last
-    branch. What a group shares is not yielded; its heirs are.
+    """Denoise all requests; yields each as it is finished, with its latents and trace, trunks with their last
+    branch. A shared prefix is not yielded; its continuations are.
 
     Args:
         requests: taken one by one, when there is room for them.
@@ -148,36 +153,37 @@ def walk(
     """
     coming, in_flight = iter(requests), []
     while True:
-        while sum(request.num_rows for request in in_flight) < slots.log_prob_rows + slots.ode_rows:
+        while sum(request.num_rows for request in in_flight) < batching.log_prob_rows + batching.ode_rows:
             request = next(coming, None)
             if request is None:
                 break
-            in_flight += request.begin_heirs() or [request]
+            in_flight += request.start_continuations() or [request]
         if not in_flight:
             return
-        batch = choose(in_flight, slots)
+        batch = next_batch(in_flight, batching)
         mode = exact if batch[0].needs_log_prob else fast
-        new = step_scheduler(batch, denoise_step(velocity, batch, slots, mode), slots)
+        new = step_scheduler(batch, denoise_step(velocity, batch, batching, mode), batching)
         in_flight = [request for request in in_flight + new if not request.finished]
-        yield from complete([request for request in batch + new if request.finished and not request.heirs])
+        ended = [request for request in batch + new if request.finished and not request.continuations]
+        yield from completed_roots(ended)
 
 
-def complete(ended: list[Request]) -> list[Request]:
-    """Of what a forward has finished, all that waits for no branch: images, and trunks with their last branch."""
+def completed_roots(ended: list[Request]) -> list[Request]:
+    """Of requests that a forward has finished: images, and trunks all of whose branches are finished."""
     roots = dict.fromkeys(request.trunk or request for request in ended)
     return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
 
 
-def choose(in_flight: list[Request], slots: Slots) -> list[Request]:
-    """Requests of one kind for the next forward: of a full one if there is one, log-probs first, else the fullest."""
-    by_kind = {}
+def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
+    """Requests of one key for the next forward: a full forward if there is one, log-probs first, else the fullest."""
+    by_key = {}
     for request in in_flight:
-        by_kind.setdefault(request.kind, []).append(request)
-    packed = [pack(requests, slots.size(requests[0])) for requests in by_kind.values()]
-    return max(packed, key=lambda batch: (fill(batch, slots), batch[0].needs_log_prob))
+        by_key.setdefault(request.batch_key, []).append(request)
+    packed = [fit_rows(requests, batching.size(requests[0])) for requests in by_key.values()]
+    return max(packed, key=lambda batch: (filled_fraction(batch, batching), batch[0].needs_log_prob))
 
 
-def pack(requests: list[Request], size: int) -> list[Request]:
+def fit_rows(requests: list[Request], size: int) -> list[Request]:
     """The first ones that fit into `size` rows; at least one."""
     chosen, rows = [], 0
     for request in requests:
@@ -187,19 +193,19 @@ def pack(requests: list[Request], size: int) -> list[Request]:
     return chosen
 
 
-def fill(batch: list[Request], slots: Slots) -> float:
-    """Share of a forward's rows that they take."""
-    return sum(request.num_rows for request in batch) / slots.size(batch[0])
+def filled_fraction(batch: list[Request], batching: Batching) -> float:
+    """Fraction of a forward's rows that a batch takes."""
+    return sum(request.num_rows for request in batch) / batching.size(batch[0])
 
 
-def denoise_step(velocity: Velocity, batch: list[Request], slots: Slots, mode: Callable) -> Tensor:
+def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, mode: Callable) -> Tensor:
     """Velocities of a batch's rows, by one forward inside mode(), maybe filled up with copies of the last row."""
     first, num = batch[0], sum(request.num_rows for request in batch)
     x = _joined([request.latents for request in batch])
     t = _joined([request.timestep.expand(request.num_rows) for request in batch])
-    condition = Condition.concat([request.present_condition for request in batch])
-    size = max(slots.size(first), num) if slots.filled else num
-    slots.num_forwards, slots.rows, slots.offered = slots.num_forwards + 1, slots.rows + num, slots.offered + size
+    condition = Condition.concat([request.current_condition for request in batch])
+    size = max(batching.size(first), num) if batching.filled else num
+    batching.count(num, size)
     if size > num:
         rows = torch.arange(size, device=x.device).clamp(max=num - 1)
         x, t, condition = x[rows], t[rows], condition.take(rows)
@@ -208,8 +214,8 @@ def denoise_step(velocity: Velocity, batch: list[Request], slots: Slots, mode: C
     return v[:num].detach()
 
 
-def step_scheduler(batch: list[Request], velocities: Tensor, slots: Slots) -> list[Request]:
-    """Move every request of a batch by one step, in place; returns those that have left them: branches and heirs."""
+def step_scheduler(batch: list[Request], velocities: Tensor, batching: Batching) -> list[Request]:
+    """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
     new, groups = [], {}
     for request, v in zip(batch, velocities.split([request.num_rows for request in batch]), strict=True):
         params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
@@ -223,13 +229,13 @@ def step_scheduler(batch: list[Request], velocities: Tensor, slots: Slots) -> li
         if requests[0].solver:
             solver_step(requests, v)
         elif requests[0].needs_log_prob:
-            new += noisy_step(requests, v, slots.ode_rows)
+            new += noisy_step(requests, v, batching.ode_rows)
         else:
             euler_step(requests, v)
     for request in batch:
         request.step += 1
         request.begin_solver()
-        new += request.begin_heirs()
+        new += request.start_continuations()
     return new
 
 
@@ -260,12 +266,12 @@ def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> li
     x = _joined([request.latents for request in requests])
     t = _joined([request.timestep.expand(size) for request, size in zip(requests, sizes)])
     noise = _joined([request.noise(outcomes) for request in requests])
-    origin = torch.arange(len(x), device=x.device).repeat_interleave(outcomes)
+    source_rows = torch.arange(len(x), device=x.device).repeat_interleave(outcomes)
     step = sde_step_with_logprob(
         requests[0].scheduler,
-        velocities[origin],
-        t[origin],
-        x[origin],
+        velocities[source_rows],
+        t[source_rows],
+        x[source_rows],
         noise_level=params.noise_level,
         sde_type=params.sde_type,
         noise=noise,
@@ -275,7 +281,7 @@ def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> li
         rows, drawn = slice(first, first + size), slice(first * outcomes, (first + size) * outcomes)
         request.trace.append(TracedStep(t[rows], x[rows], SDEStep(*(part[drawn] for part in step))))
         if request.num_branches:
-            new += branch(request, step.prev_sample[drawn], ode_rows)
+            new += make_branches(request, step.prev_sample[drawn], ode_rows)
         else:
             request.latents = step.prev_sample[drawn]
         first += size
@@ -284,12 +290,15 @@ def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> li
     return new
 
 
-def branch(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
-    """What leaves trunks at their present step: of a single one together, if nine tenths of the slots can be filled
-    with such; of several as many together as the slots hold."""
-    origin = torch.arange(trunk.num_rows, device=latents.device).repeat_interleave(trunk.num_branches)
-    fits = ode_rows // len(latents) * len(latents) >= 0.9 * ode_rows
-    size = ode_rows if trunk.num_rows > 1 else len(latents) if fits else 1
+def make_branches(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
+    """The branches of trunks at their present step.
+
+    Those of a single trunk are one request if nine tenths of a forward can be filled with such requests, else a request
+    each. Those of several trunks are requests as large as a forward.
+    """
+    source_rows = torch.arange(trunk.num_rows, device=latents.device).repeat_interleave(trunk.num_branches)
+    together = ode_rows // len(latents) * len(latents) >= 0.9 * ode_rows
+    size = ode_rows if trunk.num_rows > 1 else len(latents) if together else 1
     new = [
         Request(
             trunk.name,
@@ -302,7 +311,7 @@ def branch(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
             step=trunk.step + 1,
             trunk=trunk,
         )
-        for part, rows in zip(latents.split(size), origin.split(size))
+        for part, rows in zip(latents.split(size), source_rows.split(size))
     ]
     trunk.branches += new
     return new

@@ -17,14 +17,14 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, TracedStep, Velocity, joined, walk
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, TracedStep, Velocity, denoise, joined
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Samples:
     """What an entry point returns. B prompts; K noisy steps; J outcomes per noisy step."""
 
     images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
@@ -33,7 +33,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Draws:
+class NoiseSource:
     """The normal draws of B images, in the order of their steps."""
 
     latents: Tensor  # [B, ...], the first ones
@@ -46,7 +46,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Start:
+class SamplingJob:
     """B prompts about to be sampled."""
 
     model: FlowModel
@@ -55,9 +55,11 @@ class Start:
     params: SamplingParams
     size: Size
 
-    def draws(self, latents: Tensor | None) -> Draws:
-        """Their draws; `latents` may take the place of the first ones."""
-        return Draws(self.model.noise(self.size, self.generators) if latents is None else latents, self.generators)
+    def noise_source(self, latents: Tensor | None) -> NoiseSource:
+        """Of these prompts' normal draws; `latents` may take the place of the first ones."""
+        return NoiseSource(
+            self.model.noise(self.size, self.generators) if latents is None else latents, self.generators
+        )
 
     def schedule(self) -> Any:
         """A scheduler with timesteps set."""
@@ -89,7 +91,7 @@ def pipeline_with_logprob(
     latents: Tensor | None = None,
     groups: list[int] | None = None,
     vae_batch_size: int = 8,
-) -> Sampled:
+) -> Samples:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
 
     Args:
@@ -109,8 +111,8 @@ def pipeline_with_logprob(
     scale = _guidance_scale(pipeline, guidance_scale)
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     _check_counts(_num_rows(prompts), dict(groups=groups, latents=latents), dict(vae_batch_size=vae_batch_size))
-    start = _checked_start(pipeline, prompts, generators, params, Size(height, width), window, "window")
-    return sample(start, noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
+    job = _checked_job(pipeline, prompts, generators, params, Size(height, width), window, "window")
+    return sample(job, noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
 
 
 @torch.no_grad()
@@ -131,7 +133,7 @@ def pipeline_with_logprob_perstep(
     flash_solver: str = "dpm",
     completion_batch_size: int = 24,
     vae_batch_size: int = 8,
-) -> Sampled:
+) -> Samples:
     """A deterministic trunk per prompt and `num_branches` noisy branches at each of its `steps`, all finished
     deterministically and decoded (TempFlow-GRPO, arXiv:2508.04324). Arguments as in `pipeline_with_logprob`.
 
@@ -149,16 +151,16 @@ def pipeline_with_logprob_perstep(
         raise UserError(f"steps is {steps}; there must be a step at which branches leave")
     scale = _guidance_scale(pipeline, guidance_scale)
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    start = _checked_start(pipeline, prompts, generators, params, Size(height, width), steps, "steps")
+    job = _checked_job(pipeline, prompts, generators, params, Size(height, width), steps, "steps")
     branching = Branching(num_branches, completion_batch_size)
-    return sample(start, noisy=steps, branching=branching, vae_batch_size=vae_batch_size)
+    return sample(job, noisy=steps, branching=branching, vae_batch_size=vae_batch_size)
 
 
 def _guidance_scale(pipeline: DiffusionPipeline, chosen: float | None) -> float:
     return registry.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
 
 
-def _checked_start(
+def _checked_job(
     pipeline: DiffusionPipeline,
     prompts: str | list[str] | Condition,
     generators: torch.Generator | list[torch.Generator],
@@ -166,7 +168,7 @@ def _checked_start(
     size: Size,
     steps: range,
     name: str,
-) -> Start:
+) -> SamplingJob:
     """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
     model, count = registry.of_pipeline(pipeline), _num_rows(prompts)
     model.check_size(size)
@@ -181,7 +183,7 @@ def _checked_start(
     if not isinstance(prompts, Condition):
         texts = [prompts] if isinstance(prompts, str) else prompts
         prompts = model.encode([Prompt(text) for text in texts], guided=model.is_guided(params.guidance_scale))
-    return Start(model, prompts, generators, params, size)
+    return SamplingJob(model, prompts, generators, params, size)
 
 
 def _check_counts(num_prompts: int, per_prompt: dict[str, Sized | None], sizes: dict[str, int]) -> None:
@@ -204,7 +206,7 @@ def _num_rows(prompts: str | list[str] | Condition) -> int:
 
 @torch.no_grad()
 def sample(
-    start: Start,
+    job: SamplingJob,
     *,
     noisy: range,
     branching: Branching | None = None,
@@ -214,48 +216,48 @@ def sample(
     vae_batch_size: int = 8,
     exact: Callable = nullcontext,
     fast: Callable = nullcontext,
-) -> Sampled:
-    """Images of B prompts that walk in lockstep, or with `branching` their trunks' branches.
+) -> Samples:
+    """Images of B prompts whose rows take each step together, or with `branching` their trunks' branches.
 
     Args:
         noisy: the window, or the steps at which branches leave.
         velocity: the policy; None = the model's own.
         exact: context of the forwards whose velocity enters a log-prob; `fast` of the others.
     """
-    drawn = start.draws(latents)
+    source = job.noise_source(latents)
     request = Request(
         None,
-        start.condition,
-        drawn.latents,
-        start.size,
-        start.schedule(),
-        start.params,
+        job.condition,
+        source.latents,
+        job.size,
+        job.schedule(),
+        job.params,
         noisy=noisy,
         num_branches=branching.num_branches if branching else 0,
-        noise=partial(drawn.noise, slice(None)),
+        noise=partial(source.noise, slice(None)),
     )
     if groups is not None:
-        request = beginning_of_groups(request, groups)
-    num = len(drawn.latents)
-    slots = Slots(num, branching.completion_batch_size if branching else num, filled=False)
-    finished = list(walk(velocity or start.model.velocity, [request], slots, exact, fast))
-    return _decoded(start.model, finished, vae_batch_size)
+        request = split_shared_prefix(request, groups)
+    num = len(source.latents)
+    batching = Batching(num, branching.completion_batch_size if branching else num, filled=False)
+    finished = list(denoise(velocity or job.model.velocity, [request], batching, exact, fast))
+    return _decoded(job.model, finished, vae_batch_size)
 
 
-def beginning_of_groups(request: Request, groups: list[int]) -> Request:
+def split_shared_prefix(request: Request, groups: list[int]) -> Request:
     """What the groups of a request's rows share until its noise begins: the first row of each."""
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     device = request.latents.device
     firsts = torch.tensor([groups.index(group) for group in numbers], device=device)
-    request.origin = torch.tensor([numbers[group] for group in groups], device=device)
+    request.source_rows = torch.tensor([numbers[group] for group in groups], device=device)
     request.latents, latents, request.step = None, request.latents[firsts], request.noisy.start
     shared = request.size, request.scheduler, request.params
-    return Request(None, request.condition.take(firsts), latents, *shared, heirs=[request])
+    return Request(None, request.condition.take(firsts), latents, *shared, continuations=[request])
 
 
 @torch.no_grad()
 def prepare_encode(
-    start: Start,
+    job: SamplingJob,
     *,
     noisy: range,
     names: Iterable[Any],
@@ -265,50 +267,50 @@ def prepare_encode(
     groups: list[int] | None = None,
     short: list[Condition] | None = None,
 ) -> list[Request]:
-    """Requests of one row each for `walk`; arguments as in `sample`.
+    """Requests of one row each for `denoise`; arguments as in `sample`.
 
     Args:
         names: B, to know the requests by when they are finished.
         scheduler: with timesteps set, for requests to share; None = one for these.
         short: [B] as in Request.
     """
-    scheduler, drawn, requests = scheduler or start.schedule(), start.draws(latents), []
+    scheduler, source, requests = scheduler or job.schedule(), job.noise_source(latents), []
     for row, name in enumerate(names):
         rows = slice(row, row + 1)
         request = Request(
             name,
-            start.condition.take(rows),
-            drawn.latents[rows],
-            start.size,
+            job.condition.take(rows),
+            source.latents[rows],
+            job.size,
             scheduler,
-            start.params,
+            job.params,
             noisy=noisy,
             num_branches=num_branches,
-            noise=partial(drawn.noise, rows),
+            noise=partial(source.noise, rows),
             short=short[row] if short else None,
         )
         requests.append(request)
-    return requests if groups is None else _with_shared_beginnings(requests, groups)
+    return requests if groups is None else _split_shared_prefixes(requests, groups)
 
 
-def _with_shared_beginnings(requests: list[Request], groups: list[int]) -> list[Request]:
+def _split_shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]:
     """One request per group, which the group's own follow where the noise begins."""
-    beginnings = {}
+    prefixes = {}
     for request, group in zip(requests, groups, strict=True):
-        if group not in beginnings:
+        if group not in prefixes:
             shared = request.size, request.scheduler, request.params
             text = request.condition, request.latents
-            beginnings[group] = Request(None, *text, *shared, short=request.short, heirs=[request])
+            prefixes[group] = Request(None, *text, *shared, short=request.short, continuations=[request])
         else:
-            beginnings[group].heirs.append(request)
+            prefixes[group].continuations.append(request)
         request.latents, request.step = None, request.noisy.start
-    return list(beginnings.values())
+    return list(prefixes.values())
 
 
 @torch.no_grad()
 def post_decode(
     model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
-) -> Iterator[tuple[list[Request], Sampled]]:
+) -> Iterator[tuple[list[Request], Samples]]:
     """Images of finished requests, some B requests together as soon as they fill a decode."""
     ready = []
     for request in finished:
@@ -320,8 +322,8 @@ def post_decode(
         yield ready, _decoded(model, ready, vae_batch_size)
 
 
-def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Sampled:
+def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Samples:
     latents, trace = joined(finished)
     shape = latents.shape[: 3 if finished[0].num_branches else 1]
     images = model.decode(latents.flatten(0, len(shape) - 1), finished[0].size, vae_batch_size)
-    return Sampled(images.unflatten(0, shape), latents, trace)
+    return Samples(images.unflatten(0, shape), latents, trace)

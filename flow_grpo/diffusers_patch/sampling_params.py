@@ -1,4 +1,4 @@
-"""How a walk from noise to image is taken."""
+"""How images are sampled."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from flow_grpo.diffusers_patch.solvers import SOLVERS
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Everything about a walk but its start, its size and which of its steps are noisy.
+    """Everything about sampling but the first latents, the size and which steps are noisy.
 
     Raises:
-        UserError: a value that no walk can have.
+        UserError: a value that nothing can be sampled with.
     """
 
     num_steps: int  # from noise to image

@@ -15,7 +15,7 @@ from flow_grpo.base import distributed, rng
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sample_with_logprob import Start, sample
+from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import evaluation_size
 from flow_grpo.evaluation import estimates
@@ -108,7 +108,7 @@ def noise(split: str, seed: int, number: int) -> torch.Generator:
 def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
     """Images of (seed, number of the prompt) rows, and their scores to be."""
     config, drawn_prompts = sampler.config, [split.prompts[number] for _, number in rows]
-    start = Start(
+    start = SamplingJob(
         sampler.model,
         sampler.embed(drawn_prompts),
         [noise(split.name, seed, number) for seed, number in rows],

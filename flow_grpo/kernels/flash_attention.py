@@ -3,14 +3,16 @@ attention, which torch takes by itself, is slower under a mask, and sums the gra
 """
 
 import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from flow_grpo.base import checksums
+from flow_grpo.base import checksums, distributed
 from flow_grpo.base.errors import UserError
 
 NAME = "flash_4"  # of config.attention
@@ -18,14 +20,31 @@ CAPABILITIES = (9, 10, 11)  # major ones with a repeatable backward
 INSTALL = "pip install 'flow_grpo[flash4]'"
 
 
-def check_device(config: ConfigDict, device: torch.device) -> None:
-    """Raises UserError where config asks for it and the GPU has no kernels of it, or the package is not there."""
-    if config.attention != NAME:
-        return
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
-    check_capability(name, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
-    check_package()
+def check_device(attention: str, device: torch.device) -> None:
+    """Raises UserError where config.attention asks for it and the GPU has no kernels of it."""
+    if attention == NAME:
+        on_gpu = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
+        check_capability(name, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+
+
+def usable(attention: str) -> str:
+    """config.attention, or "" with a warning where the package cannot be used."""
+    problem = attention == NAME and package_problem(_kernels, "_flash_attn_fwd", "_flash_attn_bwd")
+    if problem and distributed.is_main():
+        warnings.warn(f"config.attention {NAME!r} is not used, but torch's attention: {problem}", stacklevel=2)
+    return "" if problem else attention
+
+
+def package_problem(load: Callable[[], ModuleType], *functions: str) -> str:
+    """Why these functions of a package cannot be used; "" if they can. They are private to it, so nothing is relied on:
+    a package may fail in any way when it is imported."""
+    try:
+        module = load()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}; {INSTALL}"
+    missing = [name for name in functions if not hasattr(module, name)]
+    return f"{module.__name__} has no {' and no '.join(missing)}; {INSTALL}" if missing else ""
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
@@ -35,14 +54,6 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
             f"config.attention is {NAME!r}, which runs on H100, H200, B200 and B300 (compute capability 9, 10 or 11), "
             f"not on {name}"
         )
-
-
-def check_package() -> None:
-    """Raises UserError unless the kernels can be imported."""
-    try:
-        _kernels()
-    except (ImportError, OSError) as error:
-        raise UserError(f"config.attention {NAME!r} needs flash_attn.cute ({error}): {INSTALL}") from error
 
 
 def _kernels():

@@ -104,7 +104,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "time/eval_s": Metric("s", "evaluation", "steady"),
     "time/save_s": Metric("s", "writing a checkpoint", "steady"),
     "time/epoch_s": Metric("s", "from the epoch's first timed phase to its log line", "about the sum of the phases"),
-    "slot_use": Metric("", "share of the rollout's slots that were used", "above 0.9"),
+    "batch_occupancy": Metric("", "fraction of the rows of the rollout's forwards that were an image's", "above 0.9"),
     "images_per_s": Metric("1/s", "training images per second, all GPUs, eval and save not counted", "steady"),
     "memory/peak_gib": Metric("GiB", "peak allocated GPU memory of the main rank", "flat after the first epoch"),
     "epoch": Metric("", "epochs finished before this one", "counts up from 0"),

@@ -17,9 +17,9 @@ def watch(run: Run, epoch: int) -> None:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
         run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
     run.alarms = verdict.alarms
-    run.epoch_figures |= {f"health/{name}": value for name, value in verdict.figures.items()}
-    run.epoch_figures |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
-    run.epoch_figures["health/learning_rate_factor"] = run.learning_rate_factor
+    run.epoch_metrics |= {f"health/{name}": value for name, value in verdict.figures.items()}
+    run.epoch_metrics |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
+    run.epoch_metrics["health/learning_rate_factor"] = run.learning_rate_factor
 
 
 def resume(run: Run) -> None:
@@ -32,7 +32,7 @@ def resume(run: Run) -> None:
 
 def _judge(run: Run, epoch: int) -> health.Verdict:
     """On the main rank: enter the epoch into the history, and judge it."""
-    line = {"kind": "epoch", "epoch": epoch, **run.epoch_figures}
+    line = {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}
     run.history.append(health.summarize([*run.board.since_epoch, line], run.config))
     verdict = health.judge(run.history, run.config.health)
     run.history[-1] = run.history[-1]._replace(acted=verdict.act)
@@ -63,7 +63,7 @@ def _roll_back(run: Run) -> str:
     if problem := save.load_best_state(run):
         return f"{problem}, so {_stop(run)}"
     run.num_roll_backs += 1
-    run.epoch_figures["health/rolled_back_to"] = run.best_evaluation.epoch
+    run.epoch_metrics["health/rolled_back_to"] = run.best_evaluation.epoch
     return f"it goes back to the best policy, of epoch {run.best_evaluation.epoch}; {_lower_learning_rate(run)}"
 
 

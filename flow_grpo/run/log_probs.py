@@ -64,8 +64,8 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
             rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
             rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
     gaps = distributed.gather((rollout.log_probs - stored).abs().flatten())
-    run.epoch_figures["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
-    run.epoch_figures["parity/recomputed_abs_diff_max"] = gaps.max().item()
+    run.epoch_metrics["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
+    run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def check_parity(run: Run) -> None:
     """
     train = run.config.train
     metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
-    run.epoch_figures |= metrics
+    run.epoch_metrics |= metrics
     limits = ratio_statistics.Limits(train.parity_largest, train.parity_mean, train.parity_clipped)
     problems = ratio_statistics.exceeded(gap, limits) if gap else []
     if not problems:

@@ -23,13 +23,13 @@ def log_epoch(run: Run, epoch: int) -> None:
     `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
     """
     run.epoch = epoch + 1
-    run.epoch_figures["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
-    run.epoch_figures["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
-    run.epoch_figures["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
+    run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
+    run.epoch_metrics["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
+    run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     health_actions.watch(run, epoch)
     seconds_left = run.seconds_left
-    run.board.log("epoch", run.epoch_figures, epoch=epoch, step=run.step, seconds_left=seconds_left)
-    run.epoch_figures, run.num_forwards, run.on_policy = {}, 0, True
+    run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left)
+    run.epoch_metrics, run.num_forwards, run.on_policy = {}, 0, True
     run.stopped = run.stopped or _out_of_time(run, seconds_left)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flow_grpo.algorithms.advantages import combined_advantages, group_stats, kept_rows
 from flow_grpo.base import distributed
 from flow_grpo.data.prompts import Batch
-from flow_grpo.diffusers_patch.sample_with_logprob import Sampled
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.evaluation.evaluation import NUM_SHOWN
 from flow_grpo.monitoring import health
 from flow_grpo.run.run import Run
@@ -41,7 +41,7 @@ class Rewards(NamedTuple):
         return distributed.local_rows(values).view(self.shape).to(device)
 
 
-def submit(run: Run, samples: Sampled, batch: Batch, groups: Tensor | None = None) -> Submitted:
+def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None) -> Submitted:
     """Begin to score images [b, ..., 3, H, W].
 
     groups: [b, ...] int64, which of them compete; None = those of a prompt.
@@ -65,7 +65,7 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     with run.board.timed("reward"):
         scores = [part.scores.result() for part in submitted]
     waited = time.perf_counter() - start
-    run.epoch_figures["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
+    run.epoch_metrics["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
     order = torch.tensor([image for part in submitted for image in part.images]).argsort()
     names = distributed.gather_objects([name for by_name in scores for name in by_name])
     groups = torch.cat([part.groups for part in submitted])[order]
@@ -95,24 +95,24 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
         lambda total: distributed.gather(total[None]).sum(0),
     )
     values = distributed.gather(signs).mean(0).tolist()
-    run.epoch_figures |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
+    run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
 
 
 def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     """Means and spreads of each score, and whether there is anything to learn from them."""
     for name, share in run.pool.masked_shares(rewards.scores).items():
-        run.epoch_figures[f"reward/{name}_masked_share"] = share
+        run.epoch_metrics[f"reward/{name}_masked_share"] = share
     for name, values in rewards.scores.items():
         valid, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
         values, stats = values[valid], group_stats(values[valid], rewards.groups[valid])
-        run.epoch_figures |= {
+        run.epoch_metrics |= {
             f"reward/{name}": values.double().mean().item(),
             f"reward/{prefix}group_std": stats.std.mean().item(),
             f"reward/{prefix}zero_std_share": (stats.std == 0).float().mean().item(),
         }
-    run.epoch_figures["images"] = (epoch + 1) * len(rewards.groups)
-    if run.epoch_figures["reward/zero_std_share"] == 1:
-        score = run.epoch_figures["reward/avg"]
+    run.epoch_metrics["images"] = (epoch + 1) * len(rewards.groups)
+    if run.epoch_metrics["reward/zero_std_share"] == 1:
+        score = run.epoch_metrics["reward/avg"]
         run.board.say(f"epoch {epoch + 1}: the images of each group score alike ({score:.4g} on average): no gradient")
 
 

@@ -52,7 +52,7 @@ class Run:
     loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
     reference: policies.Reference | None  # None where train.beta is 0, unless the script asks for it
-    shadows: dict[str, Ema]  # what else a script keeps of the policy, by a name that checkpoints store it under
+    extra_policies: dict[str, Ema]  # what else a script keeps of the policy, by a name that checkpoints store it under
     inputs: Inputs  # digests of what the run reads
     board: Dashboard
     meter: Meter  # means of what the update adds, until the next optimizer step
@@ -67,7 +67,7 @@ class Run:
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
-    epoch_figures: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
+    epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
     learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume

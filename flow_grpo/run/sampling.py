@@ -11,8 +11,8 @@ from flow_grpo.base import distributed, rng
 from flow_grpo.data import prompts
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Request, Slots, walk
-from flow_grpo.diffusers_patch.sample_with_logprob import Sampled, Start, post_decode, prepare_encode
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.run.run import Run
 from flow_grpo.weights import fsdp_utils, policies
@@ -49,7 +49,7 @@ def batches(run: Run, epoch: int) -> Iterator[Batch]:
 
 def sample_epoch(
     run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 0
-) -> Iterator[tuple[Batch, Sampled]]:
+) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order.
 
     Args:
@@ -61,9 +61,9 @@ def sample_epoch(
     """
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity
-    slots = Slots(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)
+    batching = Batching(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)
     fast = policies.fast_forwards(config, run.model.transformer)
-    finished = walk(velocity, _requests(run, epoch, noisy_steps, num_branches), slots, run.exact, fast)
+    finished = denoise(velocity, _requests(run, epoch, noisy_steps, num_branches), batching, run.exact, fast)
     decoded = post_decode(run.model, finished, vae_batch_size=config.vae_batch_size)
     while True:
         with run.board.timed("rollout"):
@@ -75,7 +75,7 @@ def sample_epoch(
         yield prompts.pick(request.name for request in requests), samples
         if run.step != step:
             raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
-    run.epoch_figures["slot_use"] = slots.use
+    run.epoch_metrics["batch_occupancy"] = batching.occupancy
 
 
 def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) -> Iterator[Request]:
@@ -87,7 +87,7 @@ def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) 
         generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
         shared = run.config.sample.same_latent and not num_branches and len(noisy)
         yield from prepare_encode(
-            Start(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size),
+            SamplingJob(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size),
             noisy=noisy,
             names=[(batch, row) for row in range(len(batch.images))],
             num_branches=num_branches,
@@ -105,7 +105,7 @@ def _group_noise(run: Run, epoch: int, batch: Batch) -> Tensor:
     )
 
 
-def to_rollout(run: Run, samples: Sampled, batch: Batch) -> Rollout:
+def to_rollout(run: Run, samples: Samples, batch: Batch) -> Rollout:
     """The noisy steps of some images, as the update needs them."""
     return from_trace(
         samples.trace,

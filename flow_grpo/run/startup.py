@@ -52,7 +52,7 @@ class Learner(NamedTuple):
     loss_scale: Tensor
     ema: Ema
     reference: policies.Reference | None
-    shadows: dict[str, Ema]
+    extra_policies: dict[str, Ema]
 
 
 def start(
@@ -60,7 +60,7 @@ def start(
     script: checks.Script,
     *,
     make_plan: Callable[[ConfigDict, int], batch_plan.BatchPlan] = batch_plan.plan_batches,
-    shadows: tuple[str, ...] = (),
+    extra_policies: tuple[str, ...] = (),
     reference: bool = False,
     stored_prompts: list[Prompt] | None = None,
 ) -> Run:
@@ -69,7 +69,7 @@ def start(
     Args:
         script: what it asks of a config.
         make_plan: how an epoch divides over the ranks, from batch_plan.py.
-        shadows: names for policies that the script keeps beside the trained one, see Run.shadows.
+        extra_policies: names for policies that the script keeps beside the trained one, see Run.extra_policies.
         reference: whether to keep the first policy even where train.beta is 0.
         stored_prompts: to train on in the place of the data set's, with images that exist already.
 
@@ -81,12 +81,11 @@ def start(
     texts = _check_files(config, family, stored_prompts)
     ranks = distributed.init_distributed()
     quantisation.check_device(config, ranks.device)
-    flash_attention.check_device(config, ranks.device)
-    fused_mlp.check_package(config, ranks.device)
+    flash_attention.check_device(config.attention, ranks.device)
     plan = make_plan(config, ranks.world_size)
     place = distributed.on_main(resume.take_folder, config)
     with folders.given_back(place.folder):
-        run = _load(config, family, ranks, place, plan, texts, shadows, reference)
+        run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
@@ -109,7 +108,7 @@ def _load(
     place: resume.Place,
     plan: batch_plan.BatchPlan,
     texts: Prompts,
-    shadows: tuple[str, ...],
+    extra_policies: tuple[str, ...],
     reference: bool,
 ) -> Run:
     """Everything with weights, and the run folder."""
@@ -131,7 +130,7 @@ def _load(
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
         pool=pool,
-        **_load_learner(config, model, mesh, shadows, reference)._asdict(),
+        **_load_learner(config, model, mesh, extra_policies, reference)._asdict(),
         inputs=place.inputs,
         board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), _synchronize(ranks.device)),
         meter=Meter(ranks.device),
@@ -199,7 +198,7 @@ def _load_learner(
     config: ConfigDict,
     model: FlowModel,
     mesh: fsdp_utils.DeviceMesh | None,
-    shadows: tuple[str, ...],
+    extra_policies: tuple[str, ...],
     reference: bool,
 ) -> Learner:
     """Lay out and fill the transformer, and build what trains it."""
@@ -208,10 +207,11 @@ def _load_learner(
     if recomputed == 1:
         model.transformer.enable_gradient_checkpointing()
     load_weights.fill(config, model, mesh)
-    if config.compile or config.attention:
-        model.fuse(config.attention)
+    attention = flash_attention.usable(config.attention)
+    if config.compile or attention:
+        model.fuse(attention)
     if config.compile:
-        fuse_gelu = fused_mlp.available(config.attention, model.device)
+        fuse_gelu = "fp8" in config.sample.rollout_weights and fused_mlp.available(attention, model.device)
         compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1, fuse_gelu)
         loading.compile_decoder(model.pipeline)
     trained = fsdp_utils.trainable_parameters(model.transformer)
@@ -220,7 +220,7 @@ def _load_learner(
         loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, config.train.ema_decay, config.train.ema_interval),
         reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
-        shadows={name: Ema(trained) for name in shadows},
+        extra_policies={name: Ema(trained) for name in extra_policies},
     )
 
 
