@@ -1,8 +1,5 @@
 """Training while rewards are still being scored: the same weights, little waiting, masks."""
 
-import threading
-import time
-
 import hostile
 import pytest
 import torch
@@ -61,33 +58,6 @@ def test_every_backend_trains_the_same_weights_and_stores_no_token(name, backend
         assert_same_run(inline, train(name, tmp_path / backend, **how, **epochs))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
-
-
-def test_a_server_that_is_killed_and_started_again_changes_nothing(tmp_path):
-    how = dict(num_epochs=2, sample__num_prompts_per_epoch=8)
-    with served(name="shapes") as (url, _):
-        calm = train(WINDOW, tmp_path / "calm", reward__args={"shapes": {"url": url}}, **how)
-    port = int(url.split(":")[-1])
-    stop, up, kills = threading.Event(), threading.Event(), []
-
-    def restart_for_ever():
-        while not stop.is_set():
-            with served(name="shapes", port=port):
-                up.set()
-                kills.append(stop.wait(0.7))
-            time.sleep(0.2)
-
-    keeper = threading.Thread(target=restart_for_ever)
-    keeper.start()
-    while not up.is_set():
-        up.wait(1)
-    try:
-        stormy = train(WINDOW, tmp_path / "stormy", reward__args={"shapes": {"url": url}}, **how)
-    finally:
-        stop.set()
-        keeper.join()
-    assert len(kills) >= 2
-    assert_same_run(calm, stormy)
 
 
 def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):

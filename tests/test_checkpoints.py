@@ -208,21 +208,15 @@ def test_one_rank_with_a_full_disk_stops_both_and_costs_nothing(folder, ranks):
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "later"])
-def test_resume_is_bitwise(folder, tmp_path, steps):
-    unbroken, resumed = start(folder / "base"), start(folder / "base")
-    train(*unbroken[:2], range(steps), unbroken[2])
-    checkpoint = save(tmp_path, unbroken, 4, step=steps)
-    assert restore(checkpoint, resumed)[:2] == (4, steps)
-    for run in (unbroken, resumed):
-        train(*run[:2], range(steps, steps + 3), run[2])
-    assert same(whole(resumed), whole(unbroken))
-
-
-def test_saving_before_the_first_step_changes_nothing(folder, tmp_path):
-    saved, unsaved = start(folder / "base"), start(folder / "base")
-    save(tmp_path, saved, 0)
+def test_a_resumed_run_and_one_that_was_saved_are_bit_for_bit_one_that_was_not(folder, tmp_path, steps):
+    saved, resumed, unsaved = (start(folder / "base") for _ in range(3))
     for run in (saved, unsaved):
-        train(*run[:2], range(2), run[2])
+        train(*run[:2], range(steps), run[2])
+    checkpoint = save(tmp_path, saved, 4, step=steps)
+    assert restore(checkpoint, resumed)[:2] == (4, steps)
+    for run in (saved, resumed, unsaved):
+        train(*run[:2], range(steps, steps + 3), run[2])
+    assert same(whole(resumed), whole(unsaved))
     assert same(whole(saved), whole(unsaved))
 
 

@@ -317,9 +317,6 @@ def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, bo
     assert figure.width == pytest.approx(160 * (0.4 + 2 * 4), abs=1), "two panels: shapes and shapes_accuracy"
     colours = {colour for _, colour in figure.getcolors(1 << 20)}
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x28)} <= colours
-    before = (tmp_path / "reward.png").read_bytes()
-    dashboard.plot_reward(tmp_path)
-    assert (tmp_path / "reward.png").read_bytes() == before
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

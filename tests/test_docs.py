@@ -166,18 +166,18 @@ def test_the_reward_of_a_notebook_trains(tmp_path, monkeypatch):
     assert "reward/redness" in lines_of(tmp_path / "runs/shapes_qwenimage_smoke", "epoch")[0]
 
 
-def test_the_loss_of_ones_own_on_noisy_steps_trains(tmp_path, monkeypatch):
+def test_the_loss_of_ones_own_on_noisy_steps_trains(shallow, tmp_path):
     """Its first ratios are 1, and its second ones have moved towards clip_range times the advantage."""
     loss, _ = python_of("howto/own_loss")
     names = {"__name__": "train_penalty"}
     exec(loss, names)
-    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0))
+    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow))
     first, second = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")
     assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
     assert second["ratio_std"] > 0
 
 
-def test_the_advantage_of_ones_own_trains(tmp_path):
+def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     (advantage,) = python_of("howto/own_advantage")
     names = {"__name__": "train_ranks"}
     exec(advantage, names)
@@ -186,21 +186,20 @@ def test_the_advantage_of_ones_own_trains(tmp_path):
     values, weights = names["rank_advantages"](run, Rewards({"shapes": scores}, groups, groups.shape))
     assert values.tolist() == [1.0, -1.0, 0.0, 0.5, 0.5, -1.0]
     assert weights.tolist() == [1.0] * 6
-    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0))
+    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow))
     line = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")[0]
     assert line["advantage_abs_mean"] > 0
     assert line["grad_norm"] > 0
 
 
-def test_the_loss_of_ones_own_trains(tmp_path, monkeypatch):
+def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     """Its first ratios are 1, its second ones are not; DiffusionNFT's own settings are refused."""
     monkeypatch.setitem(FORWARD_LOSSES, "awm", None)  # to be put back
     _, loss = python_of("howto/own_loss")
     names = {"__name__": "train_awm"}
     exec(loss, names)
-    how = dict(
-        num_epochs=1, eval_freq=0, train__old_decay_schedule=0, train__updates_per_epoch=2, train__clip_range=1e-3
-    )
+    how = shallow | dict(num_epochs=1, eval_freq=0, train__updates_per_epoch=2, train__clip_range=1e-3)
+    how |= dict(train__old_decay_schedule=0)
     names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how))
     first, second = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
     assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
@@ -212,14 +211,14 @@ def test_the_loss_of_ones_own_trains(tmp_path, monkeypatch):
             names["main"](config)
 
 
-def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(tmp_path, monkeypatch):
+def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):
     """By its name, from Python's path: a changed or missing class is an error, and none is read from the run."""
     (model,) = python_of("howto/own_model")
     path = tmp_path / "own_model" / "plain_guidance.py"
     path.parent.mkdir()
     path.write_text(model)
     monkeypatch.syspath_prepend(path.parent)
-    how = dict(num_epochs=1, sample__guidance_scale=3.0, eval__guidance_scale=7.0)
+    how = shallow | dict(num_epochs=1, sample__guidance_scale=3.0, eval__guidance_scale=7.0)
     scores = {}
     for name in ("", "plain_guidance:PlainGuidance"):
         run = train("shapes_qwenimage", tmp_path / f"runs_{name}", model_class=name, **how)

@@ -38,7 +38,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(values, says, dtype):
     assert finite.problem(tensors) == says
 
 
-def test_weights_that_are_spoilt_are_neither_saved_nor_exported(tmp_path, monkeypatch):
+def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_path, monkeypatch):
     """By the last update of the second epoch, which no loss sees any more."""
     plain, calls = torch.optim.AdamW.step, []
 
@@ -52,7 +52,7 @@ def test_weights_that_are_spoilt_are_neither_saved_nor_exported(tmp_path, monkey
     first = tmp_path / "shapes_qwenimage_smoke" / "checkpoints" / "epoch_000001"
     says = rf"after update 4 nothing is saved \(the last checkpoint is {first}\): 2 of \d+ tensors hold NaN"
     with pytest.raises(FloatingPointError, match=says):
-        train("shapes_qwenimage", tmp_path, eval_freq=0, save_freq=1)
+        train("shapes_qwenimage", tmp_path, eval_freq=0, save_freq=1, **shallow)
     assert [path.name for path in first.parent.iterdir()] == [first.name]
     assert all(weight.isfinite().all() for weight in load_file(first / "pytorch_lora_weights.safetensors").values())
     assert not list(first.parents[1].glob("*.safetensors"))
@@ -78,18 +78,18 @@ def test_a_sign_of_health_that_is_no_number_is_beyond_its_limit(monkeypatch):
         assert [alarm.name for alarm in health.judge([health.Epoch(0)], limits).alarms] == alarms
 
 
-def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(tmp_path, monkeypatch):
+def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(shallow, tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text(
         '"""NaN for every circle."""\n\n\ndef load(device):\n'
         '    return lambda images, prompts, metadata: [float("nan") if "a" in p else 1.0 for p in prompts]\n'
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     with pytest.raises(RewardFailed, match=r"reward 'broken' \(thread\): reward 'broken' is nan for 'a"):
-        train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0})
+        train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0}, model=shallow["model"])
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, shallow, tmp_path, monkeypatch):
     plain, epochs = run_rewards.combined_advantages, itertools.count()
 
     def spoilt(*args):
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name
 
     monkeypatch.setattr(run_rewards, "combined_advantages", spoilt)
     with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
-        train(name, tmp_path / "runs", eval_freq=0, save_freq=1)
+        train(name, tmp_path / "runs", eval_freq=0, save_freq=1, **shallow)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
     checkpoint = checkpoints.find(run.folder / "checkpoints")
     assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from ml_collections import ConfigDict
-from small import lines_of, stored, train
+from small import FEW, lines_of, stored, train
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
@@ -182,7 +182,6 @@ def test_a_recorded_loss_is_announced_in_time_and_a_run_that_holds_raises_no_ala
 
 
 NAME = "shapes_qwenimage"
-HOW = dict(eval_freq=0)
 
 
 @pytest.fixture
@@ -196,39 +195,42 @@ def test_every_action_may_be_chosen():
     assert BY_KEY["health.action"].choices == tuple(health_actions.ACTIONS)
 
 
-def test_a_run_with_an_alarm_says_so_and_goes_on(tmp_path, capsys, alarmed):
-    epochs = lines_of(train(NAME, tmp_path, num_epochs=4, **HOW), "epoch")
-    assert [line["health/limits_exceeded"] for line in epochs] == [1, 1, 1, 1]
-    assert [line["health/action_taken"] for line in epochs] == [1, 0, 0, 0]
-    assert [line["health/learning_rate_factor"] for line in epochs] == [1, 1, 1, 1]
+def test_a_run_with_an_alarm_says_so_and_goes_on(shallow, tmp_path, capsys, alarmed):
+    epochs = lines_of(train(NAME, tmp_path, num_epochs=3, eval_freq=0, **shallow), "epoch")
+    assert [line["health/limits_exceeded"] for line in epochs] == [1, 1, 1]
+    assert [line["health/action_taken"] for line in epochs] == [1, 0, 0]
+    assert [line["health/learning_rate_factor"] for line in epochs] == [1, 1, 1]
     said = [line for line in capsys.readouterr().out.splitlines() if "the test rings" in line]
     assert len(said) == 1
     assert "epoch 1: " in said[0]
     assert "config.health.action 'log'" in said[0]
 
 
-def test_a_run_with_an_alarm_stops_with_everything_saved(tmp_path, alarmed):
-    folder = train(NAME, tmp_path, num_epochs=4, health__action="stop", save_freq=0, **HOW)
+def test_a_run_with_an_alarm_stops_with_everything_saved(shallow, tmp_path, alarmed):
+    folder = train(NAME, tmp_path, num_epochs=4, health__action="stop", eval_freq=0, **shallow)
     assert len(lines_of(folder, "epoch")) == 1
     assert (folder / "checkpoints" / "epoch_000001").is_dir()
     assert (folder / "reward.png").is_file()
 
 
-def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(tmp_path, alarmed):
-    how = HOW | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=12, sample__num_prompts_per_epoch=1)
+def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(shallow, tmp_path, alarmed, monkeypatch):
+    monkeypatch.setattr(health, "PAUSE", 3)
+    how = shallow | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=4, eval_freq=0)
     whole = train(NAME, tmp_path / "whole", **how)
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
-    assert factors == [1 / 2] * 10 + [1 / 4] * 2
+    assert factors == [1 / 2] * 3 + [1 / 4]
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))
     parts = train(NAME, tmp_path / "parts", **how | dict(resume_from="latest"))
     assert lines_of(parts) == lines_of(whole)
     (parts / "metrics.jsonl").unlink()  # with the pause, but not with the rate
-    train(NAME, tmp_path / "parts", **how | dict(resume_from="latest", num_epochs=13))
+    train(NAME, tmp_path / "parts", **how | dict(resume_from="latest", num_epochs=5))
     assert lines_of(parts, "epoch")[0]["health/learning_rate_factor"] == 1 / 8
 
 
-def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_one_does_the_same(tmp_path, alarmed):
-    how = dict(health__action="roll_back", save_freq=1, keep_checkpoints=9)
+def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_one_does_so_too(
+    shallow, tmp_path, alarmed
+):
+    how = shallow | dict(health__action="roll_back", save_freq=1, keep_checkpoints=9)
     how |= dict(num_epochs=3, train__learning_rate=1e-2, train__beta=1e-3)
     how |= dict(train__reference_interval=2, train__reference_guidance_scale=2.0)
     whole = train(NAME, tmp_path / "whole", **how)
@@ -253,16 +255,15 @@ def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_o
     assert lines_of(parts, "eval")[-1] == lines_of(whole, "eval")[-1]
 
 
-def test_a_run_that_may_not_roll_back_any_more_stops(tmp_path, alarmed):
-    how = dict(health__action="roll_back", health__max_roll_backs=0, num_epochs=3)
+def test_a_run_that_may_not_roll_back_any_more_stops(shallow, tmp_path, alarmed):
+    how = shallow | dict(health__action="roll_back", health__max_roll_backs=0, num_epochs=3)
     folder = train(NAME, tmp_path, **how)
     assert len(lines_of(folder, "epoch")) == 1
     assert (folder / "checkpoints" / "epoch_000001").is_dir()
 
 
-def test_an_evaluation_says_its_standard_error(tmp_path):
+def test_an_evaluation_says_its_standard_error(recorded):
     """Of n scores in [0, 1] it is at most 0.5 / sqrt(n - 1)."""
-    folder = train(NAME, tmp_path, num_epochs=1, eval__num_prompts=16)
-    errors = [line["eval/std_error"] for line in lines_of(folder, "eval")]
-    assert len(errors) == 2
-    assert all(0 < error <= 0.5 / math.sqrt(15) for error in errors)
+    errors = [line["eval/std_error"] for line in lines_of(recorded("online dpo").folder, "eval")]
+    assert len(errors) > 2
+    assert all(0 < error <= 0.5 / math.sqrt(FEW["eval__num_prompts"] - 1) for error in errors)

@@ -21,11 +21,9 @@ from flow_grpo.base.prompt import texts_of
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.settings import table
 
 PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
-RANDOM = [name for name in MODELS if name != "qwenimage"]  # whose tiny pipelines draw nothing
 
 
 @pytest.fixture(params=MODELS)
@@ -187,33 +185,20 @@ def test_the_twins_smoke_runs_need_nothing_that_is_not_shipped(script, tmp_path)
     assert (folder / "reward.png").is_file()
 
 
-def test_a_tiny_model_that_was_not_built_is_an_error_before_any_weight(tmp_path):
-    with pytest.raises(ValueError, match="no diffusers folder"):
-        train("pickscore_sd3", tmp_path / "runs", model=str(tmp_path / "tiny_sd3"))
-
-
-@pytest.mark.parametrize("variants", [",fast", ",mixgrpo,flash", ",mixgrpo,fast,guard"])
-def test_variants_of_a_run_combine(variants, tmp_path):
-    folder = train(f"shapes_qwenimage{variants}", tmp_path, eval_freq=0)
-    updates = lines_of(folder, "update")
-    assert len(updates) == 4
-    assert updates[0]["parity/log_prob_abs_diff_max"] == 0
-
-
-def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(tmp_path, monkeypatch):
+def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(shallow, tmp_path, monkeypatch):
     """2 prompts of 4 images, 4 rows a forward: one forward for both before the window, then 4 rows each and step."""
     model, rows = MODELS["qwenimage"], []
     plain = model.velocity
     monkeypatch.setattr(model, "velocity", lambda self, x, *args: (rows.append(len(x)), plain(self, x, *args))[1])
     how = dict(num_epochs=1, eval_freq=0, sample__sde_window_range=(1, 3), sample__sde_window_size=2)
-    train("shapes_qwenimage,fast", tmp_path, **how)
+    train("shapes_qwenimage,fast", tmp_path, **shallow | how)
     in_update = 2 * 2 * 4  # batches, window steps, images
     assert sum(rows) == 4 + 2 * 3 * 4 + in_update
 
 
-@pytest.mark.parametrize("start", range(STEPS * 2))
+@pytest.mark.parametrize("start", [0, STEPS, 2 * STEPS - 1])
 def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
-    """For every place of a window of one step: .4 of the steps that are left move no pixel's mean by over 0.02."""
+    """For a first, middle and last window of one step, with 0.4 of the steps that are left."""
     pipeline = loaded("qwenimage").pipeline
     prompts = ["a photo of a red circle", "a photo of two blue squares"] * 4
     how = dict(num_steps=2 * STEPS + 1, **SIDES, guidance_scale=1.0, noise_level=0.7)
@@ -226,34 +211,13 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     assert (walks[0].images - walks[1].images).abs().mean() < 0.02
 
 
-def test_a_setting_of_the_other_script_is_refused(tmp_path):
-    assert "sample.sde_window_schedule" in table.ignored_by(table.PR)
-    for key, value in dict(sde_window_schedule="progressive", same_latent=True).items():
-        with pytest.raises(ValueError, match=rf"sample.{key} is set to {value!r}, but this script would ignore it"):
-            train("shapes_qwenimage_pr", tmp_path, **{f"sample__{key}": value})
+SIZES = Size(64, 96), Size(96, 64)
+PAIRS = ("qwenimage", ""), ("sd3", "_pr"), ("flux", ""), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
 
 
-@pytest.mark.parametrize("name", [name for name in RANDOM if not MODELS[name].CUTS_PADDING])
-def test_text_that_the_transformer_sees_whole_cannot_be_cut(name, tmp_path):
-    how = dict(model=registry.tiny_folder(name), sample__text_multiple=8)
-    with pytest.raises(ValueError, match=r"text_multiple is 8, .* is conditioned on its padding"):
-        train("shapes_qwenimage", tmp_path, **how)
-
-
-def test_a_pipeline_of_no_model_is_refused(tmp_path):
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
-    with pytest.raises(ValueError, match="holds a WanPipeline; there are"):
-        train("shapes_qwenimage", tmp_path / "runs", model=str(tmp_path))
-
-
-ALGORITHMS = ["", "_pr", "_nft", "_dpo,online", "_dpo"]
-SIZES = [Size(64, 96), Size(96, 64)]
-PAIRS = [(model, kind, SIZES[(m + k) % 2]) for m, model in enumerate(MODELS) for k, kind in enumerate(ALGORITHMS)]
-
-
-@pytest.mark.parametrize(("model", "kind", "size"), PAIRS, ids=str)
+@pytest.mark.parametrize(("model", "kind", "size"), [(*pair, SIZES[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)
 def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, shallow, tmp_path):
-    """Each model and algorithm at one of two sizes, evaluated at the other, where ratios are compared bit for bit."""
+    """At one of two sizes, evaluated at the other. Each model with each algorithm, on squares: the twins, above."""
     how = dict(model=shallow["model"] if model == "qwenimage" else registry.tiny_folder(model), num_epochs=1)
     how |= dict(height=size.height, width=size.width, sample__guidance_scale=2.0)
     how |= dict(eval__height=size.width, eval__width=size.height, reward_fn={"jpeg_compressibility": 1.0})

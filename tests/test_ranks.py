@@ -63,7 +63,7 @@ def assert_same(folder, other, tolerance=1e-3):
                 assert abs(a[key] - b[key]) <= tolerance * size + rounding, f"{key}: {a[key]} {b[key]}"
 
 
-ONLINE = dict(sample__num_images_per_prompt=4, train__reference_interval=3)
+ONLINE = dict(sample__num_images_per_prompt=4, train__reference_interval=3, preferences__min_margin=0.0)
 
 
 def offline_wandb(name, output_dir, **how):
@@ -80,8 +80,9 @@ def offline_wandb(name, output_dir, **how):
     ],
     ids=["window, by torchrun", "branches", "NFT", "online DPO"],
 )
-def test_two_ranks_equal_one_and_leave_everything(name, start, how, tmp_path):
+def test_two_ranks_equal_one_and_leave_everything(name, start, how, shallow, tmp_path):
     """One of the scripts is started as users start it: that takes 20 s more."""
+    how |= shallow if "_pr" in name or "_dpo" in name else {}  # NFT's weights there go apart by as much as is allowed
     one, two = train(name, tmp_path / "one", **HOW | how), start(name, tmp_path / "two", **how)
     assert_same(one, two)
     forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
@@ -112,6 +113,7 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
     one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
     two = on_two_ranks("shapes_qwenimage" + variants, tmp_path / "two", **how, fsdp__mode="shard")
     assert_same(one, two)
+    assert lines_of(one, "update")[0]["parity/log_prob_abs_diff_max"] == 0
     if variants == ",flash":  # in slots, the last forwards of a rank are filled up
         forwards = [[line["forwards"] for line in lines_of(folder, "epoch")] for folder in (one, two)]
         assert forwards[0] == forwards[1], "what a rank does while it waits is not counted"
@@ -124,6 +126,7 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
     one = train(name, tmp_path / "one", **HOW, **how)
     two = on_two_ranks(name, tmp_path / "two", **how)
     assert_same(one, two)
+    assert lines_of(one, "update")[0]["parity/log_prob_abs_diff_max"] == 0
     for ours, theirs in zip(lines_of(one, "epoch"), lines_of(two, "epoch")):
         for sign in ("latent_rms", "diversity"):
             assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
@@ -176,7 +179,7 @@ def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
 def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, shallow, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__rollout_weights="exact")
     how |= dict(sample__num_images_per_prompt=4, num_epochs=1)
-    how |= shallow if "_pr" in name else {}  # NFT's weights there go apart by as much as is allowed
+    how |= shallow if "_pr" in name else {}  # see above
     one = train(name, tmp_path / "one", **HOW | how)
     shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
     assert_same(one, shard)
@@ -186,9 +189,9 @@ def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, 
     assert_same(one, shard)
 
 
-@pytest.mark.parametrize(("name", "rank"), [("shapes_qwenimage", 4), ("shapes_qwenimage_pr", 0)])
-def test_saving_memory_changes_nothing(name, rank, shallow, tmp_path):
+def test_saving_memory_changes_nothing(shallow, tmp_path):
+    """Of a LoRA: test_fsdp_utils.py."""
     saving = dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer")
-    how = shallow | dict(lora__rank=rank, eval_freq=0)
-    plain = train(name, tmp_path / "plain", **how)
-    assert_same(plain, train(name, tmp_path / "saving", **how, **saving))
+    how = shallow | dict(lora__rank=0, eval_freq=0)
+    plain = train("shapes_qwenimage_pr", tmp_path / "plain", **how)
+    assert_same(plain, train("shapes_qwenimage_pr", tmp_path / "saving", **how, **saving))

@@ -1,16 +1,12 @@
-"""report.html: what is on the page, that nothing leaves it, and how it behaves in a browser."""
+"""report.html: what is on the page, and that nothing leaves it."""
 
 import base64
 import io
 import json
 import shutil
-import socket
-import subprocess
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from itertools import pairwise
 
-import httpx
 import pytest
 import torch
 from PIL import Image
@@ -201,63 +197,3 @@ def test_a_misspelt_metric_of_a_run_is_not_explained_by_the_row_of_all_rewards()
     for name in ("reward/orc", "eval/group_sd", "test/pick", "test_best/occr", "health/reward_drp"):
         assert is_known(name), name
         assert not is_known(name, config), name
-
-
-@contextmanager
-def browser(width):
-    """A headless Chromium of a phone's or a desk's width: (command, path, body) -> what its driver answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    driver = subprocess.Popen([shutil.which("chromedriver"), f"--port={port}"], stdout=subprocess.DEVNULL)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-            while True:
-                try:
-                    client.get("/status")
-                    break
-                except httpx.TransportError:
-                    assert driver.poll() is None
-            arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-            screen = {"deviceMetrics": {"width": width, "height": 900, "pixelRatio": 1.0}}
-            options = {"args": arguments, "mobileEmulation": screen, "binary": shutil.which("chromium")}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-            session = client.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
-
-            def ask(path, body=None):
-                address = f"/session/{session['sessionId']}/{path}"
-                answer = client.get(address) if body is None else client.post(address, json=body)
-                return answer.raise_for_status().json()["value"]
-
-            yield ask
-            client.delete(f"/session/{session['sessionId']}")
-    finally:
-        driver.terminate()
-        driver.wait()
-
-
-def run_script(ask, code):
-    return ask("execute/sync", {"script": code, "args": []})
-
-
-@pytest.mark.skipif(
-    not (shutil.which("chromedriver") and shutil.which("chromium")), reason="no chromium and chromedriver in the PATH"
-)
-def test_in_a_browser_as_narrow_as_a_phone_the_slider_moves_and_the_console_is_empty(compared):
-    with browser(width=360) as ask:
-        ask("url", {"url": compared.as_uri()})
-        assert run_script(ask, "return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
-        (slider, *_) = ask("elements", {"using": "css selector", "value": "input[type=range]"})
-        shown = (
-            "return [...document.querySelectorAll('.run')[0].querySelectorAll('.images')].map(x => x.offsetHeight > 0)"
-        )
-        assert run_script(ask, shown) == [False, False, True]
-        ask(f"element/{next(iter(slider.values()))}/value", {"text": "\ue012\ue012"})  # the left arrow, twice
-        assert run_script(ask, shown) == [True, False, False]
-        assert run_script(ask, "return document.querySelector('output').textContent") == "after 0 epochs"
-        assert run_script(ask, "return [...document.images].every(x => x.complete && x.naturalWidth > 0)")
-        labels = (
-            "return Math.min(...[...document.querySelectorAll('svg text')].map(x => x.getBoundingClientRect().height))"
-        )
-        assert run_script(ask, labels) >= 8, "pixels of the smallest label of a curve"
-        assert ask("se/log", {"type": "browser"}) == []

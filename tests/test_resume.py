@@ -1,10 +1,8 @@
 """Killed at any moment and resumed, a run logs what it would have logged."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from pathlib import Path
@@ -25,8 +23,6 @@ from flow_grpo.settings import checks
 from flow_grpo.weights import fsdp_utils
 
 NAME = "shapes_qwenimage_pr"
-NUM_KILLS, NUM_EPOCHS = 2, 4
-LARGE = dict(lora__rank=32, lora__alpha=64)  # so that a kill meets the writing of its checkpoints
 
 
 def copy(source, target):
@@ -61,64 +57,25 @@ def remove(path):
     return lambda: folders.remove(Path(path))
 
 
-def command(output_dir):
-    script = "scripts/train_qwenimage_pr.py"
-    how = dict(output_dir=output_dir, resume_from="latest", num_epochs=NUM_EPOCHS, eval_freq=2)
-    # but for the checkpoints, as in this process's runs
-    how = FEW | LARGE | how | dict(save_freq=1, sample__num_branches=3)
-    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
-    return [script, f"--config=config/grpo.py:{NAME},smoke", *flags]
-
-
-def started(folder, process):
-    """Wait until training runs or is over."""
-    size = folder.stat().st_size if folder.exists() else 0
-    while process.poll() is None and (not folder.exists() or folder.stat().st_size == size):
-        time.sleep(0.02)
-
-
 def best_of(folder):
     """Everything in best/, byte for byte, but the card, which quotes settings that may differ."""
     return {path.name: path.read_bytes() for path in (folder / "best").iterdir() if path.name != "README.md"}
 
 
-def writes(folder, since):
-    """Whether a checkpoint has been begun since then and is not complete."""
-    with contextlib.suppress(FileNotFoundError):  # complete by now
-        return any(path.stat().st_mtime >= since for path in folder.glob(".tmp-epoch_*"))
-
-
-def stops_in_save(process, folder, since):
-    """Halt the process if it writes a checkpoint, and see that it has not completed it meanwhile."""
-    if writes(folder, since):
-        os.kill(process.pid, signal.SIGSTOP)
-        if writes(folder, since):
-            return True
-        os.kill(process.pid, signal.SIGCONT)
-    return False
-
-
-def test_kills_change_nothing(tmp_path):
-    """Every second one while a checkpoint is being written, the others at random moments."""
-    unbroken = train(NAME, tmp_path / "unbroken", num_epochs=NUM_EPOCHS, eval_freq=2, **LARGE)
-    delays = torch.rand(NUM_KILLS, generator=torch.Generator().manual_seed(0))
-    folder, kills, kills_in_save = tmp_path / "broken" / f"{NAME}_smoke", 0, 0
-    for number, delay in enumerate(delays.tolist()):
-        since = time.time()
-        process = warm.Started(command(tmp_path / "broken"))
-        started(folder / "metrics.jsonl", process)
-        if number % 2 == 1:
-            while process.poll() is None and not stops_in_save(process, folder / "checkpoints", since):
-                time.sleep(0.001)
-        else:
-            time.sleep(delay)
-        kills += process.poll() is None
-        process.kill()
-        process.wait()
-        kills_in_save += bool(writes(folder / "checkpoints", since))
-    assert kills == NUM_KILLS
-    assert kills_in_save >= 1
-    last = warm.run(command(tmp_path / "broken"))
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
+    """What kills in a save leave: test_checkpoints.py, and of a whole run test_faults.py."""
+    how = shallow | dict(num_epochs=3, eval_freq=2)
+    unbroken, folder = train(NAME, tmp_path / "unbroken", **how), tmp_path / "broken" / f"{NAME}_smoke"
+    how = FEW | how | dict(output_dir=tmp_path / "broken", resume_from="latest", save_freq=1, sample__num_branches=3)
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
+    command = ["tests/brightness.py", "scripts/train_qwenimage_pr.py", f"--config=config/grpo.py:{NAME},smoke", *flags]
+    killed = warm.Started(command)
+    while killed.poll() is None and not (folder / "checkpoints" / "epoch_000001").exists():
+        time.sleep(0.01)
+    assert killed.poll() is None
+    killed.kill()
+    killed.wait()
+    last = warm.run(command)
     assert last.returncode == 0, last.stderr[-3000:]
     assert lines_of(folder) == lines_of(unbroken)
     assert best_of(folder) == best_of(unbroken)
@@ -137,35 +94,21 @@ class Clock:
 
 
 def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(shallow, tmp_path, monkeypatch):
-    whole = train(NAME, tmp_path / "whole", num_epochs=2, **shallow)
     monkeypatch.setattr(runs, "time", Clock())
-    timed = train(NAME, tmp_path / "timed", num_epochs=5, max_hours=1.0, **shallow)
+    whole = train(NAME, tmp_path / "whole", num_epochs=2, **shallow)  # without a limit no hours end it
+    timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, **shallow)
     assert lines_of(timed) == lines_of(whole)
     assert best_of(timed) == best_of(whole)
     for file in ("checkpoints/epoch_000002", "pytorch_lora_weights.safetensors", "best", "reward.png"):
         assert (timed / file).exists()
-    how = dict(num_epochs=5, max_hours=1.0, resume_from="latest", **shallow)
-    lengths = [len(lines_of(train(NAME, tmp_path / "timed", **how), "epoch")) for _ in range(2)]
-    assert lengths == [4, 5], "a resumed run counts its hours anew"
-
-
-def test_without_a_limit_no_hours_end_a_run(shallow, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "time", Clock())
-    assert len(lines_of(train(NAME, tmp_path, num_epochs=4, eval_freq=0, **shallow), "epoch")) == 4
+    train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, resume_from="latest", **shallow)
+    assert len(lines_of(timed, "epoch")) == 4, "a resumed run counts its hours anew"
 
 
 def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
     """The other rank's clock stands still: by itself it would go on, and wait for ever."""
     launch(__file__, tmp_path)
     assert len(lines_of(tmp_path / f"{NAME}_smoke", "epoch")) == 2
-
-
-def test_a_new_run_leaves_an_older_one_alone(shallow, tmp_path):
-    first = train(NAME, tmp_path, num_epochs=1, eval_freq=0, **shallow)
-    before = sums_of(first)
-    second = train(NAME, tmp_path, num_epochs=1, eval_freq=0, **shallow)
-    assert second.name == first.name + "-2"
-    assert sums_of(first) == before
 
 
 RUN, SECOND, LAST = f"runs/{NAME}_smoke", f"new/{NAME}_smoke", "checkpoints/epoch_000002"
@@ -274,6 +217,13 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(two_epochs, tmp_path, ste
     assert before.keys() <= sums_of(tmp_path).keys()
 
 
+def test_a_new_run_leaves_an_older_one_of_its_name_alone(two_epochs, tmp_path, monkeypatch):
+    source, how = two_epochs
+    before = prepared(source, tmp_path, [], monkeypatch)
+    assert train(NAME, "runs", **how | dict(num_epochs=1)) == Path(RUN + "-2")
+    assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
+
+
 @pytest.mark.parametrize(("steps", "resume_from", "goes_on_in"), GOES_ON.values(), ids=GOES_ON)
 def test_a_run_goes_on_in_its_own_folder(two_epochs, tmp_path, steps, resume_from, goes_on_in, monkeypatch):
     source, how = two_epochs
@@ -297,7 +247,9 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_i
     before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read(folder)
     assert last.epoch == 2  # so the end's evaluation was the best
     prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest", eval__num_prompts=1)
-    train(NAME, tmp_path / "runs", **prolonged)
+    assert train(NAME, tmp_path / "runs", **prolonged) == folder
+    assert [line["epoch"] for line in lines_of(folder, "epoch")] == [0, 1, 2]
+    assert json.loads((folder / "config.json").read_text())["num_epochs"] == 3
     assert lines_of(folder, "eval")[:3] == lines
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
     assert best.read(folder).value >= last.value
@@ -376,15 +328,6 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     served = read_files[0].copy_and_resolve_references()
     served.reward.args = {"shapes": {"url": "http://127.0.0.1:1"}}
     assert "shapes" not in fingerprint.of(served, tmp_path).rewards
-
-
-def test_a_finished_run_goes_on_with_more_epochs(two_epochs, tmp_path):
-    source, how = two_epochs
-    shutil.copytree(source / "runs", tmp_path / "runs")
-    longer = how | dict(num_epochs=3, eval__num_prompts=1, resume_from=str(tmp_path / RUN / LAST))
-    assert train(NAME, tmp_path / "runs", **longer) == tmp_path / RUN
-    assert [row["epoch"] for row in lines_of(tmp_path / RUN, "epoch")] == [0, 1, 2]
-    assert json.loads((tmp_path / RUN / "config.json").read_text())["num_epochs"] == 3
 
 
 def test_damage_is_named_and_costs_an_epoch_at_most(two_epochs, tmp_path, capfd):
@@ -493,9 +436,10 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_latest_with_nothing_there_is_a_new_run(shallow, tmp_path):
-    folder = train(NAME, tmp_path, resume_from="latest", num_epochs=1, eval_freq=0, **shallow)
-    assert len(lines_of(folder, "epoch")) == 1
+def test_latest_with_nothing_there_is_a_new_run(tmp_path):
+    place = resume.take_folder(config_of(NAME, tmp_path, resume_from="latest"))
+    folders.release(place.folder)
+    assert place[:3] == (tmp_path / f"{NAME}_smoke", None, False)
 
 
 def test_fp16_resumes_with_the_loss_scale_it_had(shallow, tmp_path, monkeypatch):

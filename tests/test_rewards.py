@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import torch
-import warm
 from small import as_prompts, config_of, lines_of, train
 
 from flow_grpo import rewards
@@ -85,7 +84,7 @@ def test_figures_of_two_rewards_keep_apart(monkeypatch):
         the_pool.submit(images(), as_prompts(["a"] * 3)).result()
 
 
-def test_a_reward_gets_each_images_own_prompt_with_branches_too(tmp_path, monkeypatch):
+def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path, monkeypatch):
     def reads(images, prompts, metadata):
         seen.append(set(prompts))
         assert prompts == [row["prompt"] for row in metadata]
@@ -94,14 +93,20 @@ def test_a_reward_gets_each_images_own_prompt_with_branches_too(tmp_path, monkey
     seen = []
     monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("reads", reads)
-    how = dict(reward_fn={"reads": 1.0}, sample__num_images_per_prompt=2, sample__batch_size=4, num_epochs=1)
+    how = dict(
+        model=shallow["model"],
+        reward_fn={"reads": 1.0},
+        sample__num_images_per_prompt=2,
+        sample__batch_size=4,
+        num_epochs=1,
+    )
     train(BRANCHES, tmp_path, eval_freq=0, **how)
     assert {len(prompts) for prompts in seen} == {2}  # to a batch
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_two_rewards_by_gdpo_with_a_third_watched(name, tmp_path):
-    how = dict(train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
+def test_two_rewards_by_gdpo_with_a_third_watched(name, shallow, tmp_path):
+    how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
     folder = train(name, tmp_path, reward_fn={"jpeg_compressibility": 1.0}, eval__rewards=("shapes",), **how)
     (epoch,) = lines_of(folder, "epoch")
     assert "reward/jpeg_compressibility_group_std" in epoch
@@ -121,31 +126,23 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
 
 
-def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(tmp_path, monkeypatch, capsys):
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(
+    shallow, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "constant.py").write_text(
         "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
     )
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
-    folder = train(WINDOW, tmp_path / "runs", reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
+    how = dict(model=shallow["model"], reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
+    folder = train(WINDOW, tmp_path / "runs", **how)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
     said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
-def test_text_and_compressibility_are_two_rewards_on_the_command_line(tmp_path):
-    command = ["scripts/train_qwenimage.py", "--config=config/grpo.py:shapes_qwenimage,smoke"]
-    how = {"dataset": "dataset/ocr", "text_tokens": 96, "train.reward_aggregation": "gdpo", "output_dir": tmp_path}
-    how |= {
-        "reward_fn.ocr": 1.0,
-        "reward_fn.jpeg_compressibility": 0.5,
-        "reward_fn.shapes": 0.0,
-        "eval_freq": 0,
-        "num_epochs": 1,
-    }
-    command += [f"--config.{key}={value}" for key, value in how.items()]
-    ran = warm.run(command)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    line = lines_of(tmp_path / "shapes_qwenimage_smoke", "epoch")[-1]
+def test_text_and_compressibility_are_two_rewards_of_one_run(shallow, tmp_path):
+    how = dict(model=shallow["model"], dataset="dataset/ocr", text_tokens=96, train__reward_aggregation="gdpo")
+    how |= dict(reward_fn={"ocr": 1.0, "jpeg_compressibility": 0.5}, num_epochs=1, eval_freq=0)
+    (line,) = lines_of(train(WINDOW, tmp_path, **how), "epoch")
     assert 0 <= line["reward/ocr"] <= 1
     assert line["reward/avg"] == pytest.approx(line["reward/ocr"] + 0.5 * line["reward/jpeg_compressibility"], abs=1e-5)
-    assert "reward/shapes" not in line

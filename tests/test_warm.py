@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import warm
@@ -47,18 +45,6 @@ def test_ranks_know_their_numbers_and_one_that_fails_ends_the_others(run):
     )
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 2]
     assert ranks[0].stdout == "['a', '1'] b 0 __main__\n"
-
-
-def test_a_command_that_takes_too_long_is_killed(run):
-    with pytest.raises(TimeoutError):
-        run("import time; time.sleep(99)", lambda *command: warm.run(*command, timeout_s=1.0))
-
-
-def test_modules_of_the_tests_own_python_path_are_found(tmp_path, monkeypatch):
-    """Else another torch that is named there would be tested in this process alone."""
-    (tmp_path / "their_module.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    subprocess.run([sys.executable, "-c", "import their_module, small"], env=warm.environment(), check=True)
 
 
 def test_commands_see_no_gpu(run):
