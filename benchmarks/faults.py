@@ -287,9 +287,8 @@ def noise(path: Path, dice: Dice, flag: Path) -> None:
 
 
 def gone(path: Path, dice: Dice, flag: Path) -> None:
-    """Nothing, a folder, or a link to itself."""
+    """Nothing in its place."""
     path.unlink()
-    dice.pick([lambda: None, path.mkdir, lambda: path.symlink_to(path.name)])()
 
 
 def of_another(path: Path, dice: Dice, flag: Path) -> None:

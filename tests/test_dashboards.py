@@ -123,14 +123,6 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     resumed.close()
 
 
-def test_a_damaged_name_of_the_wandb_run_is_removed_and_a_whole_one_stays(tmp_path, capsys):
-    for name, stays in ((b"", False), (b"a/b", False), (b"\xff", False), (b"1f00cafe", True)):
-        (tmp_path / "wandb_id").write_bytes(name)
-        Dashboard(tmp_path, ConfigDict(CONFIG | dict(logger="none")), "red", is_main=True)
-        assert (tmp_path / "wandb_id").exists() == stays
-        assert (str(tmp_path / "wandb_id") in capsys.readouterr().out) != stays
-
-
 def test_a_name_that_nobody_explained_is_logged_and_listed_once_at_the_end(tmp_path, board, capsys):
     for step in range(2):
         board.log("update", {"awfm_weight": 0.5, "loss": 1.0}, epoch=0, step=step)

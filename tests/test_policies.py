@@ -324,7 +324,7 @@ def test_a_lora_file_that_diffusers_would_compute_otherwise_is_refused(kind, sto
 
 def test_a_damaged_lora_file_is_refused(stored, tmp_path):
     path = written(tmp_path, stored, RIGHT["saved"]) / lora_files.FILE
-    checksums.write(tmp_path, {})
+    checksums.write(tmp_path)
     whole = path.read_bytes()
     lora_files.check(tmp_path)
     for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], b"", b"no safetensors"):

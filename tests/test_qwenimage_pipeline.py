@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import draw_shapes
+import make_shapes_dataset
 import pytest
 import torch
 from ml_collections import ConfigDict
@@ -13,7 +14,6 @@ from rounding import rounding
 from small import as_prompts, loaded
 
 from flow_grpo.base import rng
-from flow_grpo.data import shapes
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
@@ -162,7 +162,7 @@ def test_an_image_is_its_own_generators_whatever_its_batch(exact):
 
 @pytest.fixture(scope="module")
 def renders():
-    prompts = shapes.split(shapes.all_prompts())[1]
+    prompts = make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1]
     layouts = draw_shapes.sample_layouts(
         draw_shapes.prompt_table(prompts), torch.arange(3), torch.Generator().manual_seed(0)
     )

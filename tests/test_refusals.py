@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(w
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
     progress = {"format": checkpoints.FORMAT, **checkpoints.Progress(1, 2)._asdict()}
     (checkpoint / "progress.json").write_text(json.dumps(progress))
-    checksums.write(checkpoint, {})
+    checksums.write(checkpoint)
     how = dict(model=weightless, resume_from="latest", train__beta=0.5, lora__rank=8)
     with pytest.raises(ValueError, match=r"\(lora\.rank: 4 -> 8, train\.beta: 0\.0 -> 0\.5\)"):
         train(WINDOW, tmp_path, **how)

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import draw_shapes
+import make_shapes_dataset
 import numpy as np
 import pytest
 import torch
@@ -20,9 +21,9 @@ from flow_grpo.rewards.shapes import Detection, detect, grade
 
 ROOT = Path(__file__).parents[1]
 PER_TAG = 200
-PROMPTS = shapes.all_prompts()
-TRAIN, TEST = shapes.split(PROMPTS)
-VALIDATION = shapes.validation(PROMPTS)
+PROMPTS = make_shapes_dataset.all_prompts()
+TRAIN, TEST = make_shapes_dataset.split(PROMPTS)
+VALIDATION = make_shapes_dataset.validation(PROMPTS)
 score = reward.load("cpu")
 
 
@@ -357,10 +358,10 @@ def test_split_holds_out_combinations():
     assert len(texts[1]) == len(TEST)
     assert not texts[0] & texts[1]
     for tag in set(TAGS) - {"single_object"}:
-        asked = [{shapes.combination(p) for p in of_tag(side, tag)} for side in (TRAIN, TEST)]
+        asked = [{make_shapes_dataset.combination(p) for p in of_tag(side, tag)} for side in (TRAIN, TEST)]
         assert not asked[0] & asked[1]
         assert len(asked[1]) >= 2
-    assert {shapes.combination(p) for p in of_tag(TRAIN, "single_object")} == {
+    assert {make_shapes_dataset.combination(p) for p in of_tag(TRAIN, "single_object")} == {
         ("single_object", (s, None, 1)) for s in SHAPES
     }
 
@@ -381,13 +382,13 @@ def test_held_out_pairs_relations_and_colors_stay_out_of_training_in_any_order()
 def test_combination_does_not_depend_on_wording():
     def position(a, relation, b):
         include = [{"class": b, "count": 1}, {"class": a, "count": 1, "position": [relation, 0]}]
-        return shapes.combination({"tag": "position", "include": include})
+        return make_shapes_dataset.combination({"tag": "position", "include": include})
 
     assert position("circle", "left of", "square") == position("square", "right of", "circle")
     assert position("circle", "above", "square") == position("square", "below", "circle")
     assert position("circle", "above", "square") != position("square", "above", "circle")
     both = [{"class": "circle", "count": 1, "color": "red"}, {"class": "square", "count": 1, "color": "blue"}]
-    assert len({shapes.combination({"tag": "color_attr", "include": i}) for i in (both, both[::-1])}) == 1
+    assert len({make_shapes_dataset.combination({"tag": "color_attr", "include": i}) for i in (both, both[::-1])}) == 1
 
 
 def test_every_tag_is_trained_and_tested():
@@ -401,11 +402,13 @@ def test_validation_is_held_out_and_shares_no_prompt_with_train_or_test():
     texts = [{p["prompt"] for p in side} for side in (TRAIN, TEST, VALIDATION)]
     assert len(texts[2]) == len(VALIDATION)
     assert not texts[2] & (texts[0] | texts[1])
-    assert all(shapes.held_out(p) for p in VALIDATION)
+    assert all(make_shapes_dataset.held_out(p) for p in VALIDATION)
     sizes = {tag: len(of_tag(VALIDATION, tag)) for tag in TAGS}
     assert sizes == dict.fromkeys(TAGS, 32) | {"single_object": 0}
     for tag in set(TAGS) - {"single_object"}:
-        asked, trained = ({shapes.combination(p) for p in of_tag(side, tag)} for side in (VALIDATION, TRAIN))
+        asked, trained = (
+            {make_shapes_dataset.combination(p) for p in of_tag(side, tag)} for side in (VALIDATION, TRAIN)
+        )
         assert not asked & trained
         assert len(asked) >= 2
 

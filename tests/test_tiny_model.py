@@ -5,6 +5,7 @@ from pathlib import Path
 import build_random_pipeline
 import build_tiny_qwenimage as build
 import draw_shapes
+import make_shapes_dataset
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 from tiny import tiny_qwenimage
 
 import flow_grpo
-from flow_grpo.data import shapes
 from flow_grpo.diffusers_patch import registry
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
@@ -26,7 +26,7 @@ def load(folder):
 
 @pytest.fixture(scope="module")
 def held_out():
-    return shapes.split(shapes.all_prompts())[1]
+    return make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
+import make_shapes_dataset
 from build_tiny_qwenimage import build_pipeline, save
-
-from flow_grpo.data import shapes
 
 
 def tiny_qwenimage(folder: Path, seed: int = 0) -> Path:
     """Save it to `folder` for `QwenImagePipeline.from_pretrained`: the shipped one, but for its weights."""
-    train, test = shapes.split(shapes.all_prompts())
+    train, test = make_shapes_dataset.split(make_shapes_dataset.all_prompts())
     save(build_pipeline([p["prompt"] for p in train + test], seed), folder)
     return folder

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import draw_shapes
+import make_shapes_dataset
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -370,7 +371,7 @@ def parse_arguments():
 def main(args) -> None:
     torch.backends.cudnn.benchmark = True
     start, generator = time.monotonic(), torch.Generator(args.device).manual_seed(args.seed)
-    train, test = shapes.split(shapes.all_prompts())
+    train, test = make_shapes_dataset.split(make_shapes_dataset.all_prompts())
     pipe = build_pipeline([p["prompt"] for p in train + test], args.seed).to(args.device)
     pipe.text_encoder.requires_grad_(False)
     vae_steps = train_vae(pipe.vae, train, args.vae_s, generator)

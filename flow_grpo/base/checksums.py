@@ -22,16 +22,15 @@ from flow_grpo.base.errors import UserError
 FILE = "checksums.json"
 CHUNK = 2**22  # bytes
 
-Sums = dict[str, list[int]]  # path below the folder -> [bytes, CRC-32]
 Digests = dict[str, list]  # path -> [bytes, time of the content, time of the entry in ns, digest]
 
 _digests: Digests = {}  # of this process
 
 
-def write(folder: Path, known: Sums) -> None:
-    """Write the checksums of all files in a folder, of which some are `known`."""
-    names = [name for name in _names(folder) if name not in known]
-    (folder / FILE).write_text(json.dumps(known | dict(zip(names, _sums_of(folder, names)))))
+def write(folder: Path) -> None:
+    """Write the checksums of all files in a folder."""
+    names = list(_names(folder))
+    (folder / FILE).write_text(json.dumps(dict(zip(names, _sums_of(folder, names)))))
 
 
 def damage(folder: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo.base.errors import UserError, WriteFailed
 
-_RAISED = {error.__name__: error for error in (UserError, WriteFailed, OSError)}  # by rank 0, and then by all
+_RAISED = {error.__name__: error for error in (UserError, WriteFailed, OSError)}  # by a rank, and then by all
 
 
 class Ranks(NamedTuple):
@@ -111,18 +111,23 @@ def broadcast_object(value: Any) -> Any:
 
 
 def on_main(function: Callable, *args: Any) -> Any:
-    """Call on rank 0 while the others wait; its value, on every rank. An exception there is raised on every rank, so
-    that none waits for ever: a UserError or an OSError as such, others as a RuntimeError."""
-    value = error = kind = None
-    if is_main():
-        try:
-            value = function(*args)
-        except Exception as caught:
-            error = caught
-            kind = next((name for name, base in _RAISED.items() if isinstance(error, base)), "RuntimeError")
-    value, kind, message = broadcast_object((value, kind, error and (str(error) or repr(error))))
-    if kind:
-        raise error or _RAISED.get(kind, RuntimeError)(f"rank 0: {message}")
+    """Call on rank 0 while the others wait; its value, on every rank. An exception is raised as by `on_all`."""
+    return broadcast_object(on_all(function, *args) if is_main() else on_all(lambda: None))
+
+
+def on_all(function: Callable, *args: Any) -> Any:
+    """Call on every rank; the rank's own value. An exception on any rank is raised on every rank, so that none waits
+    for ever: a UserError or an OSError as such, others as a RuntimeError."""
+    value = error = None
+    try:
+        value = function(*args)
+    except Exception as caught:
+        error = caught
+    kind = next((name for name, base in _RAISED.items() if isinstance(error, base)), "RuntimeError")
+    failures = gather_objects([(kind, f"rank {rank()}: {str(error) or repr(error)}")] if error else [])
+    if failures:
+        kind, message = failures[0]
+        raise error or _RAISED.get(kind, RuntimeError)(message)
     return value
 
 

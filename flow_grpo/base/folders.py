@@ -1,7 +1,4 @@
-"""A run's folder: one run takes it and holds it until its process ends. The only module that locks files.
-
-What a run that goes on finds there may be anything: `clear_the_way` renames what no run can have written.
-"""
+"""A run's folder: one run takes it and holds it until its process ends. The only module that locks files."""
 
 import errno
 import fcntl
@@ -11,9 +8,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
@@ -21,15 +17,7 @@ from uuid import uuid4
 from flow_grpo.base.errors import UserError
 
 LOCK, INPUTS, DIGESTS = ".lock", "inputs.json", "digests.json"
-FILES = (  # at the top of a run's folder
-    *("config.json", INPUTS, DIGESTS),
-    *("metrics.jsonl", "metrics.jsonl.tmp", "metrics.damaged.jsonl", "wandb_id"),
-    *("report.html", "report.tmp", "reward.png", "samples.png", "README.md"),
-    *("pytorch_lora_weights.safetensors", "adapter_config.json", "adapter_model.safetensors", "model_index.json"),
-)
-FOLDERS = ("images", "wandb", "tensorboard", "best", "transformer")
-FOLDERS_OF_FILES = ("images", "transformer")
-ASIDE = "aside"  # in the names of what was renamed
+FOLDERS = ("images", "wandb", "tensorboard", "best", "transformer")  # in a run's folder, beside the checkpoints
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
 SCRATCH = ".scratch-"  # in the names of what is being written
 LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
@@ -48,13 +36,22 @@ def as_any_new_file(file: Path) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write a file, which appears whole or not at all. Another file takes the old one's place, so that hard links to
     the old one, such as those of a backup, keep what they had."""
-    scratch = scratch_beside(file)
-    try:
+    with published(file) as scratch:
         scratch.write_text(text)
-        as_any_new_file(scratch)
-        scratch.replace(file)
+
+
+@contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which after the block is at `path`; it appears there whole or not at all.
+
+    Raises OSError where a folder is at `path` already.
+    """
+    scratch = scratch_beside(path)
+    try:
+        yield scratch
+        publish(scratch, path)
     finally:
-        scratch.unlink(missing_ok=True)
+        remove(scratch)
 
 
 def scratch_beside(path: Path) -> Path:
@@ -62,10 +59,18 @@ def scratch_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}{SCRATCH}{uuid4().hex}")
 
 
-def publish(scratch: Path, path: Path) -> None:
-    """Make a file or a folder durable, then visible at its path. Raises OSError where a folder is there already."""
+def publish(scratch: Path, path: Path, old: Path | None = None) -> None:
+    """Make a file or a folder durable, then visible at its path; with `old`, what was at the path is there afterwards.
+
+    Raises OSError where a folder is at the path already and `old` is None.
+    """
     for part in [*scratch.rglob("*"), scratch]:
-        sync(part)
+        if part.is_file() and not part.is_symlink():
+            as_any_new_file(part)
+        if not part.is_symlink():
+            sync(part)
+    if old and os.path.lexists(path):
+        path.rename(old)
     scratch.replace(path)
     sync(path.parent)
 
@@ -135,82 +140,39 @@ def lock(folder: Path) -> str:
     """Keep other processes out of a folder until this one ends or calls `release`.
 
     Returns:
-        What to tell the user: "", that this file system has no locks, or what lay in the place of the lock.
+        What to tell the user: "", or that this file system has no locks.
 
     Raises:
-        UserError: another process holds it, or held it and went on writing; with its host and its process id.
+        UserError: another process holds it, with its host and its process id, or the folder cannot be written.
     """
     folder = folder.resolve()
     release(folder)  # one process never writes two runs into one folder
     try:
-        notice = _in_the_way(folder / LOCK, Path.is_file)
-        file = _lock_file(folder) or _wait_for_lock(folder)
+        file = (folder / LOCK).open("a+")
+        _wait_for_lock(file, folder)
+        file.truncate(0)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.flush()
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
         if error.errno in FULL:
             raise UserError(f"disk full: no space left for {folder}; free some and start again") from error
         return f"{folder}: its file system has no locks ({error.strerror}): see that no other run writes there"
     _held[folder] = file
-    return notice
+    return ""
 
 
-def _wait_for_lock(folder: Path) -> TextIO:
-    """For a holder that was killed. One that is alive is refused, at the latest once it has ended."""
-    end, before, refusal = time.monotonic() + WAIT_S, _written(folder), _refusal(folder)
-    while (file := _lock_file(folder)) is None:
-        if time.monotonic() > end:
-            raise UserError(refusal)
-        time.sleep(0.1)
-    if _written(folder) != before:
-        file.close()
-        raise UserError(f"{refusal}. It has ended by now, so start again to go on from what it has saved")
-    return file
-
-
-def _lock_file(folder: Path) -> TextIO | None:
-    """A new lock file, locked, in the place of the old one, which may have hard links; None while another process has
-    locked the old one."""
-    path, scratch = folder / LOCK, folder / f".tmp-{LOCK}"
-    with path.open("a+") as old:
-        if not _locks(old) or not _is_at(old, path):
-            return None
-        file = scratch.open("w")
+def _wait_for_lock(file: TextIO, folder: Path) -> None:
+    """For a holder that was killed. One that stays alive is refused."""
+    end = time.monotonic() + WAIT_S
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-            file.flush()
-            scratch.replace(path)
-        except OSError:
-            file.close()
-            scratch.unlink(missing_ok=True)
-            raise
-    return file
-
-
-def _locks(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(file: TextIO, path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _written(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of what a run writes as it goes on."""
-    found = {}
-    for path in [*folder.glob("[!.]*"), *folder.glob("checkpoints/*")]:
-        with suppress(FileNotFoundError):
-            found[str(path)] = path.lstat().st_size, path.lstat().st_mtime_ns
-    return found
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > end:
+                raise UserError(_refusal(folder)) from error
+        time.sleep(0.1)
 
 
 def _refusal(folder: Path) -> str:
@@ -234,48 +196,11 @@ def release(folder: Path) -> None:
         file.close()
 
 
-def clear_the_way(folder: Path) -> list[str]:
-    """Rename what a run cannot use in the place of its files and folders, such as a folder called metrics.jsonl, or a
-    link that leads nowhere; a sentence for each. Links to files and folders stay. Files with hard links, such as those
-    of a backup, are copied, so that the backup stays what it is."""
-    notices = [_in_the_way(folder / name, _is_usable_folder) for name in FOLDERS]
-    files = [folder / name for name in FILES]
-    for name in FOLDERS_OF_FILES:
-        if (folder / name).is_dir():
-            files += [path for path in sorted((folder / name).iterdir()) if f".{ASIDE}-" not in path.name]
-    notices += [_in_the_way(path, _is_usable_file) for path in files]
-    for path in files:
-        own(path)
-    return [notice for notice in notices if notice]
-
-
-def _is_usable_file(path: Path) -> bool:
-    return path.is_file() and os.access(path, os.R_OK | os.W_OK)
-
-
-def _is_usable_folder(path: Path) -> bool:
-    return path.is_dir() and os.access(path, os.R_OK | os.W_OK | os.X_OK)
-
-
 def own(file: Path) -> None:
     """Give a file that has hard links bytes of its own: a run writes some of its files in place."""
     if file.is_file() and not file.is_symlink() and file.stat().st_nlink > 1:
         shutil.copy2(file, scratch := file.with_name(f".tmp-{file.name}"))
         scratch.replace(file)
-
-
-def _in_the_way(path: Path, fits: Callable[[Path], bool]) -> str:
-    """Rename what is there and does not fit; a sentence, "" for nothing."""
-    if fits(path) or not os.path.lexists(path):
-        return ""
-    return f"{path} cannot be used, and is now {set_aside(path)}: the run goes on without it"
-
-
-def set_aside(path: Path) -> Path:
-    """Give what lies at a path another name, which is free: NAME.aside-1, NAME.aside-2, and so on."""
-    names = (path.with_name(f"{path.name}.{ASIDE}-{number}") for number in count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
-    return path.rename(aside)
 
 
 def remove(path: Path) -> None:

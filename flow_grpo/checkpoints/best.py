@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,22 +31,21 @@ class Evaluation:
     noises_per_prompt: int
     num_steps: int
     guidance_scale: float
+    height: int  # pixels
+    width: int  # pixels
+    vae_precision: str
     best_by: str  # name of the figure that chooses
     value: float  # of that figure
     figures: dict[str, float]  # name -> mean
-    height: int = 0  # pixels; 0 = not known, as in older files
-    width: int = 0  # pixels; 0 = not known
-    vae_precision: str = ""  # "" = not known
     since: int = 0  # epochs completed at the first evaluation that can be compared with this one
     inputs: dict[str, str] = field(default_factory=dict)  # digests of what else decides figures, as far as is known
 
     def comparable(self, other: "Evaluation") -> bool:
         """Whether values of the two were measured alike, as far as is known."""
-        same = ("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by")
-        known = ("height", "width", "vae_precision")
-        known = [key for key in known if getattr(self, key) and getattr(other, key)]
+        names = ("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by")
+        names += ("height", "width", "vae_precision")
         alike = all(self.inputs[key] == other.inputs[key] for key in self.inputs.keys() & other.inputs.keys())
-        return alike and all(getattr(self, key) == getattr(other, key) for key in (*same, *known))
+        return alike and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 class Restored(NamedTuple):
@@ -83,14 +82,9 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
     Raises:
         OSError: it could not be written, e.g. the disk is full. The old one is intact.
     """
-    tmp = run_folder / f".tmp-{NAME}"
-    distributed.on_main(_start, run_folder, tmp)
-    try:
+    with checkpoints.replaced(run_folder / NAME) as tmp:
         fill(tmp)
-        distributed.on_main(_publish, run_folder, tmp, evaluation)
-    except Exception:
-        distributed.on_main(shutil.rmtree, tmp, True)
-        raise
+        distributed.on_main(_describe, tmp, evaluation)
 
 
 def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation, rewinds: bool) -> Restored:
@@ -102,7 +96,10 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation, rewinds: boo
         wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
         rewinds: whether the user gives up later epochs; then a best of theirs is kept under another name.
     """
-    best, notice = distributed.on_main(_restore, run_folder, checkpoint, wanted.epoch, rewinds)
+    best, stored, notice = distributed.on_main(_choose, run_folder, checkpoint, wanted.epoch, rewinds)
+    if stored:
+        with checkpoints.replaced(run_folder / NAME) as tmp:
+            distributed.on_main(_copy, stored, tmp)
     if best is None or best.comparable(wanted):
         return Restored(best, best.since if best else 0, notice)
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
@@ -125,86 +122,55 @@ def _copy(source: Path, target: Path) -> None:
         except OSError:
             shutil.copy2(file, copy)
 
-    shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True)
+    shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True, dirs_exist_ok=True)
 
 
-def _start(run_folder: Path, tmp: Path) -> None:
-    """Clear what a kill left behind."""
-    best, old = run_folder / NAME, run_folder / f".old-{NAME}"
-    if old.is_dir() and not best.exists():
-        old.rename(best)
-    for leftover in (tmp, old):
-        folders.remove(leftover)
-    tmp.mkdir(parents=True)
-
-
-def _publish(run_folder: Path, tmp: Path, evaluation: Evaluation) -> None:
+def _describe(tmp: Path, evaluation: Evaluation) -> None:
     (tmp / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
-    checksums.write(tmp, {})
-    checkpoints.publish(tmp)
-    shutil.rmtree(run_folder / f".old-{NAME}", ignore_errors=True)
+    checksums.write(tmp)
 
 
-def _restore(run_folder: Path, checkpoint: Path, epoch: int, rewinds: bool) -> tuple[Evaluation | None, str]:
-    """The best evaluation, and what to tell the user."""
-    folder, tmp, stored = run_folder / NAME, run_folder / f".tmp-{NAME}", checkpoint / NAME
-    _start(run_folder, tmp)
-    tmp.rmdir()
-    notice, (best, damage) = "", _look(folder)
-    of_best = checkpoint.resolve().is_relative_to(folder.resolve())
-    if of_best or (best and best.epoch <= epoch):  # of the checkpoint's own weights, or of earlier ones
-        stored = folder
+def _choose(
+    run_folder: Path, checkpoint: Path, epoch: int, rewinds: bool
+) -> tuple[Evaluation | None, Path | None, str]:
+    """The best evaluation, the folder whose copy has to take the place of the present one, and what to tell the user.
+
+    A present one that does not stay, and is not replaced, is gone.
+    """
+    folder, stored, notices = run_folder / NAME, checkpoint / NAME, []
+    checkpoints.recover(folder)
+    best, damage = _look(folder)
+    if checkpoint.resolve().is_relative_to(folder.resolve()) or (best and best.epoch <= epoch):
+        stored = folder  # of the checkpoint's own weights, or of earlier ones
     else:
         if best and rewinds:
             aside = _set_aside(run_folder, f"{NAME}_epoch_{best.epoch:06d}")
-            notice = f"the best policy, of later epochs than the run goes on from, is now in {aside}"
+            notices.append(f"the best policy, of later epochs than the run goes on from, is now in {aside}")
         best, damage = _look(stored)
-        if not damage:
-            _replace(run_folder, tmp, stored)
-    if not damage:
-        return best, notice
-    aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""
-    return None, "; ".join(filter(None, [notice, f"{stored} is damaged: {damage}{aside}"]))
+    if damage:
+        aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""
+        notices.append(f"{stored} is damaged: {damage}{aside}")
+    elif best is None and folder.exists():
+        folders.remove(folder.rename(run_folder / f".tmp-{NAME}"))  # half removed, it must not look whole
+    return best, stored if best and stored != folder else None, "; ".join(notices)
 
 
 def _look(folder: Path) -> tuple[Evaluation | None, str]:
     """The evaluation in a folder, None without the folder; and what is wrong with the folder, "" for nothing."""
-    if not os.path.lexists(folder):
+    if not folder.exists():
         return None, ""
-    if damage := checksums.damage(folder):
-        return None, damage
-    try:
-        return read_file(folder / FILE), ""
-    except ValueError as error:
-        return None, str(error)
+    damage = checksums.damage(folder)
+    return (None, damage) if damage else (read_file(folder / FILE), "")
 
 
 def read_file(file: Path) -> Evaluation:
     """Raises UserError for a file that no run has written."""
-    stored = folders.read_json(file)
-    kinds = {"epoch": int, "value": int | float, "figures": dict, "since": int, "inputs": dict}
-    required = {part.name for part in fields(Evaluation) if part.default is part.default_factory is MISSING}
-    alike = all(isinstance(stored[name], kind) for name, kind in kinds.items() if name in stored)
-    if not required <= {*stored} <= {*Evaluation.__annotations__} or not alike:
-        raise UserError(f"{file} is no record of an evaluation")
-    return Evaluation(**stored)
-
-
-def _replace(run_folder: Path, tmp: Path, stored: Path) -> None:
-    if stored.is_dir():
-        _copy(stored, tmp)
-        checkpoints.publish(tmp)
-    elif (run_folder / NAME).exists():
-        (run_folder / NAME).rename(tmp)  # half removed, it must not look whole
-    for leftover in (tmp, run_folder / f".old-{NAME}"):
-        folders.remove(leftover)
+    try:
+        return Evaluation(**folders.read_json(file))
+    except TypeError as error:
+        raise UserError(f"{file} is no record of an evaluation: {error}") from error
 
 
 def _set_aside(run_folder: Path, name: str) -> Path:
-    """Give the folder another name; what has this name already is renamed, unless it is the same."""
-    folder, aside = run_folder / NAME, run_folder / name
-    if os.path.lexists(aside):
-        sums = [path / checksums.FILE for path in (folder, aside)]
-        same = all(file.is_file() for file in sums) and sums[0].read_bytes() == sums[1].read_bytes()
-        (folders.remove if same else folders.set_aside)(aside)
-    return folder.rename(aside)
+    """Give the folder another name: `name`, or name-2, and so on."""
+    return (run_folder / NAME).replace(folders.take(run_folder / name))

@@ -6,10 +6,10 @@ either, as pickled ones did: tensors are safetensors, the rest is JSON, and chec
 """
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,23 +22,19 @@ from flow_grpo.checkpoints import shards
 from flow_grpo.weights import fsdp_utils
 from flow_grpo.weights.ema import Ema
 
-FORMAT = 2  # 1 was torch.distributed.checkpoint's, whose .metadata is a pickle
+FORMAT = 2
 STATE = "state"  # folder of the tensors
 NAMES = r"(?:\.old-)?epoch_(\d+)"  # of checkpoints; .old- is one that is being replaced
-KINDS = {int: "a whole number", float: "a number"}
 
 
 class Progress(NamedTuple):
-    """How far a run has come. Its fields' smallest and largest values are in LIMITS."""
+    """How far a run has come."""
 
     epoch: int  # epochs completed
     step: int  # optimizer steps taken
     learning_rate_factor: float = 1.0  # of the configured one
     num_roll_backs: int = 0  # by health.action
-    reference_moves: int = -1  # how often the reference became the policy; -1 = written before this was recorded
-
-
-LIMITS = Progress((0, 2**40), (0, 2**40), (0.0, 1.0), (0, 2**40), (-1, 2**40))
+    reference_moves: int = 0  # how often the reference became the policy
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:
@@ -87,23 +83,20 @@ def save(
         keep: how many to keep, the newest. Later epochs than this one are an abandoned future and go.
         extra_files: puts more files into the folder that it is given, before anyone sees it; every rank calls it.
     Raises:
-        OSError: it could not be written, e.g. the disk is full. Nothing is left behind and nothing was removed.
+        OSError, SafetensorError: it could not be written, e.g. the disk is full. Nothing is left behind and nothing was
+            removed.
     """
     if keep < 1:
         raise UserError(f"keep = {keep} would remove the checkpoint just written; keep at least 1")
-    folder = Path(folder)
-    tmp = folder / f".tmp-epoch_{progress.epoch:06d}"
-    distributed.on_main(_start, folder, tmp)
-    try:
-        sums = _write(state, tmp)
+    checkpoint = Path(folder, f"epoch_{progress.epoch:06d}")
+    with replaced(checkpoint) as tmp:
+        distributed.on_main((tmp / STATE).mkdir)
+        distributed.on_all(shards.write, state, tmp / STATE)
         if extra_files is not None:
             extra_files(tmp)
-        distributed.on_main(_publish, tmp, progress, config, sums)
-    except Exception:
-        distributed.on_main(shutil.rmtree, tmp, True)
-        raise
-    distributed.on_main(prune, folder, progress.epoch, keep)
-    return folder / f"epoch_{progress.epoch:06d}"
+        distributed.on_main(_describe, tmp, progress, config)
+    distributed.on_main(prune, checkpoint.parent, progress.epoch, keep)
+    return checkpoint
 
 
 def load(checkpoint: Path | str, state: dict[str, Tensor]) -> Progress:
@@ -126,12 +119,7 @@ def read_progress(checkpoint: Path) -> Progress:
     stored = folders.read_json(path)
     if stored.get("format") != FORMAT:
         raise UserError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
-    for name, kind in Progress.__annotations__.items():
-        value, (least, most) = stored.get(name, Progress._field_defaults.get(name)), getattr(LIMITS, name)
-        if type(value) not in (kind, int) or not least <= value <= most:
-            raise UserError(f"{path}: {name!r} is {value!r}, not {KINDS[kind]} from {least} to {most}")
-    known = {name: kind(stored[name]) for name, kind in Progress.__annotations__.items() if name in stored}
-    return Progress(**known)
+    return Progress(**{name: stored[name] for name in Progress._fields if name in stored})
 
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
@@ -139,12 +127,10 @@ def choose(path: Path | str) -> tuple[Path | None, list[str]]:
     checksum; None if there is none at all. And a sentence for each damaged one that is passed over.
 
     Raises:
-        UserError: all that there are are damaged, or the newest is of an older format.
+        UserError: all that there are are damaged.
     """
-    path = Path(path)
-    candidates = [path] if _is_checkpoint(path) else [checkpoint for _, checkpoint in reversed(_checkpoints(path))]
     damaged = []
-    for checkpoint in candidates:
+    for checkpoint in reversed(_at(Path(path))):
         if not (problem := _problem(checkpoint)):
             return checkpoint, [f"{sentence}; the run goes on from {checkpoint}" for sentence in damaged]
         damaged.append(f"{checkpoint} is damaged: {problem}")
@@ -154,13 +140,7 @@ def choose(path: Path | str) -> tuple[Path | None, list[str]]:
 
 
 def _problem(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint, "" for nothing. Raises UserError for one of another format."""
-    if (checkpoint / ".metadata").exists() and not (checkpoint / checksums.FILE).exists():
-        start = f", or start from its weights with --config.lora.path={checkpoint}"
-        raise UserError(
-            f"{checkpoint} was written by an earlier version of flow_grpo, with a pickle, which is not read since it "
-            f"may run any program: resume with that version{start if [*checkpoint.glob('*.safetensors')] else ''}"
-        )
+    """What is wrong with a checkpoint, "" for nothing."""
     if problem := checksums.damage(checkpoint):
         return problem
     try:
@@ -171,19 +151,9 @@ def _problem(checkpoint: Path) -> str:
     return ""
 
 
-def find(folder: Path | str, which: str = "latest") -> Path | None:
-    """The newest checkpoint in `folder` ("latest", None if there is none), or the one at the path `which`.
-
-    Raises:
-        UserError: the path is neither a checkpoint nor a folder of them.
-    """
-    if which == "latest":
-        return _newest(Path(folder))
-    path = Path(which)
-    checkpoint = path if _is_checkpoint(path) else _newest(path)
-    if checkpoint is None:
-        raise UserError(f"no checkpoint at {path}: expected a folder like epoch_000010, or one that holds such folders")
-    return checkpoint
+def find(path: Path) -> Path | None:
+    """The checkpoint at a path, or the newest in the folder there; None if there is none."""
+    return checkpoints[-1] if (checkpoints := _at(path)) else None
 
 
 def later(folder: Path, epoch: int) -> list[Path]:
@@ -196,55 +166,59 @@ def named(checkpoint: Path | None) -> str:
     return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
 
 
-def _start(folder: Path, tmp: Path) -> None:
-    """Clear what a killed save left behind."""
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A folder for all ranks to write to, which takes the place of the one at `path` after the block.
+
+    A failure leaves everything as it was. A kill leaves the old folder or the new one: for a moment, between two
+    renames, the old one is .old-NAME, since a folder cannot be renamed onto another.
+    """
+    tmp = path.with_name(f".tmp-{path.name}")
+    distributed.on_main(_start, path, tmp)
+    try:
+        yield tmp
+        distributed.on_main(_publish, path, tmp)
+    except Exception:
+        distributed.on_main(shutil.rmtree, tmp, True)
+        raise
+
+
+def recover(path: Path) -> None:
+    """Undo what a kill between the two renames of `replaced` left behind."""
+    old = path.with_name(f".old-{path.name}")
+    if old.is_dir() and not path.exists():
+        old.rename(path)
+    folders.remove(old)
+
+
+def _start(path: Path, tmp: Path) -> None:
+    recover(path)
+    _remove_leftovers(path.parent)
+    tmp.mkdir(parents=True)
+
+
+def _publish(path: Path, tmp: Path) -> None:
+    old = path.with_name(f".old-{path.name}")
+    folders.publish(tmp, path, old)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What killed processes left behind."""
     for leftover in folder.glob(".tmp-*"):
         folders.remove(leftover)
-    (tmp / STATE).mkdir(parents=True)
 
 
-def _write(state: dict[str, Tensor], tmp: Path) -> checksums.Sums:
-    """Every rank its own rows; the checksums of all their files."""
-    sums, error = {}, None
-    try:
-        sums = shards.write(state, tmp / STATE)
-    except OSError as caught:
-        error = caught
-    outcomes = distributed.gather_objects([(sums, str(error or ""))])
-    for rank, (_, problem) in enumerate(outcomes):
-        if problem:
-            raise OSError(f"rank {rank} could not write {tmp / STATE}: {problem}") from error
-    return {f"{STATE}/{name}": value for files, _ in outcomes for name, value in files.items()}
-
-
-def _publish(tmp: Path, progress: Progress, config: dict[str, Any], sums: checksums.Sums) -> None:
+def _describe(tmp: Path, progress: Progress, config: dict[str, Any]) -> None:
     (tmp / "config.json").write_text(json.dumps(config, indent=2))
     stored = {"format": FORMAT, **progress._asdict(), "torch": torch.__version__}
     (tmp / "progress.json").write_text(json.dumps(stored))
-    checksums.write(tmp, sums)
-    publish(tmp)
-
-
-def publish(tmp: Path) -> None:
-    """Make the folder .tmp-NAME durable, then visible as NAME.
-
-    An older NAME is .old-NAME then, for the caller to remove: a folder cannot be renamed onto another, so readers have
-    to know the old one until the new one is there.
-    """
-    for path in [*tmp.rglob("*"), tmp]:
-        if not path.is_symlink():
-            folders.sync(path)
-    done = tmp.with_name(tmp.name.removeprefix(".tmp-"))
-    if os.path.lexists(done):
-        done.rename(done.with_name(f".old-{done.name}"))
-    tmp.rename(done)
-    folders.sync(done.parent)
+    checksums.write(tmp)
 
 
 def prune(folder: Path, epoch: int, keep: int) -> None:
     """Remove checkpoints that are older than the `keep` newest or of later epochs, and what a kill left behind."""
-    for leftover in folder.glob(".tmp-*"):
-        folders.remove(leftover)
+    _remove_leftovers(folder)
     checkpoints = _checkpoints(folder)
     newest = [path for number, path in checkpoints if number <= epoch and not path.name.startswith(".")][-keep:]
     for _, path in checkpoints:
@@ -253,15 +227,14 @@ def prune(folder: Path, epoch: int, keep: int) -> None:
             folders.remove(tmp)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and bool(re.fullmatch(NAMES, path.name) or (path / "progress.json").is_file())
+def _at(path: Path) -> list[Path]:
+    """The checkpoint at a path alone, or those in the folder there, oldest first."""
+    if path.is_dir() and (re.fullmatch(NAMES, path.name) or (path / "progress.json").is_file()):
+        return [path]
+    return [checkpoint for _, checkpoint in _checkpoints(path)]
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(epoch, folder) of the complete ones, oldest first; one set aside comes before the one that replaces it."""
     matches = [(re.fullmatch(NAMES, path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _newest(folder: Path) -> Path | None:
-    return checkpoints[-1][1] if (checkpoints := _checkpoints(folder)) else None

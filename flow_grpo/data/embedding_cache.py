@@ -87,13 +87,8 @@ class Cache:
         tensors, width = _without_padding(row)
         header = {"width": width, "negative": negative}
         header["digest"] = _digest_of(f"{self.folder.name} {name} {negative}", tensors, width)
-        scratch = folders.scratch_beside(path := self._path(name))
-        try:
+        with folders.published(self._path(name)) as scratch:
             save_file(tensors, scratch, header)
-            folders.as_any_new_file(scratch)  # several users may share the cache
-            folders.publish(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
 
     def read(self, prompt: Prompt) -> Condition:
         """One row, on the device, as it was encoded; rows with the same negative share its memory.

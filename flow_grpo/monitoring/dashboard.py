@@ -8,7 +8,6 @@ folder alone. Where no tracker is open, report.html is written at every evaluati
 import functools
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -33,7 +32,6 @@ from flow_grpo.monitoring.plots import (
     plot_reward,
     plot_samples,
     read_metrics,
-    read_panel,
 )
 
 LINE_EVERY_S = 60  # of what takes long, where there is no terminal
@@ -86,25 +84,19 @@ class Dashboard:
         config = plain(self.config.to_dict())
         folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         (self.run_dir / "images").mkdir(exist_ok=True)
-        self._set_damage_aside()
+        self._name_damage()
         if notice := trackers.notice(self.config):
             self.say(notice)
         self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
 
-    def _set_damage_aside(self):
-        """A run goes on without what is damaged; the files are kept under other names."""
-        metrics, id_file, first = (self.run_dir / name for name in ("metrics.jsonl", "wandb_id", "images/first.npz"))
+    def _name_damage(self):
+        """A run goes on without damaged lines of metrics.jsonl; the file as it was is kept under another name."""
+        metrics = self.run_dir / "metrics.jsonl"
         if lines := damaged_lines(self.run_dir):
             numbers = ", ".join(map(str, lines[:8])) + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
             shutil.copy2(metrics, aside := metrics.with_suffix(".damaged.jsonl"))
             say(f"{metrics}: line {numbers} cannot be read and is left out; the file as it was is {aside}")
-        if id_file.exists() and not re.fullmatch(rb"[\w-]{1,64}", id_file.read_bytes()):
-            id_file.unlink()
-            say(f"{id_file} holds no name of a wandb run: the run goes on as a new one there")
-        if first.exists() and read_panel(first) is None:
-            first.replace(aside := first.with_suffix(".damaged.npz"))
-            say(f"{first} cannot be read and is now {aside}: the next evaluation's images are the first of samples.png")
 
     def _recall(self):
         records = read_metrics(self.run_dir)

@@ -9,6 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from PIL import Image
 
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 
 NAMES = {"wandb": ("wandb",), "tensorboard": ("tensorboard",), "none": ()}
@@ -22,7 +23,7 @@ class Wandb:
 
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:8])
+            folders.write_text(id_file, uuid.uuid4().hex[:8])
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
             name=name,

@@ -43,8 +43,10 @@ def take_folder(config: ConfigDict) -> Place:
     """
     first = Path(config.output_dir, config.run_name or config.name)
     folder, path = _source(first, config.resume_from)
-    notices = [folders.lock(folder), *folders.clear_the_way(folder)]
-    checkpoint, lines = checkpoints.choose(path) if path and path.is_dir() else (None, [])
+    notice = folders.lock(folder)
+    checkpoint, lines = checkpoints.choose(path) if path else (None, [])
+    if path and not checkpoint:
+        raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
     later, stored, epoch = [], None, 0
     if checkpoint:
         _check_name(checkpoint / "config.json", first)
@@ -57,7 +59,7 @@ def take_folder(config: ConfigDict) -> Place:
     if later:
         names = ", ".join(path.name for path in later)
         lines.append(f"what came after {checkpoint.name} is given up: {names} and these epochs' lines of metrics.jsonl")
-    for line in [*notices, *lines, *changes]:
+    for line in [notice, *lines, *changes]:
         dashboard.say(line)
     return Place(folder, checkpoint, bool(later), read_now)
 
@@ -73,10 +75,9 @@ def _source(first: Path, resume_from: str) -> Source:
     if resume_from == "latest":
         return _latest(first)
     path = Path(os.path.realpath(resume_from))
-    try:
-        checkpoints.find(first, path)
-    except ValueError as error:
-        raise UserError(f"config.resume_from: {error}") from error
+    if checkpoints.find(path) is None:
+        expected = "a folder like epoch_000010, or one that holds such folders"
+        raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.family(first):
         if _holds(folder, path):
             _check_name(folder / "config.json", first)

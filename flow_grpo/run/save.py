@@ -158,8 +158,7 @@ def load_state(run: Run, checkpoint: Path) -> checkpoints.Progress:
     """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set."""
     progress = checkpoints.load(checkpoint, state(run))
     if run.reference:
-        moves, interval = progress.reference_moves, run.reference.interval
-        run.reference.num_moves = moves if moves >= 0 else interval and progress.step // interval
+        run.reference.num_moves = progress.reference_moves
     return progress
 
 

@@ -6,7 +6,6 @@ all, and is compared with its checksums before it is read. All ranks read it, or
 
 import hashlib
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -123,18 +122,14 @@ def keep(transformer: nn.Module, folder: Path) -> None:
 
 def _keep(transformer: nn.Module, folder: Path) -> str:
     """Why it could not be written, "" for nothing."""
-    scratch = folders.scratch_beside(folder)
     layers = _layers(transformer)
     tensors = {f"{name}.{key}": tensor for name, layer in layers.items() for key, tensor in layer.named_buffers()}
     try:
-        scratch.mkdir(parents=True)
-        save_torch_state_dict(tensors, scratch, filename_pattern="weights{suffix}.safetensors", max_shard_size="5GB")
-        for file in scratch.iterdir():
-            folders.as_any_new_file(file)
-        checksums.write(scratch, {})
-        folders.publish(scratch, folder)
+        with folders.published(folder) as scratch:
+            scratch.mkdir(parents=True)
+            pattern = "weights{suffix}.safetensors"
+            save_torch_state_dict(tensors, scratch, filename_pattern=pattern, max_shard_size="5GB")
+            checksums.write(scratch)
     except (OSError, SafetensorError) as error:
         return "" if folder.is_dir() else str(error)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return ""
