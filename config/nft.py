@@ -67,6 +67,14 @@ def long(config):
     return config
 
 
+def awm(config):
+    """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more."""
+    config.train.forward_loss, config.train.clip_range = "awm", 1e-2
+    config.train.old_decay_schedule = 0.0
+    config.train.updates_per_epoch = max(config.train.updates_per_epoch, 2)
+    return config
+
+
 def eight_bit_base(config):
     """The frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
     config.base_precision, config.sample.rollout_weights = "fp8_weights", "exact"
@@ -75,7 +83,7 @@ def eight_bit_base(config):
 
 RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
 BASES = eight_bit_base, grpo.four_bit_base
-VARIANTS = (long, grpo.flash, grpo.large_gpu, *BASES, grpo.smoke)
+VARIANTS = (long, awm, grpo.flash, grpo.large_gpu, *BASES, grpo.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

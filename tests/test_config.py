@@ -39,7 +39,6 @@ def other_value(setting):
 def test_a_script_refuses_exactly_the_settings_that_its_entries_do_not_give_it():
     for algorithm, script in SCRIPTS.items():
         ignored = [setting for setting in table.SETTINGS if algorithm not in setting.used_by]
-        ignored = [setting for setting in ignored if len(setting.choices) != 1]  # nothing else can be asked for
         assert len(ignored) > 5
         for setting in ignored:
             config = table.default_config()
@@ -56,7 +55,11 @@ BASES = ",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_bas
 GRPO_VARIANTS = ("", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke", *BASES)
 COMBINATIONS = [
     *((run, variant) for run in runs_of("grpo") for variant in GRPO_VARIANTS),
-    *((run, variant) for run in runs_of("nft") for variant in ("", ",smoke", ",flash", ",large_gpu")),
+    *(
+        (run, variant)
+        for run in runs_of("nft")
+        for variant in ("", ",smoke", ",flash", ",large_gpu", ",awm", ",awm,smoke")
+    ),
     *(
         (run, variant) for run in runs_of("nft") if "pickscore" in run for variant in BASES
     ),  # the tiny run has no adapter

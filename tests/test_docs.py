@@ -193,22 +193,18 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
 
 
 def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
-    """Its first ratios are 1, its second ones are not; DiffusionNFT's own settings are refused."""
-    monkeypatch.setitem(FORWARD_LOSSES, "awm", None)  # to be put back
+    """It has no ratio; DiffusionNFT's own settings are refused."""
+    monkeypatch.setitem(FORWARD_LOSSES, "reward_weighted", None)  # to be put back
     _, loss = python_of("howto/own_loss")
-    names = {"__name__": "train_awm"}
+    names = {"__name__": "train_reward_weighted"}
     exec(loss, names)
-    how = shallow | dict(num_epochs=1, eval_freq=0, train__updates_per_epoch=2, train__clip_range=1e-3)
-    how |= dict(train__old_decay_schedule=0)
+    how = shallow | dict(num_epochs=1, eval_freq=0, train__adv_clip_max=2.0)
     names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how))
-    first, second = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
-    assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
-    assert second["ratio_std"] > 0
-    for wrong in (dict(nft_beta=0.3), dict(flow_matching_weight=5.0), dict(updates_per_epoch=1)):
-        config = config_of("shapes_qwenimage_nft", tmp_path, **how)
-        config.train.update(wrong)
-        with pytest.raises(ValueError, match=r"(?i)awm"):
-            names["main"](config)
+    first, _ = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
+    assert first["grad_norm"] > 0 == first["old_distance"]
+    assert "ratio_std" not in first
+    with pytest.raises(ValueError, match="'reward_weighted' would ignore it"):
+        names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how, train__nft_beta=0.3))
 
 
 def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ from torch.distributions import Normal, kl_divergence
 
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.losses import (
+    awm_loss,
+    awm_surrogate,
     clipped_surrogate,
     dpo_loss,
     gaussian_entropy,
@@ -24,6 +26,7 @@ from flow_grpo.algorithms.losses import (
     own_flow_matching_loss,
     step_weights,
 )
+from flow_grpo.algorithms.objectives import FORWARD_LOSSES, ForwardStep
 from flow_grpo.run.optimization import learning_rate
 from flow_grpo.settings.table import BY_KEY
 
@@ -191,6 +194,40 @@ def test_nft_moves_towards_good_images_and_away_from_bad_ones():
         velocity = old.clone().requires_grad_()
         nft("1.0", velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
         assert ((velocity.grad * (better - old)).sum((1, 2)) * sign > 0).all()
+
+
+def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
+    """Against numpy; the golden arrays have no numbers of AWM."""
+    v, old, x_0, noise = (GOLDEN[f"nft/1.0/{name}"] for name in ("v_theta", "v_old", "x0", "noise"))
+    advantages = GOLDEN["nft/1.0/advantages"]
+    errors = [np.mean((predicted - (noise - x_0)) ** 2, axis=(1, 2)) for predicted in (v, old)]
+    ratio = np.exp(errors[1] - errors[0])
+    for clip_range in (0.01, 10.0):
+        expected = -np.minimum(advantages * ratio, advantages * np.clip(ratio, 1 - clip_range, 1 + clip_range))
+        found = awm_loss(*map(torch.tensor, (v, old, noise - x_0, advantages)), clip_range)
+        torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-9, atol=0)
+        stored = awm_surrogate(*map(torch.tensor, (*errors, advantages)), clip_range)
+        torch.testing.assert_close(stored, found, rtol=1e-9, atol=0)
+
+
+def test_awms_gradient_at_the_old_policy_is_flow_matching_times_the_advantage():
+    old, x_0, noise = (golden(f"nft/1.0/{name}", torch.float64) for name in ("v_old", "x0", "noise"))
+    velocity, advantages = old.clone().requires_grad_(), golden("nft/1.0/advantages", torch.float64)
+    awm_loss(velocity, old, noise - x_0, advantages, 1e-3).sum().backward()
+    pull = advantages.view(-1, 1, 1) * 2 * (old - (noise - x_0)) / old[0].numel()
+    torch.testing.assert_close(velocity.grad, pull)
+
+
+def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
+    names = dict(velocity="v_theta", old_velocity="v_old", x_t="x0", x_0="x0", noise="noise", sigma="sigma")
+    step = ForwardStep(**{key: golden(f"nft/1.0/{name}", torch.float64) for key, name in names.items()})
+    advantages, train = (
+        torch.linspace(-2, 2, 12, dtype=torch.float64),
+        ConfigDict(dict(clip_range=0.01, adv_clip_max=1)),
+    )
+    found = FORWARD_LOSSES["awm"].function(step, advantages, train)
+    expected = clipped_surrogate(found.log_ratio, torch.zeros(12), advantages.clamp(-1, 1), 0.01)
+    torch.testing.assert_close(found.loss, expected)
 
 
 @pytest.mark.parametrize("beta", [100.0, 2000.0])

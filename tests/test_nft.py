@@ -108,6 +108,14 @@ def test_flow_matching_on_own_images_joins_the_loss_by_its_weight(shallow, tmp_p
     assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 2, rel=1e-4)
 
 
+def test_awms_ratios_begin_at_one_in_every_epoch_and_move(shallow, tmp_path):
+    folder = train(f"{NAME},awm", tmp_path, num_epochs=2, eval_freq=0, train__updates_per_epoch=2, **shallow)
+    updates = lines_of(folder, "update")
+    for first, second in zip(updates[::2], updates[1::2], strict=True):
+        assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
+        assert second["ratio_std"] > 0
+
+
 def test_the_reference_is_guided_until_it_becomes_the_policy(shallow, tmp_path):
     how = shallow | dict(train__reference_interval=2, train__reference_guidance_scale=3.0, train__beta=1.0)
     folder = train(NAME, tmp_path, num_epochs=2, save_freq=1, keep_checkpoints=9, eval_freq=0, **how)

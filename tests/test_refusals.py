@@ -30,6 +30,7 @@ from flow_grpo.weights import fsdp_utils
 
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
 DPO, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
+AWM = f"{NFT},awm"
 TINY, NAN, INF = "flow_grpo/assets/tiny_qwenimage", float("nan"), float("inf")
 FLASH_4 = dict(attention="flash_4", precision="bf16", lora__rank=8)
 
@@ -154,6 +155,13 @@ TRAINING = {  # a script's run -> its rows
         no("reference_guidance_scale is 3.0", "train.beta set", train__beta=0.0),
         no(train__reference_interval=-1),
         no(sample__num_images_per_prompt=1, sample__batch_size=2),
+    ],
+    AWM: [
+        no("nft_beta is 0.3", "forward_loss 'awm'", train__nft_beta=0.3),
+        no("flow_matching_weight is 5.0", "forward_loss 'awm'", train__flow_matching_weight=5.0),
+        no("old_decay_schedule 0", "0.5 and 1", train__old_decay_schedule=0.5),
+        no("old_interval 1", "0.0 and 2", train__old_interval=2),
+        no("updates_per_epoch", "clip_range", train__updates_per_epoch=1),
     ],
     DPO: [
         no("preferences.path 'nowhere'", "train_*.parquet", preferences__path="nowhere"),

@@ -133,6 +133,23 @@ def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
 
 
+def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: `awm_surrogate` of both policies' flow matching errors.
+
+    Args:
+        velocity, old_velocity: [B, ...], of the policy and of the one that sampled.
+        target: [B, ...], noise - x_0, with the same noise for both.
+        advantages: [B].
+    """
+    error, old_error = ((v - target).square().flatten(1).mean(1) for v in (velocity, old_velocity))
+    return awm_surrogate(error, old_error, advantages, clip_range)
+
+
+def awm_surrogate(error: Tensor, old_error: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's bound of the ratio exp(old error - error): the negative error takes the log-prob's place. All [B]."""
+    return clipped_surrogate(-error, -old_error, advantages, clip_range)
+
+
 def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:
     """Share of the configured learning rate that update `step` (from 0) of `num_updates` takes, above 0.
 

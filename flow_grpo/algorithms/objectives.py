@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.rollout import Minibatch
 from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
@@ -93,10 +94,37 @@ def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     return Surrogate(5 * loss)
 
 
+def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
+    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    target = step.noise - step.x_0
+    loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
+    error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
+    return Surrogate(loss, old_error - error)
+
+
+def needs_sampler(config: ConfigDict) -> None:
+    """Raises UserError unless an epoch's ratios start at 1 and then move: the old policy is the trained one, copied."""
+    train, name = config.train, f"config.train.forward_loss {config.train.forward_loss!r}"
+    if train.old_decay_schedule or train.old_interval != 1:
+        raise UserError(
+            f"{name} takes config.train.old_decay_schedule 0 and old_interval 1, which are "
+            f"{train.old_decay_schedule} and {train.old_interval}: its ratio is 1 when an epoch's update begins"
+        )
+    if train.updates_per_epoch * train.inner_epochs < 2:
+        raise UserError(
+            f"{name} takes at least 2 updates of an epoch, but config.train.updates_per_epoch and inner_epochs are 1: "
+            "in the first update every ratio is 1, so clip_range would be ignored"
+        )
+
+
 OBJECTIVES = {
     "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
     "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
 }
 FORWARD_LOSSES = {
     "nft": ForwardLoss(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
+    "awm": ForwardLoss(
+        awm, "advantage-weighted matching (AWM, arXiv:2509.25050)", reads=("clip_range",), check=needs_sampler
+    ),
 }
