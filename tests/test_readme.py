@@ -23,7 +23,12 @@ def test_every_script_config_and_make_target_that_is_named_exists():
     configs = "".join((ROOT / "config" / name).read_text() for name in ("grpo.py", "nft.py", "dpo.py"))
     runs = re.findall(r"^def (\w+)\(\)", configs, re.MULTILINE)
     assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", PAGES)) == set(runs)
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    lists = re.findall(r"^(?:QUICK|ON_GPU) := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    files = [f"tests/test_{name}.py" for names in lists for name in names.replace("\\", " ").split()]
+    assert len(files) > 20
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
     named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", PAGES, re.MULTILINE)
     assert {first or second for first, second in named} <= set(targets)
 

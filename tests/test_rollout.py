@@ -198,6 +198,7 @@ def test_branches_compete_with_those_of_their_trunks_step_or_of_their_prompts_st
     assert torch.equal(trunk, trunk[:, :, :1].expand(4, STEPS, OUTCOMES))
 
 
+@pytest.mark.slow
 def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_each_other(shallow, tmp_path, monkeypatch):
     def length(images, prompts, metadata):
         return torch.tensor([float(len(prompt)) for prompt in prompts])
