@@ -487,12 +487,6 @@ def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_one_whole(wr
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_replaced_checkpoint_stays_until_its_successor_is_there(folder, tmp_path):
-    save(tmp_path, start(folder / "base"), 1).rename(tmp_path / ".old-epoch_000001")
-    assert checkpoints.find(tmp_path) == tmp_path / ".old-epoch_000001"
-    restore(checkpoints.find(tmp_path), start(folder / "base"))
-
-
 @pytest.mark.parametrize("source", ["one rank", "two sharded ranks"])
 def test_diffusers_loads_the_exported_adapter_alpha_included(folder, ranks, tmp_path, source):
     run = start(folder / "base")

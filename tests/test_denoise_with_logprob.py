@@ -112,14 +112,6 @@ def test_branches_are_what_one_gets_one_at_a_time(steps):
                 torch.testing.assert_close(found[b, k, j], ode_steps(step.prev_sample, range(i + 1, T), b)[0])
 
 
-def test_branches_of_a_step_share_the_trunks_velocity():
-    _, trace, _ = branched(range(T - 1))
-    for traced in trace:
-        mean = traced.step.prev_sample_mean.unflatten(0, (B, J))
-        assert torch.equal(mean, mean[:, :1].expand_as(mean))
-        assert traced.step.prev_sample.unflatten(0, (B, J)).std(dim=1).min() > 0
-
-
 @pytest.mark.parametrize("steps", [range(T - 1), range(3)])
 def test_no_forward_is_made_twice_and_none_for_nothing(steps):
     _, _, calls = branched(steps)

@@ -176,11 +176,6 @@ def test_a_test_line_has_the_accuracy_of_each_category(runs):
     assert not [name for name in line if name.startswith(("test/shapes/", "test/avg/"))], "of right or wrong alone"
 
 
-def test_a_figure_that_no_reward_has_cannot_choose(tmp_path):
-    with pytest.raises(ValueError, match=r"best_by is 'shapes_beauty'.*shapes_accuracy"):
-        train(WINDOW, tmp_path, eval__best_by="shapes_beauty")
-
-
 def test_the_first_noise_of_the_test_has_the_name_it_always_had():
     draws = {
         (split, seed): torch.rand(3, generator=evaluation.noise(split, seed, 5)).tolist()
@@ -198,15 +193,6 @@ def test_one_noise_more_leaves_the_first_ones_images(shallow, tmp_path):
     assert lines_of(one, "eval")[0]["eval/avg"] != lines_of(two, "eval")[0]["eval/avg"]
     panels = [np.load(folder / "images" / "first.npz")["pixels"].astype(float) for folder in (one, two)]
     assert np.abs(panels[0] - panels[1]).max() < 8  # levels of 256, of which other batches move a pixel by one
-
-
-def test_validation_prompts_are_read_and_differ_from_the_tests():
-    splits = [
-        {prompt.text for prompt in prompts.load_prompts(str(ROOT / "dataset/shapes"), name)}
-        for name in ("validation", "test")
-    ]
-    assert [len(split) for split in splits] == [160, 272]
-    assert not splits[0] & splits[1]
 
 
 def evaluated(folder, *arguments):

@@ -275,11 +275,6 @@ def test_files_of_weights_are_read_side_by_side():
     safetensors_reader.each_file(lambda _: together.wait(), [Path("one"), Path("other")])
 
 
-def test_unknown_layouts_are_refused():
-    with pytest.raises(ValueError, match="'fsdp'"):
-        fsdp_utils.make_mesh("fsdp", CPU)
-
-
 def test_a_transformer_without_weights_is_refused():
     with pytest.raises(ValueError, match="no weights"):
         build(None, lora=False)

@@ -185,17 +185,6 @@ def test_the_twins_smoke_runs_need_nothing_that_is_not_shipped(script, tmp_path)
     assert (folder / "reward.png").is_file()
 
 
-def test_fasts_shared_prefix_makes_as_many_rows_as_the_formula_says(shallow, tmp_path, monkeypatch):
-    """2 prompts of 4 images, 4 rows a forward: one forward for both before the window, then 4 rows each and step."""
-    model, rows = MODELS["qwenimage"], []
-    plain = model.velocity
-    monkeypatch.setattr(model, "velocity", lambda self, x, *args: (rows.append(len(x)), plain(self, x, *args))[1])
-    how = dict(num_epochs=1, eval_freq=0, sample__sde_window_range=(1, 3), sample__sde_window_size=2)
-    train("shapes_qwenimage,fast", tmp_path, **shallow | how)
-    in_update = 2 * 2 * 4  # batches, window steps, images
-    assert sum(rows) == 4 + 2 * 3 * 4 + in_update
-
-
 @pytest.mark.parametrize("start", [0, STEPS, 2 * STEPS - 1])
 def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     """For a first, middle and last window of one step, with 0.4 of the steps that are left."""

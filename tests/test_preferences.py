@@ -76,12 +76,6 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     assert [pairs.prompts[row].text for row in wanted] == [rows["prompt"][row] for row in wanted]
 
 
-def test_the_same_rows_make_the_same_file(tmp_path):
-    for name in ("a.parquet", "b.parquet"):
-        write(tmp_path, some_rows(20), name)
-    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-
-
 def nan_at(row):
     latents = some_rows(9)["winner_latents"]
     latents[row, 3, 5] = float("nan")

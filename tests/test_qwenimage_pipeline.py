@@ -153,13 +153,6 @@ def test_images_are_those_of_the_latents_returned(exact):
         torch.testing.assert_close(sampled.images[where], image, rtol=0, atol=rounding())
 
 
-def test_an_image_is_its_own_generators_whatever_its_batch(exact):
-    how = dict(window=range(1, 3), num_steps=STEPS, guidance_scale=1.0, noise_level=0.7, **SIDES)
-    together = pipeline_with_logprob(exact.pipeline, PROMPTS, generators(), **how)
-    alone = pipeline_with_logprob(exact.pipeline, PROMPTS[2:], generators()[2:], **how)
-    torch.testing.assert_close(together.images[2:], alone.images, rtol=0, atol=rounding(size=16))
-
-
 @pytest.fixture(scope="module")
 def renders():
     prompts = make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1]

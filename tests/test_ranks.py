@@ -122,8 +122,8 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
     """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of health."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
-    how = dict(train__filter_groups=True, train__reward_aggregation="gdpo", sample__sde_window_interval=2)
-    one = train(name, tmp_path / "one", **HOW, **how)
+    how = dict(train__filter_groups=True, train__reward_aggregation="gdpo", sample__sde_window_interval=2, eval_freq=0)
+    one = train(name, tmp_path / "one", **HOW | how)
     two = on_two_ranks(name, tmp_path / "two", **how)
     assert_same(one, two)
     assert lines_of(one, "update")[0]["parity/log_prob_abs_diff_max"] == 0
@@ -178,7 +178,7 @@ def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
 )
 def test_sharded_equals_replicated_and_its_checkpoint_resumes_on_one_rank(name, rank, layout, shallow, tmp_path):
     how = dict(lora__rank=rank, train__learning_rate=1e-4, sample__rollout_weights="exact")
-    how |= dict(sample__num_images_per_prompt=4, num_epochs=1)
+    how |= dict(sample__num_images_per_prompt=4, num_epochs=1, eval_freq=0)
     how |= shallow if "_pr" in name else {}  # see above
     one = train(name, tmp_path / "one", **HOW | how)
     shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
