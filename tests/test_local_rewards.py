@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from refused import assert_refused
 from rounding import rounding
 from safetensors.torch import save_file
 from test_pickscore import PROMPTS, folder, images
@@ -158,12 +159,6 @@ def test_the_published_predictor_has_these_names_and_sizes():
     assert shapes == wanted | {f"layers.{i}.bias": [out] for i, (_, out) in sizes.items()}
 
 
-def test_a_predictor_for_another_clip_is_refused(folder, tmp_path):
-    torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
-    with pytest.raises(ValueError, match=r"aesthetic: '.*wide.pth' is no predictor for the CLIP '.*clip"):
-        aesthetic.load("cpu", folder, predictor=str(tmp_path / "wide.pth"))
-
-
 def test_similarity_is_the_cosine_with_the_reference_and_a_copy_scores_one(folder, images, references):
     units = unit_embeddings(folder, images)
     path, metadata = references
@@ -180,17 +175,6 @@ def test_a_reference_is_read_once(folder, images, tmp_path):
     first = score(images, PROMPTS, [{"reference": "once.png"}] * 4)
     (tmp_path / "once.png").unlink()
     assert torch.equal(score(images, PROMPTS, [{"reference": "once.png"}] * 4), first)
-
-
-def test_a_reference_that_is_missing_is_named(folder, images, tmp_path):
-    score = image_similarity.load("cpu", folder, folder=str(tmp_path))
-    with pytest.raises(ValueError, match=r"metadata\['reference'\], which 'a cross' has not"):
-        score(images[:1], ["a cross"], [{"prompt": "a cross"}])
-    with pytest.raises(ValueError, match=r"cannot read the reference .*nowhere\.png"):
-        score(images[:1], ["a cross"], [{"reference": "nowhere.png"}])
-    (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(ValueError, match=r"cannot read the reference .*text\.png"):
-        score(images[:1], ["a cross"], [{"reference": "text.png"}])
 
 
 def test_incompressibility_is_minus_compressibility(images):
@@ -212,35 +196,42 @@ def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights)
     torch.testing.assert_close(scores, (seen * asked).sum(1), rtol=0, atol=0.02)  # the border is resized another way
 
 
-@pytest.mark.parametrize("name", ["clipscore", "aesthetic", "image_similarity"])
-def test_a_clip_that_cannot_be_had_is_named_with_its_reward(name, predictor, tmp_path):
-    options = {"predictor": str(predictor)} if name == "aesthetic" else {}
-    module = importlib.import_module(f"flow_grpo.rewards.{name}")
-    with pytest.raises(ValueError, match=rf"reward {name} needs the CLIPModel '.*nowhere', .* HF_HOME"):
-        module.load("cpu", str(tmp_path / "nowhere"), **options)
-
-
-@pytest.mark.parametrize("name", ["/tmp/no/such.pth", "no_such.pth", aesthetic.PREDICTOR])
-def test_weights_that_cannot_be_had_are_named_with_their_reward(name, folder, monkeypatch, tmp_path):
+def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, images, predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=rf"reward aesthetic needs the weights '{name}', .* HF_HOME"):
-        aesthetic.load("cpu", folder, predictor=name)
-
-
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_a_missing_package_is_named_with_the_way_to_install_it(name):
-    if find_spec(OPTIONAL[name]):
-        pytest.skip(f"{OPTIONAL[name]} is installed")
-    with pytest.raises(ValueError, match=rf"reward {name} needs the package {OPTIONAL[name]}: pip install "):
-        importlib.import_module(f"flow_grpo.rewards.{name}").load("cpu")
-
-
-def test_a_package_that_does_not_import_is_not_called_missing(tmp_path, monkeypatch):
-    (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"reward hpsv2 .* outdated_package, which is here but cannot .*no_such_name"):
-        clip_model.optional_package("hpsv2", "outdated_package", "pip install it")
+    (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
+    (tmp_path / "text.png").write_text("no picture")
+    torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
+    nowhere, similar = str(tmp_path / "nowhere"), image_similarity.load("cpu", folder, folder=str(tmp_path))
+
+    def reference(name):
+        return lambda: similar(images[:1], ["a cross"], [{"reference": name} if name else {"prompt": "a cross"}])
+
+    def weights(name):
+        return lambda: aesthetic.load("cpu", folder, predictor=name)
+
+    own = "outdated_package", "pip install it"
+    rows = [
+        ("clipscore", lambda: clipscore.load("cpu", nowhere), ["clipscore", nowhere, "HF_HOME"]),
+        ("CLIP", lambda: aesthetic.load("cpu", nowhere, predictor=str(predictor)), ["aesthetic", nowhere, "HF_HOME"]),
+        ("image_similarity", lambda: image_similarity.load("cpu", nowhere), ["image_similarity", nowhere, "HF_HOME"]),
+        ("another CLIP's", weights(str(tmp_path / "wide.pth")), ["aesthetic", "wide.pth", folder]),
+        ("no reference", reference(None), ["metadata['reference']", "'a cross'"]),
+        *((name, reference(name), [name]) for name in ("nowhere.png", "text.png")),
+        (
+            "a package",
+            lambda: clip_model.optional_package("hpsv2", *own),
+            ["hpsv2", "outdated_package", "no_such_name"],
+        ),
+    ]
+    names = "/tmp/no/such.pth", "no_such.pth", aesthetic.PREDICTOR
+    rows += [(name, weights(name), ["aesthetic", name, "HF_HOME"]) for name in names]
+    for name, package in OPTIONAL.items():
+        if not find_spec(package):
+            load = importlib.import_module(f"flow_grpo.rewards.{name}").load
+            rows.append((name, lambda load=load: load("cpu"), [name, package, "pip install "]))
+    assert_refused(rows)
 
 
 def test_helpers_are_no_rewards():

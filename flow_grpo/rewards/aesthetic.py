@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line
 from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, read_weights, to_pil
 
 MODEL = "openai/clip-vit-large-patch14"
@@ -34,7 +35,8 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
     try:
         rating.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {error}") from error
+        problem = in_one_line(error)
+        raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {problem}") from error
     rating = rating["layers"].to(device).requires_grad_(False).eval()
 
     @torch.no_grad()
