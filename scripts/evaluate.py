@@ -163,10 +163,8 @@ def summary(values, by, categories, best_of):
     """Every estimate of a row of the table."""
     columns = {name: estimates.mean(column) for name, column in values.items()}
     for name, k in itertools.product(values, best_of):
-        if estimates.is_binary(values[name]):
-            columns[f"{name} pass@{k}"] = estimates.pass_at(values[name], k)
-        else:
-            columns[f"{name} best of {k}"] = estimates.best_of(values[name], k)
+        label = f"pass@{k}" if estimates.is_binary(values[name]) else f"best of {k}"
+        columns[f"{name} {label}"] = estimates.best_of(values[name], k)
     return dict(all=columns, by_category=estimates.by_category(values[by], categories) if any(categories) else {})
 
 

@@ -327,8 +327,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_chosen(tmp_path):
             damage(newest / name)
             checkpoint, (sentence,) = checkpoints.choose(tmp_path / "run")
             assert checkpoint == older
-            assert sentence.startswith(f"{newest} is damaged: {name}")
-            with pytest.raises(ValueError, match=f"{newest} is damaged: {name}"):
+            assert sentence.startswith(f"{newest} is damaged: ")
+            assert name in sentence
+            with pytest.raises(ValueError, match=f"{newest} is damaged: .*{name}"):
                 checkpoints.choose(newest)
     flip_a_bit(older / "config.json")
     with pytest.raises(ValueError, match=f"{newest} is damaged: .*; {older} is damaged: config.json"):
@@ -384,8 +385,6 @@ def test_the_newest_are_kept_and_found(folder, tmp_path):
     assert checkpoints.find(tmp_path) == tmp_path / "epoch_000011"
     assert checkpoints.find(tmp_path / "epoch_000010") == tmp_path / "epoch_000010"
     assert checkpoints.find(tmp_path / "nowhere") is None
-    with pytest.raises(ValueError, match="keep = 0"):
-        save(tmp_path, run, 12, keep=0)
 
 
 def test_a_run_that_went_back_abandons_its_future(folder, tmp_path):

@@ -36,22 +36,12 @@ def write(folder: Path) -> None:
 def damage(folder: Path) -> str:
     """What is wrong with a folder's files, "" for nothing."""
     try:
-        expected = json.loads((folder / FILE).read_text())
-        expected = {str(name): [int(size), int(crc)] for name, (size, crc) in expected.items()}
-    except FileNotFoundError:
-        return f"{FILE} is missing"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return f"{FILE} cannot be read"
-    try:
-        for name, (size, _) in expected.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size} bytes, of {size} that were written"
+        expected = folders.read_json(folder / FILE)
+        if missing := [name for name in expected if not (folder / name).is_file()]:
+            return f"{missing[0]} is missing"
         changed = [name for name, crc in zip(expected, _sums_of(folder, [*expected])) if crc != expected[name]]
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    except (UserError, OSError) as error:
+        return str(error)
     return f"{', '.join(changed[:3])}: the bytes are not those that were written" if changed else ""
 
 

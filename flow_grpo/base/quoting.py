@@ -6,22 +6,17 @@ LENGTH = 100  # characters of a text or a number
 ENTRIES = 8  # of a dict, a tuple or a list
 
 
-class Quotes(reprlib.Repr):
-    """reprlib's, for ints of any size too: Python refuses to write out those of more than 4300 digits."""
-
-    def __init__(self):
-        super().__init__()
-        self.maxstring = self.maxlong = self.maxother = LENGTH
-        self.maxdict = self.maxtuple = self.maxlist = self.maxset = ENTRIES
-
-    def repr_int(self, x: int, level: int) -> str:
-        """Of an int."""
-        return super().repr_int(x, level) if x.bit_length() < 10_000 else f"a number of {x.bit_length()} bits"
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = LENGTH
+_SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = ENTRIES
 
 
 def quoted(value: object) -> str:
     """repr of a value in one line, without the middle of what is long."""
-    return Quotes().repr(value).replace("\n", " ")
+    try:
+        return _SHORT.repr(value).replace("\n", " ")
+    except ValueError:  # Python writes out no more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def in_one_line(text: object, length: int = 1000) -> str:

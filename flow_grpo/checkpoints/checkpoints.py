@@ -86,8 +86,7 @@ def save(
         OSError, SafetensorError: it could not be written, e.g. the disk is full. Nothing is left behind and nothing was
             removed.
     """
-    if keep < 1:
-        raise UserError(f"keep = {keep} would remove the checkpoint just written; keep at least 1")
+    assert keep >= 1, "the checkpoint just written stays"
     checkpoint = Path(folder, f"epoch_{progress.epoch:06d}")
     with replaced(checkpoint) as tmp:
         distributed.on_main((tmp / STATE).mkdir)

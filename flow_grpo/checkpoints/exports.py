@@ -7,8 +7,6 @@ from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flow_grpo.base import distributed, folders
@@ -37,17 +35,8 @@ def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[st
             key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
         },
     )
-    file = Path(folder, lora_files.FILE)
-    if precision := quantisation.precision_of(pipeline.transformer):
-        _add_metadata(file, base_precision=precision)
-    _sort_header(file)
-    folders.as_any_new_file(file)
-
-
-def _add_metadata(file: Path, base_precision: str) -> None:
-    with safe_open(file, framework="pt") as stored:
-        metadata = stored.metadata()
-    save_file(load_file(file), file, metadata=metadata | {"base_precision": base_precision})
+    precision = quantisation.precision_of(pipeline.transformer)
+    _complete_header(Path(folder, lora_files.FILE), {"base_precision": precision} if precision else {})
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
@@ -67,13 +56,13 @@ def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, T
         folders.as_any_new_file(file)
 
 
-def _sort_header(file: Path) -> None:
-    """Put the header of a safetensors file into one order, in place: safetensors writes its metadata in any."""
-    with file.open("r+b") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(data) <= size
-        stream.seek(8)
-        stream.write(data.ljust(size))
+def _complete_header(file: Path, metadata: dict[str, str]) -> None:
+    """Add metadata to the header of a safetensors file, and sort it, since safetensors writes it in any order."""
+    stored = file.read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    header["__metadata__"] = dict(sorted((header["__metadata__"] | metadata).items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with folders.published(file) as scratch:
+        scratch.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])

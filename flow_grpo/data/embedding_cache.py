@@ -41,7 +41,8 @@ class Cache:
     def __init__(self, folder: str, encoder: dict, width: int, device: torch.device):
         key = encoder | {package: version(package) for package in ("torch", "transformers", "diffusers")}
         key |= dict(width=width, device=device.type, fields=TENSORS, format=FORMAT)
-        self.folder, self.device = Path(folder, _digest(json.dumps(key, sort_keys=True))), device
+        digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16)
+        self.folder, self.device = Path(folder, digest.hexdigest()), device
         self._negative = lru_cache(maxsize=1024)(self._row)  # by name; rows that share one share its memory
 
     def _path(self, name: str) -> Path:
@@ -153,7 +154,3 @@ def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Cond
         return replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
 
     return lru_cache(maxsize=1024)(encode_once)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

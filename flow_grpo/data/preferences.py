@@ -7,7 +7,6 @@ encoder is needed to train on it. `scripts/prepare_preferences.py` makes such fo
 import bisect
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,10 +136,10 @@ def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
 
 
 def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size: Size) -> dict[str, "PairFiles"]:
-    """Both splits, checked: columns, model, size, prompts, scores, and every latent.
+    """Both splits, checked: columns, model and size. Latents are checked as they are read.
 
     Raises:
-        UserError: names file, row and column.
+        UserError: names file and column.
     """
     if Path(folder, "unfinished").exists():
         raise UserError(f"{folder} is not complete: scripts/prepare_preferences.py, started again, goes on with it")
@@ -165,8 +164,6 @@ class PairFiles:
         self.groups = [(path, f, group) for path, f in zip(paths, files) for group in range(f.num_row_groups)]
         counts = (file.metadata.row_group(group).num_rows for _, file, group in self.groups)
         self.starts = [0, *itertools.accumulate(counts)]
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(_check_latents, paths, files))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -215,45 +212,24 @@ def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[st
 
 
 def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) -> list[str]:
-    """Everything but the arrays' values; the rows' prompts."""
-    stored, num_rows = file.schema_arrow, file.metadata.num_rows
-    if num_rows == 0:
+    """Everything but the arrays' values, which are checked as they are read; the rows' prompts."""
+    stored = file.schema_arrow
+    if file.metadata.num_rows == 0:
         raise UserError(f"{path} has no row")
-    named = set(schema(shapes, "float32").names)
+    schemas = [schema(shapes, dtype) for dtype in ARROW]
+    named = set(schemas[0].names)
     if set(stored.names) != named:
         differ = {"missing": named - set(stored.names), "unknown": set(stored.names) - named}
         raise UserError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
-    table = _read(path, file, ["prompt", "model", "height", "width", "dtype", "winner_score", "loser_score"])
-    rows = table.to_pylist()
-    wanted = schema(shapes, rows[0]["dtype"] if rows[0]["dtype"] in ARROW else "float32")
-    for field in wanted:
-        if not stored.field(field.name).type.equals(field.type):
+    for field in stored:
+        types = [wanted.field(field.name).type for wanted in schemas]
+        if field.type not in types:
             raise UserError(
-                f"{path}, column {field.name!r} holds {stored.field(field.name).type}, not {field.type}, which "
-                "config.model, config.height, config.width and config.text_tokens ask for"
+                f"{path}, column {field.name!r} holds {field.type}, not {types[0]}, which config.model, "
+                "config.height, config.width and config.text_tokens ask for"
             )
-    for number, row in enumerate(rows):
-        _check_row(f"{path}, row {number}, column", row, expected | {"dtype": rows[0]["dtype"]})
-    return [row["prompt"] for row in rows]
-
-
-def _check_row(place: str, row: dict, expected: dict) -> None:
+    table = _read(path, file, ["prompt", *expected])
     for column, value in expected.items():
-        if row[column] != value or (column == "dtype" and value not in ARROW):
-            raise UserError(f"{place} {column!r}: {row[column]!r}, but this run has {value!r}")
-    if not (row["prompt"] or "").strip():
-        raise UserError(f"{place} 'prompt': empty")
-    scores = row["winner_score"], row["loser_score"]
-    if None not in scores and not scores[0] > scores[1]:
-        raise UserError(f"{place} 'winner_score': {scores[0]} is not above the loser's {scores[1]}")
-
-
-def _check_latents(path: Path, file: pq.ParquetFile) -> None:
-    """That all are finite, and no pair is one image twice."""
-    row = 0
-    for group in range(file.num_row_groups):
-        winners, losers = _read_arrays(path, file, group, LATENTS).values()
-        same = (winners == losers).flatten(1).all(1)
-        if same.any():
-            raise UserError(f"{path}, row {row + same.nonzero()[0].item()}, columns {LATENTS}: one image twice")
-        row += len(same)
+        if others := [other for other in table.column(column).unique().to_pylist() if other != value]:
+            raise UserError(f"{path}, column {column!r}: {others[0]!r}, but this run has {value!r}")
+    return table.column("prompt").to_pylist()

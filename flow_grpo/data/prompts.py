@@ -101,12 +101,8 @@ def parse_line(line: str, place: str) -> Any:
         value = json.loads(line)
         if "\\u" in line:  # only so can JSON name them
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place}: half of a surrogate pair, which is no character: {quoted(line)}") from error
-    except RecursionError as error:
-        raise UserError(f"{place}: nested too deeply: {quoted(line)}") from error
-    except ValueError as error:
-        raise UserError(f"{place}: not JSON ({error}): {quoted(line)}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON of whole characters ({error}): {quoted(line)}") from error
     return value
 
 

@@ -25,24 +25,11 @@ def mean(values: Tensor) -> Estimate:
 
 def best_of(values: Tensor, k: int) -> Estimate:
     """The expected highest of k of a prompt's S scores, without bias: sum_i C(i - 1, k - 1) / C(S, k) x_(i), with x_(i)
-    the i-th smallest. Of scores 0 and 1 this is pass@k."""
-    num = _checked(values, k)
+    the i-th smallest. Of scores 0 and 1 this is pass@k (arXiv:2107.03374, eq. 1)."""
+    num = len(values)
+    assert 1 <= k <= num, (k, num)
     weights = [math.comb(i, k - 1) / math.comb(num, k) for i in range(num)]
     return _over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
-
-
-def pass_at(values: Tensor, k: int) -> Estimate:
-    """The chance that one of k of a prompt's S images is right: 1 - C(S - c, k) / C(S, k), with c right ones
-    (arXiv:2107.03374, eq. 1).
-
-    Args:
-        values: 1 = right, 0 = wrong.
-    """
-    num = _checked(values, k)
-    assert is_binary(values)
-    wrong = [math.comb(num - int(right), k) for right in values.nansum(0).tolist()]
-    chances = 1 - torch.tensor(wrong, dtype=torch.float64) / math.comb(num, k)
-    return _over_prompts(chances.where(~values.isnan().any(0), torch.nan))
 
 
 def is_binary(values: Tensor) -> bool:
@@ -55,11 +42,6 @@ def by_category(values: Tensor, categories: list[str]) -> dict[str, Estimate]:
     """The mean of each category of prompts, in the order in which they come; P categories."""
     columns = {name: [i for i, other in enumerate(categories) if other == name] for name in dict.fromkeys(categories)}
     return {name: mean(values[:, rows]) for name, rows in columns.items()}
-
-
-def _checked(values: Tensor, k: int) -> int:
-    assert 1 <= k <= len(values), (k, len(values))
-    return len(values)
 
 
 def _over_prompts(values: Tensor) -> Estimate:

@@ -39,11 +39,9 @@ def make_mesh(mode: str, device: torch.device, shard_size: int = 0, offload: boo
     Args:
         mode: "replicate", "shard", or "hybrid" with `shard_size` ranks to each copy of the weights.
     Raises:
-        UserError: an unknown mode, a shard_size into which the ranks do not divide, or offload without torchrun.
+        UserError: a shard_size into which the ranks do not divide, or offload without torchrun.
     """
     world_size = distributed.world_size()
-    if mode not in ("replicate", "shard", "hybrid"):
-        raise UserError(f"unknown layout {mode!r}; there are: replicate, shard, hybrid")
     if mode == "hybrid" and (shard_size < 1 or world_size % shard_size):
         raise UserError(f"{world_size} ranks do not divide into groups of shard_size = {shard_size}")
     if offload and not distributed.is_initialized():
@@ -110,7 +108,9 @@ def fill(transformer: nn.Module, weights: Path | str | None, init: Callable[[str
     if weights is not None:
         safetensors_reader.read(transformer, Path(weights), _copy_rows)
     if init is not None:
-        _init_adapters(transformer, init)
+        adapters = {name: p for name, p in trainable_parameters(transformer).items() if "lora_" in name}
+        for name, p in adapters.items():
+            _copy_rows(p.detach(), init(name, p.shape))
 
 
 def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
@@ -178,12 +178,6 @@ def _materialise(network: nn.Module, device: torch.device, offload: bool) -> Non
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
     network._apply(place)
-
-
-def _init_adapters(transformer: nn.Module, init: Callable[[str, torch.Size], Tensor]) -> None:
-    for name, p in trainable_parameters(transformer).items():
-        if "lora_" in name:
-            _copy_rows(p.detach(), init(name, p.shape))
 
 
 def _copy_rows(target: Tensor | QuantisedLinear, source: Any) -> None:

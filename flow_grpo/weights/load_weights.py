@@ -3,13 +3,14 @@
 from ml_collections import ConfigDict
 
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.weights import fsdp_utils, policies, quantisation, quantised_cache
+from flow_grpo.weights import fsdp_utils, lora_files, policies, quantisation, quantised_cache
 
 
 def check(config: ConfigDict, family: type[FlowModel]) -> None:
     """Raises UserError, before any weight is loaded, for an adapter or a cache that cannot be used."""
-    policies.check_lora(config.lora)
-    policies.check_layers(config.lora, config.model, family)
+    if adapter := policies.check_lora(config.lora):
+        lora_files.check_fits(config.lora.path, adapter, family.empty_transformer(config.model), config.model)
+        lora_files.check_targets(config.lora.path, adapter, family.LORA_TARGETS)
     if config.weights_cache:
         quantised_cache.check_writable(config.weights_cache)
 

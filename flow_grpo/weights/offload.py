@@ -1,12 +1,13 @@
 """What stays in host memory, for a while or between its uses: optimizer states, and weights that FSDP2 offloads."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flow_grpo.weights import fsdp_utils
+
+MOMENTS = {"exp_avg", "exp_avg_sq"}  # of AdamW; its step count stays where it is
 
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
@@ -27,8 +28,8 @@ def exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> Non
 
 def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Move the moments to pinned host memory. They can be neither stepped nor saved until `reload_optimizer_state`."""
-    for p, state in optimizer.state.items():
-        for key in _moments(p, state):
+    for state in optimizer.state.values():
+        for key in MOMENTS & state.keys():
             moment = fsdp_utils.local_part(state[key])
             state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
                 moment, non_blocking=True
@@ -40,12 +41,6 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `offload_optimizer_state`, if it was called."""
     for p, state in optimizer.state.items():
-        for key in _moments(p, state):
+        for key in MOMENTS & state.keys():
             moment = fsdp_utils.local_part(state[key]).to(p.device, non_blocking=True)
             state[key] = fsdp_utils.from_local_part(moment, p)
-
-
-def _moments(p: nn.Parameter, state: dict[str, Any]) -> list[str]:
-    """Keys of the parameter-shaped state; the step count stays where the optimizer wants it."""
-    shapes = p.shape, fsdp_utils.local_part(p).shape
-    return [key for key, value in state.items() if isinstance(value, Tensor) and value.ndim and value.shape in shapes]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,7 +18,8 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import stochastic_rounding
-from flow_grpo.weights import fsdp_utils, lora_files, offload, quantisation
+from flow_grpo.weights import fsdp_utils, lora_files, quantisation
+from flow_grpo.weights.ema import Ema
 
 
 def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
@@ -56,12 +57,16 @@ def stored_adapter(folder: Path | str, otherwise: Callable = lambda name, shape:
     return weight
 
 
-def check_lora(lora) -> None:
-    """Raises UserError unless lora.path ("" is fine) is a diffusers LoRA folder of this rank and alpha, and finite."""
+def check_lora(lora) -> lora_files.Adapter | None:
+    """What is in lora.path; None where that is "".
+
+    Raises:
+        UserError: it is no diffusers LoRA folder of this rank and alpha, or not finite.
+    """
     if lora.rank < 0 or (lora.rank == 0 and lora.path):
         raise UserError(f"lora.rank is {lora.rank} with lora.path {quoted(lora.path)}: 0 trains the full weights")
     if not lora.path:
-        return
+        return None
     name = in_one_line(path := Path(lora.path, lora_files.FILE))
     if not path.is_file():
         raise UserError(f"lora.path: {name} does not exist; lora.path is the folder that holds {path.name}")
@@ -70,14 +75,7 @@ def check_lora(lora) -> None:
         raise UserError(
             f"{name} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to these"
         )
-
-
-def check_layers(lora, model: str, family: type[FlowModel]) -> None:
-    """Raises UserError unless the layers of lora.path ("" is fine) are among those of the model that a run adapts."""
-    if lora.path:
-        adapter = lora_files.read(lora.path)
-        lora_files.check_fits(lora.path, adapter, family.empty_transformer(model), model)
-        lora_files.check_targets(lora.path, adapter, family.LORA_TARGETS)
+    return adapter
 
 
 def predict(
@@ -95,18 +93,14 @@ def predict(
         return model.velocity(x, t, condition, guidance_scale, size)
 
 
-@contextmanager
-def adapters_off(transformer: nn.Module) -> Iterator[None]:
+def adapters_off(transformer: nn.Module) -> AbstractContextManager:
     """The base model inside this block. Touches nothing but a flag of each adapted layer (peft's own switch would also
     turn requires_grad off and on)."""
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+    return quantisation.flagged(_adapted_layers(transformer), "_disable_adapters")
+
+
+def _adapted_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def merged(transformer: nn.Module, fp8: bool = False) -> Callable:
     Raises:
         RuntimeError: on entering the context, if the adapter has changed since.
     """
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(transformer)
     others = [_merged_layer(layer, fp8) for layer in layers]
     adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
     versions = [p._version for p in adapter]  # every write in place counts it up
@@ -192,36 +186,23 @@ class Reference:
     ):
         self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
         self.num_moves = 0  # how often it has become the policy
-        has_adapter = any(isinstance(module, BaseTunerLayer) for module in transformer.modules())
-        copied = interval or not (fresh and has_adapter)
-        self.weights = {name: p for name, p in transformer.named_parameters() if p.requires_grad and copied}
-        self.copies = {name: p.detach().clone() for name, p in self.weights.items()}
+        copied = interval or not (fresh and _adapted_layers(transformer))
+        self.copy = Ema(fsdp_utils.trainable_parameters(transformer)) if copied else None
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager:
         """The transformer is the reference inside this block, and the trained policy, bit for bit, after it."""
-        if not self.copies:
-            with adapters_off(self.transformer):
-                yield
-            return
-        offload.exchange(self.weights, self.copies)
-        try:
-            yield
-        finally:
-            offload.exchange(self.weights, self.copies)
+        return self.copy.applied() if self.copy else adapters_off(self.transformer)
 
     def guidance(self, of_policy: float) -> float:
         """The guidance scale of the reference's forwards: its own until it first becomes the policy."""
         return of_policy if self.num_moves or self.guidance_scale is None else self.guidance_scale
 
-    @torch.no_grad()
     def follow(self, step: int) -> None:
         """Call after every optimizer step with the number taken so far."""
         if self.interval and step % self.interval == 0:
             self.num_moves += 1
-            for name, weight in self.weights.items():
-                self.copies[name].copy_(weight)
+            self.copy.move(1.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
-        return self.copies if self.interval else {}
+        return self.copy.state_dict() if self.interval else {}

@@ -5,7 +5,7 @@ those of any other precision do.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from ml_collections import ConfigDict
@@ -72,15 +72,20 @@ def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: module for name, module in transformer.named_modules() if isinstance(module, QuantisedLinear)}
 
 
-@contextmanager
-def products_of_8_bits(transformer: nn.Module) -> Iterator[None]:
+def products_of_8_bits(transformer: nn.Module) -> AbstractContextManager:
     """Inside, layers that store 8 bits round x as well: faster, with an error of its own for each x. For forwards whose
     velocity enters no log-prob."""
     layers = [layer for layer in quantised_layers(transformer).values() if type(layer) is EightBitLinear]
-    for layer in layers:
-        layer.rounds_x = True
+    return flagged(layers, "rounds_x")
+
+
+@contextmanager
+def flagged(modules: list[nn.Module], name: str) -> Iterator[None]:
+    """Inside, an attribute of these modules is True; outside it is False."""
+    for module in modules:
+        setattr(module, name, True)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.rounds_x = False
+        for module in modules:
+            setattr(module, name, False)

@@ -6,12 +6,12 @@ all, and is compared with its checksums before it is read. All ranks read it, or
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from flow_grpo.base import checksums, distributed, folders
@@ -59,27 +59,30 @@ def on_all_ranks(folder: Path) -> bool:
     Raises:
         UserError: it is damaged; on every rank.
     """
-    found, problem = folder.is_dir(), ""
     if distributed.is_first_on_node():
         folders.remove_leftovers(folder.parent)
-        problem = checksums.damage(folder) if found else ""
-    answers = distributed.gather_objects([(found, problem)])
-    for problem in filter(None, (problem for _, problem in answers)):
+    distributed.on_all(_check, folder)
+    return all(distributed.gather_objects([folder.is_dir()]))
+
+
+def _check(folder: Path) -> None:
+    if distributed.is_first_on_node() and folder.is_dir() and (problem := checksums.damage(folder)):
         raise UserError(f"{folder} is damaged: {problem}; delete it, and the next start makes it again")
-    return all(found for found, _ in answers)
 
 
 @torch.no_grad()
 def fill(transformer: nn.Module, folder: Path, device: torch.device) -> None:
-    """Fill the quantised layers of a transformer on the meta device from `folder`, and mark them as filled.
+    """Fill the quantised layers of a transformer on the meta device from `folder`, and mark them as filled."""
+    layers, filled = _layers(transformer), set()
 
-    Raises:
-        UserError: it holds other layers.
-    """
-    layers = _layers(transformer)
-    safetensors_reader.each_file(partial(_read_file, layers, device), folder.glob(FILES))
-    if any(tensor.is_meta for layer in layers.values() for tensor in layer.buffers()):
-        raise UserError(f"{folder} lacks weights of this model; delete it")
+    def read_file(file: Path) -> None:
+        for name, tensor in load_file(file, device=str(device)).items():
+            layer_name, _, key = name.rpartition(".")
+            layers[layer_name].register_buffer(key, tensor, persistent=False)
+            filled.add(layer_name)
+
+    safetensors_reader.each_file(read_file, folder.glob(FILES))
+    assert filled == layers.keys(), f"{folder} holds other layers: FORMAT has to change with what is stored"
     for layer in layers.values():
         layer.filled = True
 
@@ -90,38 +93,20 @@ def _layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
     return {name.removesuffix(".base_layer"): layer for name, layer in layers.items()}
 
 
-def _read_file(layers: dict[str, QuantisedLinear], device: torch.device, file: Path) -> None:
-    try:
-        with safe_open(file, framework="pt", device=str(device)) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                _set(layers, name, tensors.get_tensor(name))
-    except (SafetensorError, KeyError, AttributeError, OSError) as error:
-        raise UserError(f"{file} is damaged ({error}); delete {file.parent}") from error
-
-
-def _set(layers: dict[str, QuantisedLinear], name: str, tensor: torch.Tensor) -> None:
-    layer_name, _, key = name.rpartition(".")
-    expected = layers[layer_name].get_buffer(key)
-    if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
-        raise KeyError(f"{name} is {list(tensor.shape)} {tensor.dtype}, not {list(expected.shape)} {expected.dtype}")
-    layers[layer_name].register_buffer(key, tensor, persistent=False)
-
-
 def keep(transformer: nn.Module, folder: Path) -> None:
     """Write the quantised layers where they are not; all ranks call. The main rank does, and then the first one of each
-    machine that does not see its folder. Where another run was faster, its files stay.
+    machine that does not see its folder.
 
     Raises:
         UserError: it cannot be written; on every rank.
     """
-    for is_writer in (distributed.is_main(), distributed.is_first_on_node()):
-        problem = _keep(transformer, folder) if is_writer and not folder.is_dir() else ""
-        if problems := [problem for problem in distributed.gather_objects([problem]) if problem]:
-            raise UserError(f"config.weights_cache: {folder} cannot be written: {problems[0]}")
+    distributed.on_all(_write, transformer, folder, distributed.is_main())
+    distributed.on_all(_write, transformer, folder, distributed.is_first_on_node())
 
 
-def _keep(transformer: nn.Module, folder: Path) -> str:
-    """Why it could not be written, "" for nothing."""
+def _write(transformer: nn.Module, folder: Path, is_writer: bool) -> None:
+    if folder.is_dir() or not is_writer:
+        return
     layers = _layers(transformer)
     tensors = {f"{name}.{key}": tensor for name, layer in layers.items() for key, tensor in layer.named_buffers()}
     try:
@@ -131,5 +116,5 @@ def _keep(transformer: nn.Module, folder: Path) -> str:
             save_torch_state_dict(tensors, scratch, filename_pattern=pattern, max_shard_size="5GB")
             checksums.write(scratch)
     except (OSError, SafetensorError) as error:
-        return "" if folder.is_dir() else str(error)
-    return ""
+        if not folder.is_dir():  # another run was not faster
+            raise UserError(f"config.weights_cache: {folder} cannot be written: {error}") from error
