@@ -4,7 +4,7 @@
 
 Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GRPO-Fast or moving as in MixGRPO
 (arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/algorithms/. `rollout` and `update`
-are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model.
+are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py is shorter.
 """
 
 from ml_collections import ConfigDict
@@ -45,26 +45,27 @@ def update(run: Run, rows: Minibatch) -> None:
     step = score_steps(run, rows)
     advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
-    loss = rows.weights * surrogate.loss
+    loss = rows.step_weights * surrogate.loss
     run.meter.add(policy_loss=loss, advantage_abs_mean=rows.advantages.abs(), **surrogate.metrics)
     if reference is not None:
         kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
-    record_ratios(run, step, rows, surrogate.log_ratio)
-    backward(run, loss, rows, surrogate.log_ratio)
+    log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio
+    record_ratios(run, step, rows, log_ratio)
+    backward(run, loss, rows, log_ratio)
 
 
 def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.GRPO) -> None:
     run = start(config, script)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
-        steps, submitted = rollout(run, epoch)
+        stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
-        recompute_log_probs(run, steps)
-        steps.advantages, steps.loss_weight = advantages(run, scores)
+        recompute_log_probs(run, stored)  # where train.old_log_prob asks for it
+        stored.advantages, stored.loss_weight = advantages(run, scores)
         with run.board.timed("update"):
-            for minibatches in updates(run, steps):
+            for minibatches in updates(run, stored):
                 for rows in minibatches:
                     update(run, rows)
                 optimizer_step(run)

@@ -93,11 +93,11 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
     run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
-        images, submitted = rollout(run, epoch)
+        stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
-        images.advantages, images.loss_weight = advantages(run, scores)
+        stored.advantages, stored.loss_weight = advantages(run, scores)
         with run.board.timed("update"):
-            for minibatches in updates(run, images):
+            for minibatches in updates(run, stored):
                 for rows in minibatches:
                     update(run, rows)
                 optimizer_step(run)

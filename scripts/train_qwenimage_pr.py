@@ -23,10 +23,10 @@ from flow_grpo.settings import checks, command_line
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
-    """Sample trunks and their branches; the trunks' noisy steps, and branches being scored."""
-    noisy_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
+    """Sample trunks and their branches; the steps at which branches leave, and branches being scored."""
+    branching_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     steps, submitted = [], []
-    for batch, samples in sample_epoch(run, epoch, lambda _: noisy_steps, run.plan.num_branches):
+    for batch, samples in sample_epoch(run, epoch, lambda _: branching_steps, run.plan.num_branches):
         groups = groups_of(batch.images, run.plan, run.config.sample.baseline)
         steps.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch, groups))

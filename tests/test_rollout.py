@@ -63,11 +63,11 @@ def test_the_first_steps_of_the_trace_are_kept_with_their_shapes():
     assert rollout.next_latents.shape == (4, STEPS, OUTCOMES, 2, 3)
     assert rollout.log_probs.shape == (4, STEPS, OUTCOMES)
     assert rollout.images.tolist() == [4, 5, 6, 7]
-    torch.testing.assert_close(rollout.weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
+    torch.testing.assert_close(rollout.step_weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
 
 
 def test_weights_of_mean_one_are_over_the_trained_steps():
-    torch.testing.assert_close(sampled(range(4), "mean_one").weights.mean(1), torch.ones(4))
+    torch.testing.assert_close(sampled(range(4), "mean_one").step_weights.mean(1), torch.ones(4))
 
 
 def test_every_row_once_per_inner_epoch_in_equal_shares_of_each_batch():
@@ -110,14 +110,14 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
             assert torch.equal(part.advantages, outcomes)
             assert torch.equal(part.condition.text[:, 0, 0], image)
             assert part.condition.mask.shape == (len(rows), 5)
-            assert part.weights.shape == part.log_probs.shape
+            assert part.step_weights.shape == part.log_probs.shape
 
 
 def test_a_rows_weight_is_its_steps():
     for update in shuffled_updates(sampled(range(BATCH), "sqrt3"), PLAN, 0, 0, 0):
         for part in update:
             expected = 3**0.5 * torch.tensor(STD)[part.row_ids[:, 1]]
-            torch.testing.assert_close(part.weights, expected.repeat_interleave(OUTCOMES))
+            torch.testing.assert_close(part.step_weights, expected.repeat_interleave(OUTCOMES))
 
 
 def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():

@@ -1,4 +1,7 @@
-"""The objectives, as pure functions of tensors. B rows; each returns one float32 value per row, [B]."""
+"""The objectives, as pure functions of tensors. B rows; each returns one float32 value per row, [B].
+
+A log-prob is a mean over the elements of the latents, not a sum: ratios stay near 1, and a clip range of 1e-4 acts.
+"""
 
 import math
 

@@ -1,7 +1,7 @@
 """What a rollout stores for the update, and how the update's minibatches are drawn from it.
 
 B images of a rank, K trained steps of each, J outcomes of each step (1 in a window, num_branches otherwise), N tokens,
-C channels, R rows of a minibatch; L text tokens, D text width, P prompts, G images per group.
+C channels, R rows of a minibatch.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Rollout:
     next_latents: Tensor | None = None  # [B, K, J, N, C] f32, the outcomes of the step
     means: Tensor | None = None  # [B, K, N, C] f32, of the Gaussians that the outcomes were drawn from
     log_probs: Tensor | None = None  # [B, K, J] f32, under the policy that drew the outcomes
-    weights: Tensor | None = None  # [B, K] f32, loss weight of the step
+    step_weights: Tensor | None = None  # [B, K] f32, loss weight of the step
     advantages: Tensor | None = None  # [B] of an image or [B, K, J] of an outcome, f32; None until rewards are there
     loss_weight: Tensor | None = None  # like advantages, mean 1 over all ranks; 0 for what is masked or filtered
 
@@ -74,7 +74,7 @@ class Rollout:
             next_latents=None if self.next_latents is None else of_steps(self.next_latents).flatten(0, 1),
             means=of_steps(self.means, self.num_outcomes),
             log_probs=of_outcomes(self.log_probs),
-            weights=of_steps(self.weights, self.num_outcomes),
+            step_weights=of_steps(self.step_weights, self.num_outcomes),
             advantages=of_outcomes(self.advantages),
             loss_weight=of_outcomes(self.loss_weight),
         )
@@ -94,7 +94,7 @@ class Minibatch:
     next_latents: Tensor | None  # [R * J, N, C] f32, the J outcomes of a row are neighbours
     means: Tensor | None  # [R * J, N, C] f32
     log_probs: Tensor | None  # [R * J] f32
-    weights: Tensor | None  # [R * J] f32
+    step_weights: Tensor | None  # [R * J] f32
     advantages: Tensor | None  # [R * J] f32
     loss_weight: Tensor | None  # [R * J] f32
 
@@ -125,7 +125,7 @@ def from_trace(
         next_latents=torch.stack([t.step.prev_sample.unflatten(0, (num_images, -1)) for t in trace], 1),
         means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1),
         log_probs=torch.stack([t.step.log_prob.unflatten(0, (num_images, -1)) for t in trace], 1),
-        weights=losses.step_weights(std, step_weight),
+        step_weights=losses.step_weights(std, step_weight),
     )
 
 

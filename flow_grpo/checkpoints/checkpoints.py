@@ -49,7 +49,7 @@ def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Em
         for p in group["params"]:
             state |= {f"optimizer/{names[p]}/{key}": value for key, value in _adamw_state(optimizer, group, p).items()}
     if ema is not None:
-        state |= {f"ema/{name}": shadow for name, shadow in ema.state_dict().items()}
+        state |= {f"ema/{name}": average for name, average in ema.state_dict().items()}
     return state
 
 

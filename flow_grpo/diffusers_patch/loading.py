@@ -113,7 +113,7 @@ def free_memory() -> None:
 def compile_decoder(pipeline: DiffusionPipeline) -> None:
     """On its first use; from then on `fixed_shape`."""
     if pipeline.vae is not None:
-        pipeline.vae.decoder.compile(dynamic=False, options=dict(deterministic=True))  # see compiled.OPTIONS
+        pipeline.vae.decoder.compile(dynamic=False, options=dict(deterministic=True))  # see compilation.OPTIONS
 
 
 def fixed_shape(vae: torch.nn.Module) -> bool:

@@ -298,9 +298,16 @@ def _split_shared_prefixes(requests: list[Request], groups: list[int]) -> list[R
     prefixes = {}
     for request, group in zip(requests, groups, strict=True):
         if group not in prefixes:
-            shared = request.size, request.scheduler, request.params
-            text = request.condition, request.latents
-            prefixes[group] = Request(None, *text, *shared, short=request.short, continuations=[request])
+            prefixes[group] = Request(
+                name=None,
+                condition=request.condition,
+                latents=request.latents,
+                size=request.size,
+                scheduler=request.scheduler,
+                params=request.params,
+                short=request.short,
+                continuations=[request],
+            )
         else:
             prefixes[group].continuations.append(request)
         request.latents, request.step = None, request.noisy.start
@@ -311,7 +318,8 @@ def _split_shared_prefixes(requests: list[Request], groups: list[int]) -> list[R
 def post_decode(
     model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
 ) -> Iterator[tuple[list[Request], Samples]]:
-    """Images of finished requests, some B requests together as soon as they fill a decode."""
+    """Images of finished requests, some B requests together as soon as they fill a decode; of trunks, a few decodes, so
+    that little of the last one is empty."""
     ready = []
     for request in finished:
         ready.append(request)

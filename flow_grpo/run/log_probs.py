@@ -74,12 +74,12 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor) -
 
     log_ratio: [R * J], the objective's own.
     """
-    compared = log_ratio, step.log_prob - rows.log_probs, run.config.train.clip_range
-    ratio_statistics.record(run.meter, *compared, on_policy=run.on_policy)
+    gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
+    ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy)
     run.meter.add(entropy=losses.gaussian_entropy(step.transition_std))
     if run.on_policy:
         number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
-        run.gaps.add(number.repeat_interleave(run.plan.num_branches), *compared)
+        run.gaps.add(number.repeat_interleave(run.plan.num_branches), log_ratio, gap, clip_range)
 
 
 def check_parity(run: Run) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, TrainedRows, shuffled_updates
 from flow_grpo.base import distributed
+from flow_grpo.data.preferences import Pairs
 from flow_grpo.run.log_probs import check_parity, image_name
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import state_after_failure
@@ -22,7 +23,7 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
         yield from run.board.bar(steps, f"epoch {run.epoch + 1}, update", train.updates_per_epoch)
 
 
-def backward(run: Run, loss: Tensor, rows, log_ratios: Tensor | None = None) -> None:
+def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
     """Add the gradient of a minibatch's part of the update's mean.
 
     Args:
@@ -30,6 +31,7 @@ def backward(run: Run, loss: Tensor, rows, log_ratios: Tensor | None = None) -> 
         log_ratios: [R * J], to name the row if one is wrong.
     """
     loss = loss * rows.loss_weight
+    log_ratios = None if log_ratios is None else log_ratios.detach()
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
     part = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
     part.backward()

@@ -44,11 +44,11 @@ class Rewards(NamedTuple):
 def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None) -> Submitted:
     """Begin to score images [b, ..., 3, H, W].
 
-    groups: [b, ...] int64, which of them compete; None = those of a prompt.
+    groups: [b, ...] int64, which of them compete; None = those of a prompt. A failed reward's scores are NaN.
     """
     groups = torch.tensor(batch.groups) if groups is None else groups
-    each = groups[0].numel()
-    asked = [prompt for prompt in batch.prompts for _ in range(each)]
+    per_row = groups[0].numel()  # images of a prompt of the batch: 1, or all branches of its trunk
+    asked = [prompt for prompt in batch.prompts for _ in range(per_row)]
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), asked)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
@@ -113,7 +113,8 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     run.epoch_metrics["images"] = (epoch + 1) * len(rewards.groups)
     if run.epoch_metrics["reward/zero_std_share"] == 1:
         score = run.epoch_metrics["reward/avg"]
-        run.board.say(f"epoch {epoch + 1}: the images of each group score alike ({score:.4g} on average): no gradient")
+        alike = f"the images of each group score alike ({score:.4g} on average)"
+        run.board.say(f"epoch {epoch + 1}: {alike}, which teaches nothing")
 
 
 def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Run:
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
-    step: int = 0  # optimizer steps taken  <- optimizer_step, resume
+    step: int = 0  # optimizer steps, in fp16 with those skipped  <- optimizer_step, resume
     saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
@@ -116,7 +116,8 @@ class Run:
 
     @property
     def exact(self) -> Callable:
-        """() -> context in which a forward without a backward has the update's bits."""
+        """() -> context of a forward that must have the update's bits: of compiled blocks the graph with gradients,
+        else nothing."""
         return partial(compilation.training_graph, self.model.network) if self.config.compile else nullcontext
 
     def velocity(

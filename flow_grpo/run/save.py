@@ -22,8 +22,8 @@ def state(run: Run) -> dict[str, Tensor]:
     tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
     others = {f"reference/{name}": weight for name, weight in reference.items()}
-    for shadow, ema in run.extra_policies.items():
-        others |= {f"{shadow}/{name}": weight for name, weight in ema.state_dict().items()}
+    for policy, ema in run.extra_policies.items():
+        others |= {f"{policy}/{name}": weight for name, weight in ema.state_dict().items()}
     return tensors | scale | others
 
 

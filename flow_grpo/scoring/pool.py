@@ -83,11 +83,8 @@ class Pool:
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
-        images, prompts, names = (
-            images.detach(),
-            list(prompts),
-            list(self.scorers) if everything else list(self.weights),
-        )
+        assert len(images) == len(prompts), f"{len(images)} images of {len(prompts)} prompts"
+        images, names = images.detach(), list(self.scorers) if everything else list(self.weights)
         requests = {name: [] for name in names}
         for name in names:
             scorer = self.scorers[name]

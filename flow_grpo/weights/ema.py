@@ -15,11 +15,11 @@ def decay_at(step: int, maximum: float) -> float:
 
 
 class Ema:
-    """Float32 extra_policies of float32 parameters, in the parameters' own layout (sharded ones stay sharded)."""
+    """Float32 averages of float32 parameters, in the parameters' own layout (sharded ones stay sharded)."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float = 0.9, interval: int = 8):
         self.parameters, self.decay, self.interval = parameters, decay, interval
-        self.extra_policies = {name: p.detach().clone() for name, p in parameters.items()}
+        self.averages = {name: p.detach().clone() for name, p in parameters.items()}
         self.is_applied = False
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
@@ -36,10 +36,10 @@ class Ema:
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """shadow = (1 - share) shadow + share weight."""
+        """average = (1 - share) average + share weight."""
         assert not self.is_applied
         for name, p in self.parameters.items():
-            self.extra_policies[name].lerp_(p, share)
+            self.averages[name].lerp_(p, share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -52,10 +52,10 @@ class Ema:
             self._swap()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live extra_policies, for a checkpoint to save or to fill in place."""
+        """The live averages, for a checkpoint to save or to fill in place."""
         assert not self.is_applied
-        return self.extra_policies
+        return self.averages
 
     def _swap(self) -> None:
         self.is_applied = not self.is_applied
-        offload.exchange(self.parameters, self.extra_policies)
+        offload.exchange(self.parameters, self.averages)
