@@ -146,7 +146,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
     optimization.move_weights = work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
-        config.embeddings_cache = shared_folder() if config.embeddings_cache else ""
+        config.cache_dir = shared_folder() if config.cache_dir else ""
         if script.endswith("_dpo") and config.preferences.path:
             light = family.without_weights(config.model)
             random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)

@@ -79,7 +79,7 @@ def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool |
         settings["preferences.path"] = str(args.out / "preferences")
     if args.gpu:
         settings["sample.batch_size"] = run.gpu_batch_size
-        settings["embeddings_cache"] = str(args.out / "embeddings")
+        settings["cache_dir"] = str(args.out / "cache")
     return settings
 
 

@@ -125,7 +125,7 @@ def large(config, model):
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
     config.height, config.width, config.text_tokens, config.vae_batch_size = 512, 512, 128, 8
     config.precision = config.vae_precision = "bf16"
-    config.eval.batch_size, config.embeddings_cache = 8, "runs/embeddings"
+    config.eval.batch_size, config.cache_dir = 8, "runs/cache"
     return config
 
 
@@ -152,7 +152,7 @@ def long(config):
 def mixgrpo(config):
     """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
     config.sample.sde_window_size, config.sample.sde_window_range = 4, (0, config.sample.num_steps - 2)
-    config.sample.sde_window_schedule = "progressive"
+    config.sample.sde_window_interval = 25
     return config
 
 
@@ -207,7 +207,7 @@ def smoke(config):
         config.reward_fn = {"jpeg_compressibility": 1.0}  # their random weights draw no shapes
     for key in (
         *("dataset", "height", "width", "text_tokens", "precision", "vae_precision"),
-        *("attention", "compile", "embeddings_cache"),
+        *("attention", "compile", "cache_dir"),
     ):
         config[key] = tiny[key]
     config.sample.text_multiple = tiny.sample.text_multiple

@@ -101,8 +101,7 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
                 for rows in minibatches:
                     update(run, rows)
                 optimizer_step(run)
-        if is_due(config.train.old_interval, epoch + 1):
-            run.extra_policies[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+        run.extra_policies[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

@@ -20,7 +20,7 @@ EPOCHS = 3
 ALWAYS = dict(num_epochs=EPOCHS, eval_freq=1, save_freq=1, keep_checkpoints=9)
 JPEG = dict(eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressibility",))
 MEASURED = JPEG | dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8, eval__test_freq=1)
-PUBLISHED = dict(reward_fn={"redness": 1.0}, logger="none", rollout_images_freq=2, eval__rewards=("shapes",))
+PUBLISHED = dict(reward_fn={"redness": 1.0}, logger="none", eval__rewards=("shapes",))
 RUNS = {
     "window": ("shapes_qwenimage", PUBLISHED | dict(train__learning_rate=1e-2, eval__width=32)),
     "branches": (

@@ -65,7 +65,7 @@ def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
         (hostile.says({}, 400) if number % 3 == 0 else hostile.honest)(handler, body, number)
 
     with http_server(every_third_fails) as (url, _):
-        args = {"shapes": dict(url=url, on_failure="mask", max_masked_share=0.5, batch_size=1)}
+        args = {"shapes": dict(url=url, max_masked_share=0.5, batch_size=1)}
         folder = train(
             WINDOW, tmp_path / "mask", num_epochs=2, eval_freq=0, reward__args=args, train__filter_groups=True
         )
@@ -117,12 +117,12 @@ def run_with(shallow, tmp_path, monkeypatch):
         monkeypatch.setattr(reward, "load", without_two(plain_load) if masked else plain_load)
         for module in (sampling, train_qwenimage, train_qwenimage_nft):
             monkeypatch.setattr(module, "sample_epoch", spoiling_two(plain_draw) if spoilt else plain_draw)
-        how = shallow | dict(reward__on_failure="mask", reward__max_masked_share=0.6, num_epochs=1)
+        how = shallow | dict(reward__max_masked_share=0.6, num_epochs=1)
         how |= dict(reward__backend="inline", eval_freq=0)
         if name == DPO:
             how |= dict(preferences__min_margin=0.0)
         if name == WINDOW:  # ratios of what is spoilt are not 1
-            how |= dict(train__parity_largest=0.0, train__parity_mean=0.0, train__parity_clipped=0.0)
+            how |= dict(train__parity_limit=0.0)
         folder = train(name, tmp_path / f"{masked} {spoilt}", **how)
         (epoch,) = lines_of(folder, "epoch")
         assert epoch["reward/brightness_masked_share"] == (2 / epoch["images"] if masked else 0)

@@ -255,9 +255,9 @@ def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_o
     assert lines_of(parts, "eval")[-1] == lines_of(whole, "eval")[-1]
 
 
-def test_a_run_that_may_not_roll_back_any_more_stops(shallow, tmp_path, alarmed):
-    how = shallow | dict(health__action="roll_back", health__max_roll_backs=0, num_epochs=3)
-    folder = train(NAME, tmp_path, **how)
+def test_a_run_that_may_not_roll_back_any_more_stops(shallow, tmp_path, alarmed, monkeypatch):
+    monkeypatch.setattr(health_actions, "MAX_ROLL_BACKS", 0)
+    folder = train(NAME, tmp_path, **shallow, health__action="roll_back", num_epochs=3)
     assert len(lines_of(folder, "epoch")) == 1
     assert (folder / "checkpoints" / "epoch_000001").is_dir()
 

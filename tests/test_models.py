@@ -117,7 +117,7 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
 
 
 RUNS = {  # each type of noise, both rollouts and both objectives
-    "window, cached": ("", dict(sample__sde_type="sde", embeddings_cache=True)),
+    "window, cached": ("", dict(sample__sde_type="sde", cache_dir=True)),
     "branches in slots": ("_pr", dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8)),
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
     "branches, compiled": ("_pr,guard", dict(sample__sde_type="sde", compile=True)),
@@ -133,8 +133,8 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, tmp_p
     how = dict(model=registry.tiny_folder(name), num_epochs=1, eval_freq=0, sample__guidance_scale=2.0) | how
     how |= dict(reward_fn__shapes=0, reward_fn__jpeg_compressibility=1)
     how |= dict(sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)
-    if "embeddings_cache" in how:
-        how["embeddings_cache"] = str(tmp_path / "cache")
+    if "cache_dir" in how:
+        how["cache_dir"] = str(tmp_path / "cache")
     if "sample__text_multiple" in how:
         how |= dict(sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

@@ -104,7 +104,6 @@ def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or
 @hypothesis_settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(SET, st.integers(0, 3))
 @example(("sample.sde_window_range", (0,)), 0)
-@example(("fsdp.shard_size", 7), 0)
 @example(("run_name", "../a"), 0)
 @example(("lora.path", "a\nb"), 0)
 @example(("reward.device", "warp:9"), 0)

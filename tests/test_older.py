@@ -51,10 +51,21 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
         (dict(base_precision="8bit"), "base_precision", "fp8_weights"),
         (dict(base_precision="4bit"), "base_precision", "nf4"),
         (dict(resolution=512), "height", 512),
+        (dict(train__parity_largest=2.0, train__parity_mean=0.3), "train__parity_limit", 2.0),
+        (dict(sample__sde_window_schedule="random"), "sample__sde_window_interval", 0),
+        (dict(sample__sde_window_schedule="progressive"), "sample__sde_window_interval", 25),
+        (dict(reward__on_failure="fail", reward__max_masked_share=0.05), "reward__max_masked_share", 0.0),
+        (dict(reward__on_failure="mask", reward__max_masked_share=0.05), "reward__max_masked_share", 0.05),
+        (
+            dict(reward__on_failure="mask", reward__args={"a": {"on_failure": "fail"}, "b": {"url": "x"}}),
+            "reward__args",
+            {"a": {"max_masked_share": 0.0}, "b": {"url": "x"}},
+        ),
         (dict(project="mine", eval__num_pairs=9, train__importance_cap=0.0), "logger", "wandb"),
     ],
 )
 def test_a_stored_value_is_what_means_the_same_today(before, key, today):
+    before = dict(sample__sde_window_interval=25) | before
     config = older.with_defaults(stored(**before), FILE)
     assert value(config, key) == today
     assert table.flat(table.default_config()).keys() <= {*flat(config)}

@@ -14,7 +14,7 @@ import train_qwenimage
 import train_qwenimage_pr
 from small import MODELS, config_of, lines_of, train
 
-from flow_grpo.algorithms.ratio_statistics import Disagreement, Limits, ParityError, StepGaps, exceeded, record
+from flow_grpo.algorithms.ratio_statistics import Disagreement, ParityError, StepGaps, exceeded, record
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
 from flow_grpo.run import sampling
@@ -237,18 +237,20 @@ def test_gaps_are_counted_by_denoising_step_and_summed_up_in_clip_ranges_of_the_
 
 
 @pytest.mark.parametrize(
-    ("found", "limits", "count"),
+    ("found", "limit", "count"),
     [
-        ((1.0, 0.1, 0.01), (1.0, 0.1, 0.01), 0),
-        ((1.1, 0.2, 0.02), (1.0, 0.1, 0.01), 3),
-        ((1.1, 0.2, 0.02), (0.0, 0.1, 0.0), 1),
-        ((1.1, 0.2, 0.02), (0.0, 0.0, 0.0), 0),
-        ((math.nan, math.nan, 0.0), (1.0, 0.1, 0.01), 0),
+        ((1.0, 0.1, 0.01), 1.0, 0),
+        ((1.1, 0.2, 0.02), 1.0, 3),
+        ((0.9, 0.2, 0.0), 1.0, 1),
+        ((0.9, 0.0, 0.02), 1.0, 1),
+        ((1.1, 0.2, 0.02), 2.0, 0),
+        ((1.1, 0.2, 0.02), 0.0, 0),
+        ((math.nan, math.nan, 0.0), 1.0, 0),
     ],
-    ids=["at the limits", "beyond all", "one limit alone", "no limits", "not finite: another error names the row"],
+    ids=["at it", "beyond all", "the mean", "clipped", "twice as large", "no limit", "another error names the row"],
 )
-def test_limits_of_parity(found, limits, count):
-    assert len(exceeded(Disagreement(*found, step=0), Limits(*limits))) == count
+def test_limits_of_parity(found, limit, count):
+    assert len(exceeded(Disagreement(*found, step=0), limit)) == count
 
 
 def noisy_log_probs(monkeypatch):

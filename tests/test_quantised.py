@@ -166,7 +166,7 @@ def start_on_two_machines(folder):
 
 def filled_from(cache, model):
     """Whether each rank's quantised layers came from the cache."""
-    config = config_of("shapes_qwenimage", base_precision="fp8_weights", weights_cache=str(cache), model=str(model))
+    config = config_of("shapes_qwenimage", base_precision="fp8_weights", cache_dir=str(cache), model=str(model))
     loaded_model = MODELS["qwenimage"].load(config.model, torch.device("cpu"), alone=True)
     policies.attach(loaded_model.transformer, config.lora, loaded_model.LORA_TARGETS)
     load_weights.fill(config, loaded_model)
@@ -195,7 +195,7 @@ def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, precision, shall
 
 def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     """Frozen, in the run's precision, and kept in its cache."""
-    config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16", weights_cache=str(tmp_path))
+    config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16", cache_dir=str(tmp_path))
     transformer = prepare_preferences.load(config, MODELS["qwenimage"], torch.device("cpu")).transformer
     assert quantisation.precision_of(transformer) == "nf4"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
@@ -249,7 +249,7 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow, tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
-    how = dict(FEW, base_precision="nf4", lora__rank=32, weights_cache=str(tmp_path / "cache"), save_freq=1)
+    how = dict(FEW, base_precision="nf4", lora__rank=32, cache_dir=str(tmp_path / "cache"), save_freq=1)
     how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=2, train__learning_rate=1e-2)
     how |= dict(model=shallow["model"], reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)

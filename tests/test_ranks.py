@@ -137,7 +137,6 @@ def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
     how = dict(
         reward_fn__shapes=0,
         reward_fn__brightness=1,
-        reward__on_failure="mask",
         reward__max_masked_share=0.9,
         eval__best_by="brightness",
     )

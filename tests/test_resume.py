@@ -427,12 +427,10 @@ if __name__ == "__main__":
     end_by_the_clock(sys.argv[1])
 
 
-@pytest.mark.parametrize("shared", ["weights_cache", "embeddings_cache", ""])
+@pytest.mark.parametrize("shared", ["cache", ""])
 def test_digests_are_remembered_in_a_cache_that_runs_share(shared, tmp_path):
-    caches = [tmp_path / name for name in ("weights_cache", "embeddings_cache") if name == shared]
+    caches = [tmp_path / shared] if shared else []
     for folder in (run_folder := tmp_path / "run", *caches):
         folder.mkdir()
-    config = config_of("shapes_qwenimage", embeddings_cache=str(tmp_path / "embeddings_cache"))
-    config.weights_cache = str(tmp_path / "weights_cache") if shared == "weights_cache" else ""
-    fingerprint.of(config, run_folder)
+    fingerprint.of(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), run_folder)
     assert [path.parent for path in tmp_path.rglob("digests.json")] == [*caches, run_folder][:1]

@@ -39,10 +39,10 @@ def make_pool(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("on_failure", ["fail", "mask"])
-def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(on_failure, make_pool, monkeypatch):
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(share, make_pool, monkeypatch):
     monkeypatch.setattr(pool, "MAX_PENDING", 2)
-    the_pool = make_pool(HANGS, on_failure=on_failure)
+    the_pool = make_pool(HANGS, max_masked_share=share)
     pending = submit(the_pool)
     says = r"reward 'misused' \(thread\) has not returned within 0.2 s .* first prompt: 'prompt 0'"
     with pytest.raises(RewardFailed, match=says):
@@ -92,7 +92,7 @@ def test_a_reward_that_is_wrong_is_named(kind, backend, make_pool):
     text += "".join(f"    {line}\n" for line in body.splitlines())
     with pytest.raises(RewardFailed, match=f"reward 'misused'.*{says}.*'prompt 0'"):
         submit(make_pool(text, backend=backend)).result()
-    masked = submit(make_pool(text, backend=backend, on_failure="mask")).result()
+    masked = submit(make_pool(text, backend=backend, max_masked_share=0.05)).result()
     assert masked["misused"].isnan().all()
     assert torch.get_default_dtype() == torch.float32
 

@@ -313,7 +313,7 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
         assert why in str(caught.value)
         assert url in str(caught.value)
         assert "'prompt 0'" in str(caught.value)
-        masked = score(pool_of(url, timeout_s=1.0, retry_s=0.0, on_failure="mask"))
+        masked = score(pool_of(url, timeout_s=1.0, retry_s=0.0, max_masked_share=0.05))
         assert masked["served"].isnan().all()
 
 

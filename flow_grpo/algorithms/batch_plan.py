@@ -49,9 +49,9 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         )
     if moves(config) and sample.batch_size % updates:
         raise UserError(
-            f"a window that moves by {sample.sde_window_schedule!r} is cut off at the end of its range, so each number "
-            f"of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no multiple of "
-            f"train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
+            f"a window that moves on every {sample.sde_window_interval} updates is cut off at the end of its range, so "
+            f"each number of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no "
+            f"multiple of train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
         )
     if (rows := sample.batch_size * steps) % updates:
         raise UserError(
@@ -94,7 +94,7 @@ def plan_pairs(config, world_size: int) -> BatchPlan:
 def moves(config) -> bool:
     """Whether the SDE window follows a schedule that cuts it off at the end of its range."""
     sample = config.sample
-    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_schedule != "random"
+    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
 
 
 def _divisors(number: int) -> list[int]:

@@ -27,15 +27,8 @@ class Disagreement(NamedTuple):
     step: int  # denoising step of the largest
 
 
-class Limits(NamedTuple):
-    """What of a Disagreement a run tolerates; 0 = anything."""
-
-    largest: float
-    mean: float
-    clipped: float
-
-
-UNITS = Limits("clip ranges at most", "clip ranges on average", "of all rows clipped")
+# What of a Disagreement a run tolerates, as a fraction of config.train.parity_limit.
+TOLERATED = (1.0, "clip ranges at most"), (0.1, "clip ranges on average"), (0.01, "of all rows clipped")
 
 
 @torch.no_grad()
@@ -106,10 +99,11 @@ class StepGaps:
         return metrics, Disagreement(largest.item() / clip_range, mean, clipped / rows, step.item())
 
 
-def exceeded(found: Disagreement, limits: Limits) -> list[str]:
-    """What of it is beyond its limit, in words. A NaN is no disagreement: its row is named as not finite."""
+def exceeded(found: Disagreement, limit: float) -> list[str]:
+    """What of it is beyond config.train.parity_limit, or its fixed fraction of that; 0 = no limit. A NaN is no
+    disagreement: its row is named as not finite."""
     return [
-        f"{value:.3g} {unit} (limit {limit:g}, config.train.parity_{name})"
-        for name, value, limit, unit in zip(Limits._fields, found, limits, UNITS)
-        if limit and value > limit
+        f"{value:.3g} {unit} (limit {limit * fraction:g})"
+        for value, (fraction, unit) in zip(found, TOLERATED)
+        if limit and value > limit * fraction
     ]

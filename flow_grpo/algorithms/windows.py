@@ -19,7 +19,7 @@ def window_at(sample, seed: int, epoch: int, block: int, updates: int) -> range:
     if sample.sde_window_size == 0:
         return range(sample.num_steps - 1)
     first, last = sample.sde_window_range
-    if sample.sde_window_schedule == "random":
+    if not sample.sde_window_interval:
         assert block is not None, "a batch of finished images has no window of its own"
         return draw_window(seed, epoch, block, sample.sde_window_size, (first, last))
     start = first + updates // sample.sde_window_interval % (last - first)  # MixGRPO, "progressive"

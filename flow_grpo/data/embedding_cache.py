@@ -68,7 +68,7 @@ class Cache:
             tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise UserError(
-                f"config.embeddings_cache: {self.folder.parent} lacks prompts of this run and cannot be written: "
+                f"config.cache_dir: {self.folder.parent} lacks prompts of this run and cannot be written: "
                 f"{error.strerror}"
             ) from error
 

@@ -27,7 +27,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/<name>_group_std": Metric("", "reward/group_std of one reward", "like reward/group_std"),
     "reward/<name>_zero_std_share": Metric("", "reward/zero_std_share of one reward", "like reward/zero_std_share"),
     "reward/<name>_masked_share": Metric(
-        "", "share of images whose reward failed and was masked (`on_failure=mask`)", "0"
+        "", "share of images whose reward failed and was masked (`max_masked_share`)", "0"
     ),
     "eval/<name>": Metric(
         "",
@@ -79,7 +79,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
-    "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0; train.parity_largest ends the run"),
+    "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0; train.parity_limit ends the run"),
     "parity/ratio_minus_one_e4": Metric("1e-4", "mean absolute ratio - 1 before any update", "0 in float32"),
     "parity/step_<n>_<name>": Metric(
         "", "the same of denoising step n in an epoch's first update, and its clip_fraction", "0 in float32"

@@ -193,7 +193,7 @@ def _size(stored: dict[str, Any]) -> str:
 def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
     """Settings that differ from the defaults, without paths, addresses and secrets of the machine."""
     rows = [(key, value) for key, _, value in report.changed_settings([run]).rows if value]
-    private = ("reward.", "embeddings_cache", "lora.path", "preferences.", "dataset", "model", "reward_fn.")
+    private = ("reward.", "cache_dir", "lora.path", "preferences.", "dataset", "model", "reward_fn.")
     return [(key, value) for key, value in rows if not key.startswith(private) and not re.match(r"[/~]|\w+://", value)]
 
 

@@ -41,8 +41,8 @@ class Inputs(NamedTuple):
 
 def of(config: ConfigDict, run_folder: Path) -> Inputs:
     """What a run of this config reads now."""
-    places = [Path(place) for place in (config.weights_cache, config.embeddings_cache, run_folder) if place]
-    memory = next(place for place in places if place == run_folder or place.is_dir()) / folders.DIGESTS
+    has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
+    memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
     files = lambda folder, *patterns: _digests(Path(folder), patterns, memory) if folder else {}  # noqa: E731
     splits = (prompts.find_file(config.dataset, split) for split in ("train", "validation", "test"))
     served = [name for name, args in config.reward.args.items() if args.get("url")]

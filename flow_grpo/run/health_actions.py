@@ -7,6 +7,8 @@ from flow_grpo.monitoring import health
 from flow_grpo.run import optimization, save
 from flow_grpo.run.run import Run
 
+MAX_ROLL_BACKS = 3  # each halves the learning rate
+
 
 def watch(run: Run, epoch: int) -> None:
     """Judge the epoch; where a sign of health exceeds its limit, do what health.action says."""
@@ -56,9 +58,10 @@ def _stop(run: Run) -> str:
 def _roll_back(run: Run) -> str:
     """Weights, averages and optimizer become those of the best evaluation; epochs and updates go on counting, so that
     what follows draws other prompts and other noise than what went wrong."""
-    most = run.config.health.max_roll_backs
-    if run.best_evaluation is None or run.num_roll_backs >= most:
-        reason = f"it has gone back {most} times" if run.best_evaluation else "no evaluation was a finite number"
+    if run.best_evaluation is None or run.num_roll_backs >= MAX_ROLL_BACKS:
+        reason = (
+            f"it has gone back {MAX_ROLL_BACKS} times" if run.best_evaluation else "no evaluation was a finite number"
+        )
         return f"{reason}, so {_stop(run)}"
     if problem := save.load_best_state(run):
         return f"{problem}, so {_stop(run)}"

@@ -83,7 +83,7 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor) -
 
 
 def check_parity(run: Run) -> None:
-    """Log how far the first ratios of the epoch are from 1; beyond the limits of config.train, all ranks end the run,
+    """Log how far the first ratios of the epoch are from 1; beyond train.parity_limit, all ranks end the run,
     with the epochs before this one saved.
 
     Raises:
@@ -92,8 +92,7 @@ def check_parity(run: Run) -> None:
     train = run.config.train
     metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
     run.epoch_metrics |= metrics
-    limits = ratio_statistics.Limits(train.parity_largest, train.parity_mean, train.parity_clipped)
-    problems = ratio_statistics.exceeded(gap, limits) if gap else []
+    problems = ratio_statistics.exceeded(gap, train.parity_limit) if gap else []
     if not problems:
         return
     worst = [(part.log_ratios.abs().max().item(), part) for part in run.trained_rows]

@@ -12,7 +12,6 @@ from flow_grpo.algorithms.advantages import combined_advantages, group_stats, ke
 from flow_grpo.base import distributed
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
-from flow_grpo.evaluation.evaluation import NUM_SHOWN
 from flow_grpo.monitoring import health
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
@@ -26,7 +25,6 @@ class Submitted(NamedTuple):
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b * ...] float32 on the CPU
     latents: Tensor  # [b * ..., c, h, w] f32, as the VAE sees them but for its normalisation
-    panel: list[tuple[int, Tensor, str]]  # row, its first image, its prompt; of the rows that images/ is to keep
 
 
 class Rewards(NamedTuple):
@@ -52,7 +50,7 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), asked)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
-    return Submitted(list(batch.images), groups, scores, latents, _panel(run, samples.images, batch))
+    return Submitted(list(batch.images), groups, scores, latents)
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
@@ -79,8 +77,6 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
-    if run.config.rollout_images_freq:
-        _keep_panel(run, submitted)
     return rewards
 
 
@@ -132,25 +128,3 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
         loss_weight[scored] *= kept_rows(scores, weights, groups)
     loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
     return rewards.local(values, run.device), rewards.local(loss_weight, run.device)
-
-
-def _panel(run: Run, images: Tensor, batch: Batch) -> list[tuple[int, Tensor, str]]:
-    """In an epoch that is kept, an image of each of the first prompts; images: [b, ..., 3, H, W]."""
-    freq, size = run.config.rollout_images_freq, run.plan.group_size
-    if not freq or run.epoch % freq:
-        return []
-    rows = [row for row, image in enumerate(batch.images) if image % size == 0]
-    rows = [row for row in rows if batch.images[row] // size < NUM_SHOWN]
-    return [(row, images[row].reshape(-1, *images.shape[-3:])[0].cpu(), batch.prompts[row].text) for row in rows]
-
-
-def _keep_panel(run: Run, submitted: list[Submitted]) -> None:
-    """Put the images that all ranks show into images/, each with its reward."""
-    rows = [
-        (part.images[row], image, text, part.scores.result()["avg"].view(part.groups.shape)[row].flatten()[0].item())
-        for part in submitted
-        for row, image, text in part.panel
-    ]
-    if rows := sorted(distributed.gather_objects(rows), key=lambda row: row[0]):
-        _, images, texts, values = zip(*rows)
-        run.log_images("rollout", torch.stack(images), texts, values)

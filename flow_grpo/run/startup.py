@@ -113,11 +113,9 @@ def _load(
 ) -> Run:
     """Everything with weights, and the run folder."""
     torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
-    mesh = fsdp_utils.make_mesh(
-        config.fsdp.mode, ranks.device, config.fsdp.shard_size, config.fsdp.offload == "weights"
-    )
+    mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.offload == "weights")
     images, cache, missing = texts.drawn or evaluates(config), None, []
-    if config.embeddings_cache and images:
+    if config.cache_dir and images:
         cache, missing = _open_cache(config, family, ranks.device, plan, texts)
     pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
     model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
@@ -246,17 +244,17 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 def _open_cache(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[embedding_cache.Cache, list[Prompt]]:
-    """The cache of config.embeddings_cache, and the prompts that this run will draw or evaluate but the cache lacks.
+    """The cache of config.cache_dir, and the prompts that this run will draw or evaluate but the cache lacks.
 
     Raises:
         UserError: it lacks some and cannot be written.
     """
     with suppress(OSError):  # where it cannot be made, it lacks prompts and is refused below
-        Path(config.embeddings_cache).mkdir(parents=True, exist_ok=True)
-    memory = Path(config.embeddings_cache, folders.DIGESTS)
+        Path(config.cache_dir).mkdir(parents=True, exist_ok=True)
+    memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
-    cache = embedding_cache.Cache(config.embeddings_cache, version, config.text_tokens, device)
+    cache = embedding_cache.Cache(config.cache_dir, version, config.text_tokens, device)
     drawn = [
         texts.train[pick]
         for epoch in range(config.num_epochs if texts.drawn else 0)

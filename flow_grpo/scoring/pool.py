@@ -147,7 +147,7 @@ class Pool:
         """
         shares = {}
         for name, scorer in self.scorers.items():
-            if scorer.settings.on_failure == "mask" and name in scores:
+            if scorer.settings.max_masked_share and name in scores:
                 shares[name] = scores[name].isnan().double().mean().item()
                 if shares[name] > scorer.settings.max_masked_share:
                     raise TooManyMasked(

@@ -62,7 +62,7 @@ class Scorer:
             return _without_reserved(future.result())
         except Exception as error:
             self.last_error = in_one_line(f"{type(error).__name__}: {error}")
-            if self.settings.on_failure == "mask":
+            if self.settings.max_masked_share:
                 return {"score": torch.full((len(prompts),), torch.nan)}
             why = in_one_line(error)
             message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
@@ -173,7 +173,7 @@ class LocalScorer(Scorer):
                 metadata = [prompt.metadata for prompt in prompts]
                 return rewards.scores_of(self.name, self.score, images, texts_of(prompts), metadata)
             except Exception as error:
-                if self.settings.on_failure == "fail" or len(prompts) == 1:
+                if not self.settings.max_masked_share or len(prompts) == 1:
                     raise
                 self.last_error = in_one_line(f"{type(error).__name__}: {error}")
         rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?

@@ -16,7 +16,7 @@ from flow_grpo.settings import older
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
 KEYS = [key.removeprefix("reward.") for key in BY_KEY if key.startswith("reward.") and key != "reward.args"]
-RewardSettings = namedtuple("RewardSettings", KEYS)  # of one reward; config.reward.args.NAME may override each
+RewardSettings = namedtuple("RewardSettings", ["url", *KEYS])  # of one reward: its server, and what args may override
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
@@ -25,11 +25,6 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     Args:
         settings: config.reward.
     """
-    if settings.url:
-        raise UserError(
-            f"config.reward.url is {settings.url!r}, but a server scores one reward; name it: "
-            f"--config.reward.args=\"{{'NAME': {{'url': {settings.url!r}}}}}\""
-        )
     args = settings.args.to_dict()
     for name, overrides in args.items():
         if not isinstance(overrides, dict):
@@ -59,8 +54,8 @@ def _check_backend(name: str, reward: RewardSettings) -> None:
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
     """What config.reward says of a reward, and the options of its `load`."""
     overrides = settings.args.get(name, {})
-    reward = RewardSettings(*(overrides.get(key, settings.get(key)) for key in KEYS))
-    options = {key: value for key, value in overrides.items() if key not in KEYS}
+    reward = RewardSettings(overrides.get("url", ""), *(overrides.get(key, settings.get(key)) for key in KEYS))
+    options = {key: value for key, value in overrides.items() if key not in RewardSettings._fields}
     if rewards.is_service(name):  # it has a server of its own kind, and a request per image
         options |= {key: getattr(reward, key) for key in rewards.CONNECTION}
         options |= {"url": overrides["url"]} if "url" in overrides else {}
@@ -69,12 +64,11 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 
 
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
-    for key, value in reward._asdict().items():
-        for part in urls_of(value) if key == "url" else [value]:
-            BY_KEY[f"reward.{key}"].check(part, f"reward.args.{name}.{key}")
+    for key in KEYS:
+        BY_KEY[f"reward.{key}"].check(getattr(reward, key), f"reward.args.{name}.{key}")
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
-    for key in options:
+    for key in options.keys() - {"url"}:
         if gone := older.GONE.get(f"reward.{key}"):
             raise UserError(f"config.reward.args.{name}.{key} {gone.answer}")
     if "url" in options:  # of a server of another kind

@@ -116,7 +116,7 @@ DIFFUSION_NFT = Source(
         Row("decay_type", ("train.old_decay_schedule",), "1 in both; 2 there for OCR"),
         Row("algorithm.old_policy_decay_schedule", ("train.old_decay_schedule",), "verl's; copy is 0"),
         Row("algorithm.old_policy_decay", ("train.old_decay_schedule",), "verl's; a number below 1 is a fixed decay"),
-        Row("algorithm.old_policy_update_interval", ("train.old_interval",), "verl's; in epochs"),
+        Row("algorithm.old_policy_update_interval", (), "verl's; the sampling policy moves after every epoch"),
         Row(
             "train.beta",
             ("train.beta",),
@@ -134,7 +134,7 @@ DANCE_GRPO = Source(
     "--",
     (
         Row("pretrained_model_name_or_path", ("model",)),
-        Row("data_json_path", ("dataset",), "embeddings are made by the run itself: embeddings_cache"),
+        Row("data_json_path", ("dataset",), "embeddings are made by the run itself, and kept in cache_dir"),
         Row("h", ("height",), "720 there, 512 here"),
         Row("w", ("width",), "720 there, 512 here"),
         Row("eta", ("sample.noise_level", "sample.sde_type"), '0.3 there with "dance", 0.7 here with "sde"'),
@@ -166,8 +166,8 @@ DANCE_GRPO = Source(
         Row("multi_reward_mix", ("train.reward_aggregation",), 'advantage_aggr is "gdpo", reward_aggr is "sum"'),
         Row("training_strategy", ("sample.sde_window_size",), '"part" is a window, "all" is 0'),
         Row("group_size", ("sample.sde_window_size",), "4 there and in the variant mixgrpo"),
-        Row("sample_strategy", ("sample.sde_window_schedule",)),
-        Row("iters_per_group", ("sample.sde_window_interval",), "25 in both"),
+        Row("sample_strategy", ("sample.sde_window_interval",), '"random" is 0'),
+        Row("iters_per_group", ("sample.sde_window_interval",), "25 there and in the variant mixgrpo"),
         Row("max_iters_per_group", (), "windows move at random or at a fixed interval"),
         Row("prog_overlap_step", (), "a window moves by one step, as there"),
         Row("dpm_algorithm_type", ("sample.flash_solver",)),

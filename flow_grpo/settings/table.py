@@ -60,8 +60,6 @@ SETTINGS = (
     Setting("keep_checkpoints", 2, "Number of newest checkpoints that are kept.", min=1, resumable=True),
     Setting("eval_freq", 10, "Evaluate every N epochs, and before the first and after the last; 0 = never.",
             unit="epochs", min=0, resumable=True),
-    Setting("rollout_images_freq", 0, "Keep an image of each prompt of every N-th epoch in images/; 0 = never.",
-            unit="epochs", min=0, resumable=True),
     Setting("model", "flow_grpo/assets/tiny_qwenimage", "Diffusers folder, or id on the hub."),
     Setting("model_class", "", 'Model class of your own, as MODULE:CLASS, importable; "" = by the pipeline of model. '
             "A run stores MODULE:CLASS@DIGEST of its source."),
@@ -72,10 +70,8 @@ SETTINGS = (
     Setting("width", 64, "Width of an image; a multiple of 16.", unit="pixels", min=16, max=8192),
     Setting("text_tokens", 20, "Width to which every prompt embedding is padded, in rollout and update alike.",
             unit="tokens", min=1, max=2048),
-    Setting("embeddings_cache", "",
-            'Cache folder of encoded prompts: no text encoder stays on the GPU; "" = none.', resumable=True),
-    Setting("weights_cache", "", 'Cache folder of the quantised base model; "" = none.', resumable=True,
-            when=(("base_precision",),)),
+    Setting("cache_dir", "", "Folder in which runs share encoded prompts, so that no text encoder stays on the GPU, "
+            'and the quantised base model; "" = none.', resumable=True),
     Setting("precision", "fp32", "Precision of the transformer; trained weights are stored in fp32.",
             choices=("fp32", "bf16", "fp16")),
     Setting("base_precision", "",
@@ -91,20 +87,16 @@ SETTINGS = (
     Setting("compile", False, "Compile transformer blocks and the decoder; the first start is slow.", resumable=True),
     Setting("vae_batch_size", 32, "Images per VAE decode.", unit="images", min=1, max=10**5, resumable=True),
 
-    Setting("reward.args", {}, "Overrides by reward: NAME -> any setting of this section, and options of its load()."),
-    Setting("reward.url", "",
-            "Only in args, of one reward: the server that scores it, such as http://127.0.0.1:18087, or a list.",
-            resumable=True),
+    Setting("reward.args", {}, "Overrides by reward: NAME -> any setting of this section, options of its load(), "
+            "and url, the server that scores it, such as http://127.0.0.1:18087, or a list of such."),
     Setting("reward.backend", "thread", "Where a reward runs. process = a server that the run starts, one per machine.",
             choices=("inline", "thread", "process"), resumable=True),
     Setting("reward.device", "", 'Device of the model of a thread or process, such as "cuda:7"; "" = the rank\'s own.',
             resumable=True),
     Setting("reward.batch_size", 32, "Images per request.", unit="images", min=1, max=10**5),
-    Setting("reward.on_failure", "fail", "What a failed reward does: end the run, or mask = leave the image out of its "
-            "group.", choices=("fail", "mask")),
-    Setting("reward.max_masked_share", 0.05,
-            "Fail if more than this fraction of an epoch's, an evaluation's or a file's images is masked.",
-            min=0, max=1),
+    Setting("reward.max_masked_share", 0.0,
+            "0 = a failed reward ends the run. Above 0, its image is left out of its group; the run ends if that is "
+            "more than this fraction of the images of an epoch, an evaluation or a file.", min=0, max=1),
     Setting("reward.token_file", "",
             "File whose first line is the token that a server asks for; \"\" = the environment's REWARD_TOKEN.",
             resumable=True),
@@ -115,10 +107,8 @@ SETTINGS = (
     Setting("lora.alpha", 64, "Scale of the adapter, times its rank.", min=1),
     Setting("lora.path", "", 'Diffusers LoRA folder to start from; "" = a fresh adapter.'),
 
-    Setting("fsdp.mode", "replicate", "Layout of the weights. hybrid = shard inside groups of shard_size ranks.",
+    Setting("fsdp.mode", "replicate", "Layout of the weights. shard = over all GPUs; hybrid = over those of a machine.",
             choices=("replicate", "shard", "hybrid"), resumable=True),
-    Setting("fsdp.shard_size", 0, "Ranks of a hybrid group.", unit="ranks", min=0, resumable=True,
-            when=(("fsdp.mode", "hybrid"),)),
     Setting("fsdp.activation_checkpointing", 0.0,
             "Fraction of activations that the backward recomputes: 0 = none, 1 = all but the blocks' inputs, a third "
             "more compute. Between the two the compiler chooses what costs least, which takes compile.",
@@ -147,11 +137,9 @@ SETTINGS = (
     Setting("sample.sde_window_size", 2, "Steps that are sampled with noise and trained; 0 = all but the last.",
             unit="steps", min=0, used_by=(GRPO, NFT)),  # train_*_nft.py asks for 0
     Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.", used_by=(GRPO,)),
-    Setting("sample.sde_window_schedule", "random", "How the window moves: random = to a new place in every batch; "
-            "progressive = on by one step, and from the end of the range back to its start.",
-            choices=("random", "progressive"), used_by=(GRPO,), when=(("sample.sde_window_size",),)),
-    Setting("sample.sde_window_interval", 25, "Updates between moves of a progressive window.", unit="updates", min=1,
-            used_by=(GRPO,), when=(("sample.sde_window_schedule", "progressive"),)),
+    Setting("sample.sde_window_interval", 0, "0 = the window is at a random place in every batch; N = it moves on by "
+            "one step every N updates, and from the end of the range back to its start.", unit="updates", min=0,
+            used_by=(GRPO,), when=(("sample.sde_window_size",),)),
     Setting("sample.same_latent", False, "Start a group from one noise: it is one image until the window.",
             used_by=(GRPO,)),
     Setting("sample.num_branches", 1, "Noisy branches per step of a trunk, at least 2; 1 in the other scripts.", min=1,
@@ -192,13 +180,10 @@ SETTINGS = (
             choices=("rollout", "recompute"), used_by=RATIO),
     Setting("train.clip_range", 1e-4, "Clip range of the ratio. Log-probs are means over elements, so ratios stay "
             "near 1.", min=0, used_by=ONLINE),
-    Setting("train.parity_largest", 1.0,
-            "End the run if a log-ratio of an epoch's first update, which should be 0, is larger than this, either "
-            "way; 0 = no limit, as with clip_range 0.", unit="clip ranges", min=0, used_by=RATIO, resumable=True),
-    Setting("train.parity_mean", 0.1, "The same limit of the mean size of log-ratios.", unit="clip ranges", min=0,
-            used_by=RATIO, resumable=True),
-    Setting("train.parity_clipped", 0.01, "The same limit of the fraction of rows that are clipped.", min=0, max=1,
-            used_by=RATIO, resumable=True),
+    Setting("train.parity_limit", 1.0,
+            "End the run if log-ratios of an epoch's first update, which should be 0, are larger than this, on average "
+            "larger than a tenth of it, or clipped in more than a hundredth of it of all rows; 0 = no limit, as with "
+            "clip_range 0.", unit="clip ranges", min=0, used_by=RATIO, resumable=True),
     Setting("train.adv_clip_max", 5.0, "Largest size of an advantage.", min=TINY, used_by=ONLINE),
     Setting("train.reward_aggregation", "sum", "How several rewards become one advantage: sum = of weighted rewards; "
             "gdpo = of their advantages.", choices=("sum", "gdpo"), used_by=ONLINE),
@@ -221,8 +206,6 @@ SETTINGS = (
     Setting("train.old_decay_schedule", 1.0,
             "What the sampling policy keeps of itself: 1 = up to a half, 2 = up to 0.999, see losses.old_policy_decay; "
             "a number below 1 = always this share.", min=0, max=2, used_by=(NFT,)),
-    Setting("train.old_interval", 1, "Epochs between moves of the sampling policy.", unit="epochs", min=1,
-            used_by=(NFT,)),
     Setting("train.dpo_beta", 1000.0, "How sharply a pair's difference of velocity errors decides.", min=0,
             used_by=(DPO,)),
     Setting("train.step_weight", "equal",
@@ -265,9 +248,8 @@ SETTINGS = (
 
     Setting("health.action", "log",
             "What an alarm does: log = print it; lower_learning_rate = halve it; stop = save and end; roll_back = to "
-            "the best weights.", choices=("log", "lower_learning_rate", "stop", "roll_back"), resumable=True),
-    Setting("health.max_roll_backs", 3, "Roll backs, each of which halves the learning rate, before the run stops.",
-            min=0, resumable=True, when=(("health.action", "roll_back"),)),
+            "the best weights and half of the learning rate; the fourth time, stop.",
+            choices=("log", "lower_learning_rate", "stop", "roll_back"), resumable=True),
     Setting("health.reward_drop", 3.0, "Largest fall of the training reward below its best (means of 5 epochs), less "
             "what chance explains.", unit="standard errors", min=0, resumable=True),
     Setting("health.eval_drop", 3.0, "Largest fall of the evaluation below its best.", unit="standard errors", min=0,
@@ -323,11 +305,10 @@ def resumable() -> tuple[str, ...]:
 
 def is_fixed(key: str) -> bool:
     """Whether a resumed run may not change the value of a dotted key. What `reward.args` says of one reward may change
-    where the setting that it overrides may; the options of a reward's load() may not."""
-    section, _, rest = key.partition("reward.args.")
-    if rest and not section:
-        setting = BY_KEY.get(f"reward.{rest.split('.', 2)[1] if '.' in rest else ''}")
-        return not (setting and setting.resumable)
+    where it is its server, or the setting that it overrides may; the options of a reward's load() may not."""
+    if key.startswith("reward.args."):
+        option = [*key.split("."), ""][3]
+        return option != "url" and not (f"reward.{option}" in BY_KEY and BY_KEY[f"reward.{option}"].resumable)
     return not any(key == changeable or key.startswith(changeable + ".") for changeable in resumable())
 
 

@@ -30,27 +30,26 @@ def is_sharded(network: nn.Module) -> bool:
     return isinstance(network, FSDPModule)
 
 
-def make_mesh(mode: str, device: torch.device, shard_size: int = 0, offload: bool = False) -> DeviceMesh | None:
+def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceMesh | None:
     """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
     its weights are to be offloaded.
 
     Make one per run: each opens process groups of its own.
 
     Args:
-        mode: "replicate", "shard", or "hybrid" with `shard_size` ranks to each copy of the weights.
+        mode: "replicate", "shard", or "hybrid" with a copy of the weights on each machine.
     Raises:
-        UserError: a shard_size into which the ranks do not divide, or offload without torchrun.
+        UserError: offload without torchrun.
     """
     world_size = distributed.world_size()
-    if mode == "hybrid" and (shard_size < 1 or world_size % shard_size):
-        raise UserError(f"{world_size} ranks do not divide into groups of shard_size = {shard_size}")
     if offload and not distributed.is_initialized():
         raise UserError("config.fsdp.offload 'weights' needs torchrun, on one GPU too: torchrun --nproc_per_node=1 ...")
     if mode == "replicate" or (world_size == 1 and not offload):
         return None
     if mode == "shard":
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    shape = (world_size // shard_size, shard_size)
+    per_machine = distributed.ranks_per_machine()
+    shape = (world_size // per_machine, per_machine)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 

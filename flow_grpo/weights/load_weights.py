@@ -11,12 +11,12 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
     if adapter := policies.check_lora(config.lora):
         lora_files.check_fits(config.lora.path, adapter, family.empty_transformer(config.model), config.model)
         lora_files.check_targets(config.lora.path, adapter, family.LORA_TARGETS)
-    if config.weights_cache:
-        quantised_cache.check_writable(config.weights_cache)
+    if config.cache_dir and config.base_precision:
+        quantised_cache.check_writable(config.cache_dir)
 
 
 def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:
-    """Adapters by config.lora; quantised layers from config.weights_cache, where they are in it; everything else from
+    """Adapters by config.lora; quantised layers from config.cache_dir, where they are in it; everything else from
     the model's folder. What the cache lacked is written into it.
 
     Args:
@@ -27,8 +27,8 @@ def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | Non
     weights = model.transformer_folder(config.model)
     quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
     cache, cached = None, False
-    if config.weights_cache:
-        cache = quantised_cache.folder_of(config.weights_cache, weights, precision, model.device)
+    if config.cache_dir and precision and weights:
+        cache = quantised_cache.folder_of(config.cache_dir, weights, precision, model.device)
         if cached := quantised_cache.on_all_ranks(cache):
             quantised_cache.fill(transformer, cache, model.device)
     fsdp_utils.prepare(

@@ -46,11 +46,11 @@ def _key(cache: str, weights: Path, precision: str, device: torch.device) -> str
 
 
 def check_writable(cache: str) -> None:
-    """Raises UserError unless config.weights_cache is a folder or can be made one."""
+    """Raises UserError unless config.cache_dir is a folder or can be made one."""
     try:
         Path(cache).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"config.weights_cache: {cache} cannot be written: {error.strerror}") from error
+        raise UserError(f"config.cache_dir: {cache} cannot be written: {error.strerror}") from error
 
 
 def on_all_ranks(folder: Path) -> bool:
@@ -117,4 +117,4 @@ def _write(transformer: nn.Module, folder: Path, is_writer: bool) -> None:
             checksums.write(scratch)
     except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # another run was not faster
-            raise UserError(f"config.weights_cache: {folder} cannot be written: {error}") from error
+            raise UserError(f"config.cache_dir: {folder} cannot be written: {error}") from error
