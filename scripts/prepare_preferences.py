@@ -46,7 +46,7 @@ from flow_grpo.settings.older import with_defaults
 from flow_grpo.settings.table import DPO, is_fixed
 from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 
-PREPARES = checks.Script(DPO, checks.check_pairs, ignored=())
+PREPARES = checks.Script(DPO, checks.check_groups, ignored=())
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
 MADE_BY += ("lora", "sample", "model_class")
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all

@@ -135,14 +135,6 @@ def test_the_card_names_the_loss_that_was_chosen():
     assert model_card.algorithm(config) == "of_a_fork"
 
 
-def test_the_base_models_licence_is_named_from_its_own_card(tmp_path):
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "README.md").write_text("---\nlicense: other\nlicense_name: some-licence\nlicense_link: LICENSE.md\n---\n")
-    assert "It names: some-licence." in model_card.licence_text(str(base), "base")
-    assert "It names" not in model_card.licence_text(str(tmp_path), "base")
-
-
 def test_what_a_machine_knows_is_not_on_the_card(run, tmp_path):
     shutil.copytree(run, folder := tmp_path / "run")
     config = json.loads((folder / "config.json").read_text())

@@ -113,10 +113,9 @@ def test_a_server_gives_the_local_scores_of_400_images_with_64_requests_in_fligh
         pool = pool_of(url, batch_size=4, timeout_s=60.0)
         found = pool.submit(pictures, as_prompts([""] * 400)).result()
         pool.close()
-        answered = httpx.get(url + "/health").json(), httpx.get(url + "/version").json()
+        answered = httpx.get(url + "/health").json()
     assert torch.equal(found["served"], expected)
-    assert answered[0] == {"status": "ok", "waiting": 0, "allowed": True}
-    assert answered[1]["reward"] == "jpeg_compressibility"
+    assert answered == {"status": "ok", "waiting": 0, "allowed": True}
 
 
 def test_json_is_an_alternative_to_multipart(small_server):
@@ -492,7 +491,7 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
 
 def test_the_same_request_is_answered_from_memory(small_server):
     server, body = Server(small_server), {"prompts": ["a"], "images": []}
-    files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy"), wire.TYPES["npy"]))]
+    files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy")))]
     how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
     first = server.post("/score", bytes, **how).result()
     again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()

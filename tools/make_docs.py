@@ -18,8 +18,8 @@ from flow_grpo import rewards  # noqa: E402
 from flow_grpo.algorithms import batch_plan  # noqa: E402
 from flow_grpo.diffusers_patch import registry  # noqa: E402
 from flow_grpo.monitoring import metrics  # noqa: E402
-from flow_grpo.settings import published  # noqa: E402
 from flow_grpo.settings import table as settings  # noqa: E402
+from flow_grpo.settings.setting import LARGEST, Setting  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo}
@@ -107,6 +107,41 @@ def model_files() -> str:
     return table(["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default"], rows)
 
 
+def metrics_table() -> str:
+    """Every metric."""
+    rows = [[f"`{name}`", metric.unit, metric.meaning, metric.expect] for name, metric in metrics.METRICS.items()]
+    return table(["name", "unit", "meaning", "what to expect"], rows)
+
+
+def settings_tables() -> str:
+    """All settings, a table for each section."""
+    head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
+    for section, title in settings.SECTIONS.items():
+        rows = [setting_row(setting) for setting in settings.SETTINGS if setting.key.rpartition(".")[0] == section]
+        parts.append(f"## {section or 'config'}: {title}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
+
+
+def setting_row(setting: Setting) -> list[str]:
+    """What its entry says of it."""
+    needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in setting.when]
+    facts = [setting.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
+    facts += [f"One of {', '.join(f'`{choice!r}`' for choice in setting.choices)}." if setting.choices else ""]
+    limits = f"at least {setting.min:.7g}" if setting.min > -LARGEST else ""
+    limits = f"from {setting.min:.7g} to {setting.max:.7g}" if setting.max < LARGEST else limits
+    facts += [f"{setting.unit}, {limits}.".strip(", ").capitalize() if setting.unit or limits else ""]
+    scripts = [f"`{settings.SCRIPTS[name]}`" for name in setting.used_by]
+    resume = "yes" if setting.resumable else ""
+    meaning = " ".join(filter(None, facts))
+    return [
+        f"`{setting.key}`",
+        f"`{setting.default!r}`",
+        meaning,
+        "all" if len(scripts) == 4 else ", ".join(scripts),
+        resume,
+    ]
+
+
 def code(file: str, *names: str) -> str:
     """Functions and assignments of a Python file, as a block of code."""
     text = (ROOT / file).read_text()
@@ -120,9 +155,8 @@ def code(file: str, *names: str) -> str:
 
 
 MAKERS = {
-    "settings": settings.tables,
-    "metrics": metrics.metrics_table,
-    "published": published.tables,
+    "settings": settings_tables,
+    "metrics": metrics_table,
     "experiments": experiments,
     "variants": variants,
     "rewards": reward_files,

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from flow_grpo.monitoring.metrics import is_known
 from flow_grpo.monitoring.plots import (
     contact_sheet,
     damaged_lines,
+    evaluations,
     fit,
-    keep_panel,
     plot_reward,
     plot_samples,
     read_metrics,
@@ -114,7 +114,7 @@ class Dashboard:
 
     @on_main
     def truncate(self, epoch: int, kinds: Collection[str] = ()) -> None:
-        """Before the first log: forget the lines from `epoch` on, and a last line that a kill cut short.
+        """Before the first log: forget the lines from `epoch` on, a last line that a kill cut short, and later images.
 
         Args:
             kinds: of lines of this very epoch that stay.
@@ -127,6 +127,8 @@ class Dashboard:
         scratch = self.run_dir / "metrics.jsonl.tmp"
         scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
         scratch.replace(self.run_dir / "metrics.jsonl")
+        for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
+            sheet.unlink()
         self._recall()
 
     @on_main
@@ -218,8 +220,6 @@ class Dashboard:
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
         images/<name>_<epoch>.png, with a .json of the same name that says what is where.
 
-        Of "eval", the first and the last are kept for samples.png.
-
         Args:
             scores: prompt -> its reward, of all prompts, not only those that are shown.
         """
@@ -234,33 +234,29 @@ class Dashboard:
         file.parent.mkdir(exist_ok=True)
         cells = [dict(caption=c, reward=f, box=box) for c, f, box in zip(captions, figures, sheet.boxes, strict=True)]
         file.with_suffix(".json").write_text(json.dumps(plain({"cells": cells, "scores": scores or {}})))
-        sheet.page.save(file)
-        if name == "eval":
-            keep_panel(self.run_dir, pictures, captions, [float(reward) for reward in rewards], epoch)
-            self._report()
+        sheet.page.save(scratch := file.with_suffix(".tmp"), "png")
+        scratch.replace(file)  # a kill must not leave half a picture
+        if name == "eval" and not self.trackers:
+            self._draw("report.html", report.write_own)
 
-    def _report(self):
-        """Without a tracker, write report.html. A run does not end because its page cannot be drawn."""
-        if self.trackers:
-            return
+    def _draw(self, name: str, draw: Callable[[Path], object]):
+        """A run does not end because a picture of it cannot be drawn."""
         try:
-            report.write([self.run_dir], self.run_dir / "report.html")
+            draw(self.run_dir)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in folders.FULL:
                 raise
-            self.say(
-                f"report.html could not be drawn: {error!r}; "
-                f"python -m flow_grpo.monitoring.report {self.run_dir} tries again"
-            )
+            self.say(f"{self.run_dir / name} could not be drawn: {error!r}")
 
     @on_main
     def finish(self) -> None:
         """Draw reward.png and samples.png, say what METRICS does not explain, and close the trackers."""
-        plot_reward(self.run_dir)
-        plot_samples(self.run_dir)
+        self._draw("reward.png", plot_reward)
+        self._draw("samples.png", plot_samples)
+        if not self.trackers:
+            self._draw("report.html", report.write_own)
         if self.unlisted:
             self.say(f"logged without a row in flow_grpo/monitoring/metrics.py: {', '.join(sorted(self.unlisted))}")
-        self._report()
         self.close()
 
     @on_main

@@ -1,7 +1,4 @@
-"""What the numbers that a run logs are called and mean, and how they are averaged until they are logged.
-
-`python -m flow_grpo.monitoring.metrics` prints the table of docs/reference/metrics.md.
-"""
+"""What the numbers that a run logs are called and mean, and how they are averaged until they are logged."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -116,12 +113,6 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
 }
 
 
-def metrics_table() -> str:
-    """METRICS as a markdown table."""
-    rows = [f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.expect} |" for name, metric in METRICS.items()]
-    return "\n".join(["| name | unit | meaning | what to expect |", "|---|---|---|---|", *rows])
-
-
 def explain(name: str) -> tuple[str, Metric] | None:
     """The row of METRICS for a name, and the row's key; None for a name that it does not explain."""
     if name in METRICS:
@@ -206,7 +197,3 @@ class Meter:
     def _float64(self, value) -> Tensor:
         # The spread of a ratio is 1e-5 around 1, and float32 has no room for its square.
         return torch.as_tensor(value, device=self.device).detach().double()
-
-
-if __name__ == "__main__":
-    print(metrics_table())

@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import jinja2
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 from ml_collections import ConfigDict
 from peft import LoraConfig
 from safetensors import safe_open
@@ -123,7 +123,6 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         base=base,
         base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
         algorithm=algorithm(config),
-        split="Test",
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         num_prompts=config.eval.num_prompts,
         num_steps=config.eval.num_steps,
@@ -132,7 +131,6 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         lora=bool(config.lora.rank),
         facts=facts(run, folder),
         settings=public_settings(run),
-        licence=licence_text(run.config.model, base),
     )
 
 
@@ -197,31 +195,12 @@ def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
     return [(key, value) for key, value in rows if not key.startswith(private) and not re.match(r"[/~]|\w+://", value)]
 
 
-def base_licence(model: str) -> ModelCardData | None:
-    """What the base's own card says, where it lies on this machine."""
-    folder = base_folder(model)
-    if folder is None or not (folder / "README.md").is_file():
-        return None
-    return ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
-
-
-def licence_text(model: str, base: str) -> str:
-    """What the card says of licences."""
-    data = base_licence(model)
-    known = f"It names: {data.get('license_name') or data.license}. " if data is not None and data.license else ""
-    return f"The licence of the base model, {base}, holds for these weights, too. {known}Read it before you share them."
-
-
 def front_matter(run: report.Recorded) -> str:
     """The card's data for the hub, as YAML."""
-    data, model = base_licence(run.config.model), run.config.model
     tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{run.config.algorithm}"]
-    named = {key: data.get(key) for key in ("license_name", "license_link") if data is not None and data.get(key)}
     return ModelCardData(
-        base_model=None if Path(shipped.find(model)).exists() else model,
+        base_model=None if Path(shipped.find(run.config.model)).exists() else run.config.model,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        license=data.license if data is not None else None,
         tags=tags + (["lora", "peft"] if run.config.lora.rank else []),
-        **named,
     ).to_yaml()

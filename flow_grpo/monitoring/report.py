@@ -13,14 +13,12 @@ import math
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-import numpy as np
 from ml_collections import ConfigDict
 
 from flow_grpo.base import folders
@@ -28,10 +26,9 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.monitoring import health, metrics, plots
 from flow_grpo.settings import command_line, table
 
-SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"
 GROUPS = {  # title -> what the names of its curves look like
-    "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{SPREADS})[^/]+$",
-    "Signal within groups": rf"(reward|eval)/.*{SPREADS}",
+    "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
+    "Signal within groups": rf"(reward|eval)/.*{plots.SPREADS}",
     "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
     "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_abs_mean",
     "Health": "health/|parity/log_prob_abs_diff_max$",
@@ -87,38 +84,23 @@ def read(folder: Path, label: str) -> Recorded:
     return Recorded(label, folder, stored, config, plots.read_metrics(folder))
 
 
-def curve(run: Recorded, name: str) -> plots.Line | None:
-    """One figure over epochs, of all lines that have it; those of one epoch's updates lie side by side."""
-    points = [(record["epoch"], record[name]) for record in run.records if name in record]
-    count, seen, epochs = Counter(epoch for epoch, _ in points), Counter(), []
-    for epoch, _ in points:
-        epochs.append(epoch + seen[epoch] / count[epoch])
-        seen[epoch] += 1
-    return plots.Line(run.label, np.array(epochs), np.array([value for _, value in points])) if points else None
-
-
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain."""
     logged = {name: None for run in runs for record in run.records for name in record if name != "kind"}
     chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
-    single = [name for name in logged if name.partition("/")[2] != "avg" and _repeats_the_sum(runs, name)]
-    chosen = {title: [name for name in names if name not in single] for title, names in chosen.items()}
+    records = [record for run in runs for record in run.records]
+    chosen = {title: plots.rewards_alone(records, names) for title, names in chosen.items()}
     chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.is_known(name)]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
-
-
-def _repeats_the_sum(runs: Sequence[Recorded], name: str) -> bool:
-    """Whether a reward is the only one, so that the weighted sum says what it says."""
-    total = f"{name.partition('/')[0]}/avg"
-    return all(record[name] == record.get(total) for run in runs for record in run.records if name in record)
 
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
     """One figure of all runs, and what the table of metrics says of it."""
     key, metric = metrics.explain(name) or (name, metrics.Metric("", "logged by a script of your own", ""))
+    lines = [plots.curve(run.records, name, run.label) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
-    return Panel(name, metric.unit, metric.meaning, expect, plots.svg_panel([curve(run, name) for run in runs], limit))
+    return Panel(name, metric.unit, metric.meaning, expect, plots.svg_panel(lines, limit))
 
 
 def summary(runs: Sequence[Recorded]) -> Table:
@@ -160,15 +142,12 @@ def alarms(run: Recorded) -> list[str]:
 
 def moments(run: Recorded) -> list[Moment]:
     """The panel's images at evenly spread evaluations, the first and the last among them."""
-    sheets = sorted((run.folder / "images").glob("eval_*.png"))
+    sheets = list(plots.evaluations(run.folder).items())
     count = min(len(sheets), MOST_EVALUATIONS)
     sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
     return [
-        Moment(
-            f"after {int(sheet.stem.removeprefix('eval_'))} epochs",
-            [(data_address(picture), caption, reward) for picture, caption, reward in plots.panel_pictures(sheet)],
-        )
-        for sheet in sheets
+        Moment(f"after {epochs} epochs", [(data_address(image), *rest) for image, *rest in plots.panel_pictures(sheet)])
+        for epochs, sheet in sheets
     ]
 
 
@@ -248,6 +227,11 @@ def write(folders: Sequence[Path], file: Path) -> None:
     scratch = file.with_suffix(".tmp")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(file)
+
+
+def write_own(run_folder: Path) -> None:
+    """Write the page of one run into its folder."""
+    write([run_folder], run_folder / "report.html")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -36,7 +36,6 @@ class Limits:
     max_body_bytes: int = 2**30  # of a request as it is sent, and of its images as float32
     max_side: int = 4096  # pixels of an image
     max_memory_bytes: int = field(default_factory=_quarter_of_memory)  # of all requests in flight
-    idle_s: float = 10.0  # how long a connection may take for a request's header, or send nothing
     read_s: float = 120.0  # how long a request's body may take
 
 

@@ -67,7 +67,7 @@ def main(args: list[str] | None = None) -> None:
             max_memory_bytes=int(parsed.max_memory_gib * 2**30),
         )
         app = make_app(parsed.name, score, limits, token)
-        asyncio.run(serve(app, parsed.host, parsed.port, announce, limits.idle_s, parsed.parent))
+        asyncio.run(serve(app, parsed.host, parsed.port, announce, parsed.parent))
 
 
 def check(parsed: argparse.Namespace, token: str) -> None:

@@ -1,4 +1,4 @@
-"""A reward file as a server: POST /score, GET /health, GET /version. See wire.py for what is sent.
+"""A reward file as a server: POST /score, GET /health. See wire.py for what is sent.
 
 Requests wait in line and are scored together, up to a batch size; a full line is answered with 429. A request that is
 repeated (same Idempotency-Key) gets the first one's answer.
@@ -21,7 +21,6 @@ from flow_grpo import rewards
 from flow_grpo.base.threads import Threads
 from flow_grpo.reward_server.requests import Hold, Job, Limits, Memory, read_job
 
-PROTOCOL = 1
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
 
@@ -85,12 +84,8 @@ class Rewarder:
     """The server of one reward; its methods are the endpoints."""
 
     def __init__(self, name: str, score: Callable, limits: Limits, token: str):
-        self.name, self.limits, self.token = name, limits, token.encode()
-        self.line, self.memory, self.decoders = (
-            Line(name, score, limits),
-            Memory(limits.max_memory_bytes),
-            Threads(DECODERS),
-        )
+        self.limits, self.token, self.line = limits, token.encode(), Line(name, score, limits)
+        self.memory, self.decoders = Memory(limits.max_memory_bytes), Threads(DECODERS)
         self.answers = OrderedDict()  # Idempotency-Key -> a task for its scores
 
     def is_allowed(self, request: Request) -> bool:
@@ -138,10 +133,6 @@ class Rewarder:
         """That it lives, and whether it would score for the one who asks."""
         return JSONResponse({"status": "ok", "waiting": self.line.waiting, "allowed": self.is_allowed(request)})
 
-    async def get_version(self, request: Request) -> JSONResponse:
-        """What it is."""
-        return JSONResponse({"reward": self.name, "protocol": PROTOCOL, "torch": torch.__version__})
-
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
     """The server of one reward, whose `score` is loaded.
@@ -157,9 +148,5 @@ def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Sta
         yield
         worker.cancel()
 
-    routes = [
-        Route("/score", served.post_score, methods=["POST"]),
-        Route("/health", served.get_health),
-        Route("/version", served.get_version),
-    ]
+    routes = [Route("/score", served.post_score, methods=["POST"]), Route("/health", served.get_health)]
     return Starlette(routes=routes, lifespan=working)

@@ -31,7 +31,7 @@ from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import quoted
 from flow_grpo.base.threads import event_loop
 
-CONNECTION = ("token_file", "timeout_s")  # settings of a server, see scoring/client.py
+CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
 RUNS_OWN = ("avg", "group_std", "zero_std_share", "std_error")  # metrics that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model", "judge")  # files here that are no rewards
@@ -148,21 +148,14 @@ def is_async(score: Callable) -> bool:
     return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(getattr(score, "__call__", None))  # noqa: B004
 
 
-def _awaited(name: str, output: Any) -> Any:
+def _awaited(output: Any) -> Any:
     """What a `score` returned, or what its coroutine returns."""
-    if not inspect.isawaitable(output):
+    if not inspect.iscoroutine(output):
         return output
-
-    async def finished():
-        try:
-            return await output
-        except SystemExit as error:  # it would end the loop
-            raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
-
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()  # the loop's thread has another stream
     loop = event_loop("async rewards", lambda: (torch.set_grad_enabled(False), torch.set_num_threads(1)))
-    return asyncio.run_coroutine_threadsafe(finished(), loop).result()
+    return asyncio.run_coroutine_threadsafe(output, loop).result()
 
 
 def bounds(name: str) -> tuple[float, float]:
@@ -185,16 +178,8 @@ def scores_of(
 
     Raises:
         UserError: not one finite number per image, or no "score" among them.
-        RuntimeError: it has called sys.exit, or has changed torch's default dtype, which is set back.
     """
-    dtype = torch.get_default_dtype()
-    try:
-        scores = as_scores(_awaited(name, score(images.clone(), list(prompts), copy.deepcopy(metadata))))
-    except SystemExit as error:
-        raise RuntimeError(f"reward {name!r} has called sys.exit({error.code!r})") from error
-    if (changed := torch.get_default_dtype()) != dtype:
-        torch.set_default_dtype(dtype)
-        raise RuntimeError(f"reward {name!r} has made {changed} torch's default dtype, for the training as well")
+    scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata))))
     if "score" not in scores:
         raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
     return {key: checked(name, values, prompts) for key, values in scores.items()}
@@ -202,10 +187,7 @@ def scores_of(
 
 def checked(name: str, values, prompts: list[str]) -> Tensor:
     """[B] float32 on the CPU. Raises UserError unless they are one finite number per image, and names the prompt."""
-    values = torch.as_tensor(values).detach()
-    if values.is_complex():
-        raise UserError(f"reward {name!r} returned complex numbers")
-    values = values.float().cpu()
+    values = torch.as_tensor(values).detach().float().cpu()
     if values.shape != (len(prompts),):
         raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
     bad = (~values.isfinite()).nonzero().flatten().tolist()
@@ -231,7 +213,7 @@ def _named(name: str, failed: str) -> Iterator[None]:
     """An error in a reward's file says whose it is. A UserError passes; a file that cannot be read is one."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         if isinstance(error, UserError):
             raise
         kind = UserError if isinstance(error, OSError) else RuntimeError

@@ -16,7 +16,7 @@ def load(device: torch.device, url: str | list = "http://127.0.0.1:18086", allow
     """The scorer; nothing is loaded here.
 
     Args:
-        allow_pickle: must be True. Only plain data are unpickled, see scoring/pickled.py.
+        allow_pickle: must be True. Only plain data are unpickled, see clients/pickled.py.
         server: token_file, timeout_s.
 
     Raises:

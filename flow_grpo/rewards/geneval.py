@@ -40,7 +40,7 @@ def load(
     """The scorer; nothing is loaded here.
 
     Args:
-        allow_pickle: must be True. Only plain data are unpickled, see scoring/pickled.py.
+        allow_pickle: must be True. Only plain data are unpickled, see clients/pickled.py.
         only_strict: what the server is asked for, as published training does; published evaluations ask with False.
         server: token_file, timeout_s.
 

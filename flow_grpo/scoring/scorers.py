@@ -22,7 +22,6 @@ from flow_grpo.rewards.clients.client import Server, urls_of
 from flow_grpo.scoring.processes import ServerProcess, start_server
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
-FORMAT = "npy"  # of images to a server: it has every bit
 RESERVED = {"group_std", "zero_std_share", "masked_share"}  # what a run logs as reward/NAME_...
 
 
@@ -217,9 +216,9 @@ class RemoteScorer(Scorer):
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""
         content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
-        request, files = json.dumps(content), [wire.pack_image(image, FORMAT) for image in images.cpu()]
+        request, files = json.dumps(content), [wire.pack_image(image, "npy") for image in images.cpu()]
         key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()
-        uploads = [("images", (f"{i}.{FORMAT}", file, wire.TYPES[FORMAT])) for i, file in enumerate(files)]
+        uploads = [("images", (f"{i}.npy", file)) for i, file in enumerate(files)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
             return wire.read_scores(_json(body), len(prompts), self.bounds)

@@ -166,8 +166,7 @@ def check_window(sample) -> None:
             f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
             f"(0, {sample.num_steps - 1}), since the last step is never noisy"
         )
-    if sample.num_images_per_prompt < 2:
-        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+    check_groups(sample)
 
 
 def check_branches(sample) -> None:
@@ -179,10 +178,10 @@ def check_branches(sample) -> None:
         )
 
 
-def check_pairs(sample) -> None:
-    """Raises UserError unless an image can lose against another; train_*_dpo.py and prepare_preferences.py."""
+def check_groups(sample) -> None:
+    """Raises UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
     if sample.num_images_per_prompt < 2:
-        raise UserError("config.sample.num_images_per_prompt is 1: a pair is the best and the worst of a prompt's")
+        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
 
 
 def check_forward(sample) -> None:
@@ -192,11 +191,10 @@ def check_forward(sample) -> None:
             f"config.sample.sde_window_size is {sample.sde_window_size} and num_branches {sample.num_branches}: "
             "without noise in the rollout there is neither window nor branch; set 0 and 1"
         )
-    if sample.num_images_per_prompt < 2:
-        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+    check_groups(sample)
 
 
 GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
 PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
 NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
-DPO = Script(table.DPO, check_pairs, table.ignored_by(table.DPO))
+DPO = Script(table.DPO, check_groups, table.ignored_by(table.DPO))

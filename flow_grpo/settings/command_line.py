@@ -17,10 +17,11 @@ from ml_collections import ConfigDict, config_flags
 from flow_grpo.base import folders
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line
-from flow_grpo.settings import config_files, published, table
+from flow_grpo.settings import config_files, older, table
 
 LONGEST = 2000  # characters of a sentence
 ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
+FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
@@ -124,27 +125,13 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
         else:
             others.append(word)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
-    _refuse_published(keys, _other_names(others))
+    for answer in filter(None, map(older.answer, keys)):
+        raise UserError(answer)
     config = config_files.load(file)
     _add_rewards(config, others)
     _refuse_unknown(config, keys)
     _override(config, others)
     return config
-
-
-def _other_names(words: Sequence[str]) -> list[str]:
-    """What a command line names otherwise than by --config.: flags of other code bases, and a.b=value."""
-    names = [re.match(r"--?(?!config\.)(\w[\w.]*)|(\w+\.[\w.]+)(?==)", word) for word in words]
-    return [match[1] or match[2] for match in names if match]
-
-
-def _refuse_published(keys: Sequence[str], others: Sequence[str]) -> None:
-    for name in [*keys, *others]:
-        if answer := published.answer(name):
-            raise UserError(answer)
-    for name in others:
-        if name in table.BY_KEY:
-            raise UserError(f"{name} is set by --config.{name}=VALUE")
 
 
 def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
@@ -181,7 +168,11 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
             table.value_of(config, key)
         except (KeyError, TypeError) as error:
             near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
-            advice = f"nearest: {near}" if near else "docs/reference/settings.md lists all there are"
+            advice = (
+                f"nearest: {near}"
+                if near
+                else "docs/reference/ lists all in settings.md, and those of other code in coming_from.md"
+            )
             raise UserError(f"there is no setting config.{key}; {advice}") from error
 
 
@@ -200,9 +191,9 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
         _, *words = values(line)
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(f"--{error.flagname} means nothing: {FORMS}") from error
     except (flags.Error, TypeError) as error:
         raise UserError(str(error)) from error
     if words:
-        raise UserError(
-            f"{words[0]!r} on the command line means nothing: write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
-        )
+        raise UserError(f"{words[0]!r} on the command line means nothing: {FORMS}")

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import published
+from flow_grpo.settings import older
 
 
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
@@ -32,8 +32,6 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
     runs, words = {run.__name__: run for run in runs}, name.split(",")
     variants = {variant.__name__: variant for variant in variants}
     if words[0] not in runs or set(words[1:]) - set(variants):
-        if recipe := published.recipe(words[0]):
-            raise UserError(f"no run {name!r} in {file}; {recipe}")
         near = ", ".join(difflib.get_close_matches(words[0], runs, cutoff=0) or runs)
         offered = f"; each also with variants of it, as NAME,VARIANT: {', '.join(variants)}" if variants else ""
         raise UserError(f"no run {name!r} in {file}; nearest: {near}{offered}")
@@ -56,8 +54,8 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
             raise
         words = str(error.args[0])  # ml_collections' own, which name the nearest setting
         unknown = re.match(r"\W*(?:Key )?\W*(\w+)", words)
-        for key in published.names_ending_in(unknown[1]) if unknown else ():
-            raise UserError(f"{function.__name__} in {file}: {published.answer(key)}") from error
+        for key in (key for key in older.GONE if unknown and key.rpartition(".")[2] == unknown[1]):
+            raise UserError(f"{function.__name__} in {file}: {older.answer(key)}") from error
         unlisted = f"{function.__name__} in {file} sets what docs/reference/settings.md does not list: {words}"
         raise UserError(unlisted) from error
     if not isinstance(config, ConfigDict):
@@ -105,8 +103,6 @@ def _elsewhere(checkout: Path, name: str) -> str:
     """In which file of the checkout a run of this name is, or which files there are."""
     files = [path for path in sorted((checkout / "config").glob("*.py")) if path.stem != "__init__"]
     run = name.partition(",")[0]
-    if recipe := published.recipe(run):
-        return recipe
     having = [path for path in files if run and f"\ndef {run}():" in path.read_text()]
     names = ", ".join(f"config/{path.name}" for path in having or files)
     return f"{run} is in {names}" if having else f"published configs are in {names}"

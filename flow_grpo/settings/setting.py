@@ -44,16 +44,6 @@ class Setting:
         if isinstance(value, ConfigDict):
             _check_dict(value.to_dict(), key)
 
-    def limits(self) -> str:
-        """That the entry itself has, in words."""
-        if self.max < LARGEST:
-            return f"from {self.min:.7g} to {self.max:.7g}"
-        return f"at least {self.min:.7g}" if self.min > -LARGEST else ""
-
-    def needs(self) -> list[str]:
-        """The conditions of `when`, in words."""
-        return [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in self.when]
-
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,7 +6,6 @@ table follow the default config, what a value may be, what a script refuses beca
 run may change, and docs/reference/settings.md.
 """
 
-import sys
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -316,27 +315,3 @@ def check_values(config: ConfigDict) -> None:
     """Raises UserError for a value that its entry does not allow, with what it allows."""
     for setting in SETTINGS:
         setting.check(value_of(config, setting.key), setting.key)
-
-
-def tables() -> str:
-    """All settings as markdown, a table for each section: what docs/reference/settings.md holds."""
-    lines = []
-    for section, title in SECTIONS.items():
-        lines += [f"\n## {section or 'config'}: {title}\n", "| setting | default | meaning | scripts | resume |"]
-        lines += ["|---|---|---|---|---|", *(_row(s) for s in SETTINGS if s.key.rpartition(".")[0] == section)]
-    return "\n".join(lines).strip()
-
-
-def _row(setting: Setting) -> str:
-    facts = [setting.meaning, f"Takes {' and '.join(setting.needs())}." if setting.when else ""]
-    facts += [f"One of {', '.join(f'`{choice!r}`' for choice in setting.choices)}." if setting.choices else ""]
-    facts += [
-        f"{setting.unit}, {setting.limits()}.".strip(", ").capitalize() if setting.unit or setting.limits() else ""
-    ]
-    scripts = "all" if setting.used_by == ALL else ", ".join(f"`{SCRIPTS[name]}`" for name in setting.used_by)
-    changes = "yes" if setting.resumable else ""
-    return f"| `{setting.key}` | `{setting.default!r}` | {' '.join(filter(None, facts))} | {scripts} | {changes} |"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(tables() + "\n")

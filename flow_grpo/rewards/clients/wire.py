@@ -18,7 +18,6 @@ from flow_grpo.base.pixels import to_uint8
 from flow_grpo.base.quoting import in_one_line
 
 LARGEST = torch.finfo(torch.float32).max  # of a score; beyond it a finite number in JSON would become infinite
-TYPES = {"npy": "application/x-npy", "png": "image/png"}
 
 
 class BadAnswer(RuntimeError):
