@@ -152,8 +152,7 @@ TRAINING = {  # a script's run -> its rows
     AWM: [
         no("nft_beta is 0.3", "forward_loss 'awm'", train__nft_beta=0.3),
         no("flow_matching_weight is 5.0", "forward_loss 'awm'", train__flow_matching_weight=5.0),
-        no("old_decay_schedule 0", "0.5 and 1", train__old_decay_schedule=0.5),
-        no("old_interval 1", "0.0 and 2", train__old_interval=2),
+        no("old_decay_schedule 0", "which is 0.5", train__old_decay_schedule=0.5),
         no("updates_per_epoch", "clip_range", train__updates_per_epoch=1),
     ],
     DPO: [

@@ -106,10 +106,10 @@ def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
 def needs_sampler(config: ConfigDict) -> None:
     """Raises UserError unless an epoch's ratios start at 1 and then move: the old policy is the trained one, copied."""
     train, name = config.train, f"config.train.forward_loss {config.train.forward_loss!r}"
-    if train.old_decay_schedule or train.old_interval != 1:
+    if train.old_decay_schedule:
         raise UserError(
-            f"{name} takes config.train.old_decay_schedule 0 and old_interval 1, which are "
-            f"{train.old_decay_schedule} and {train.old_interval}: its ratio is 1 when an epoch's update begins"
+            f"{name} takes config.train.old_decay_schedule 0, which is {train.old_decay_schedule}: its ratio is 1 when "
+            "an epoch's update begins"
         )
     if train.updates_per_epoch * train.inner_epochs < 2:
         raise UserError(
