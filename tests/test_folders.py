@@ -74,6 +74,22 @@ def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tm
     folders.release(folder)
 
 
+def test_a_holder_that_ends_meanwhile_is_a_refusal_if_it_has_written(tmp_path, monkeypatch):
+    """Otherwise the second process would rewind what the first one has just finished."""
+    monkeypatch.setattr(folders, "WAIT_S", 60.0)
+
+    def finish(pid):
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        os.kill(pid, signal.SIGKILL)
+
+    with child(lambda: folders.lock(tmp_path)) as (pid, _):
+        Timer(0.5, finish, (pid,)).start()
+        with pytest.raises(ValueError, match=f"process {pid} .* has ended by now"):
+            folders.lock(tmp_path)
+    assert folders.lock(tmp_path) == ""
+    folders.release(tmp_path)
+
+
 def test_a_holder_that_is_killed_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "WAIT_S", 60.0)
     with child(lambda: folders.lock(tmp_path)) as (pid, _):

@@ -148,7 +148,7 @@ def lock(folder: Path) -> str:
     folder = folder.resolve()
     release(folder)  # one process never writes two runs into one folder
     try:
-        file = (folder / LOCK).open("a+")
+        file = (folder / LOCK).open("a+")  # a refusal closes it, which gives the lock back
         _wait_for_lock(file, folder)
         file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
@@ -164,15 +164,27 @@ def lock(folder: Path) -> str:
 
 
 def _wait_for_lock(file: TextIO, folder: Path) -> None:
-    """For a holder that was killed. One that stays alive is refused."""
-    end = time.monotonic() + WAIT_S
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > end:
-                raise UserError(_refusal(folder)) from error
+    """For a holder that was killed. One that is alive is refused, at the latest once it has ended: what this process
+    was asked to go on from is not what there is by then."""
+    end, refusal, before = time.monotonic() + WAIT_S, _refusal(folder), _last_writes(folder)
+    while not _locks(file):
+        if time.monotonic() > end:
+            raise UserError(refusal)
         time.sleep(0.1)
+    if _last_writes(folder) != before:
+        raise UserError(f"{refusal}. It has ended by now, so start again to go on from what it has saved")
+
+
+def _locks(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _last_writes(folder: Path) -> list[int]:
+    return [path.stat().st_mtime_ns for path in (folder / "metrics.jsonl", folder / "checkpoints") if path.exists()]
 
 
 def _refusal(folder: Path) -> str:

@@ -158,7 +158,8 @@ def load_state(run: Run, checkpoint: Path) -> checkpoints.Progress:
     """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set."""
     progress = checkpoints.load(checkpoint, state(run))
     if run.reference:
-        run.reference.num_moves = progress.reference_moves
+        moves, interval = progress.reference_moves, run.reference.interval
+        run.reference.num_moves = moves if moves is not None else interval and progress.step // interval
     return progress
 
 
