@@ -180,13 +180,13 @@ def measure(tiny: bool, attention: str, all_blocks: bool):
     blocks, size, rows = (2, Size(64, 64), 4) if tiny else (BLOCKS if all_blocks else 6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
     model, factor = load(blocks, SMALL if tiny else {}, device, attention), BLOCKS // blocks
-    merged = policies.merged(model.transformer)
+    merged = policies.MergedWeights(model.transformer).applied
     for width, masked in TEXTS[few]:
         yield forward(model, merged, factor, size, rows, width, masked)
     for backend in [] if attention else ATTENTION[-1:] if tiny else ATTENTION:
         model.transformer.set_attention_backend(backend)
         yield dict(attention=backend) | forward(model, merged, factor, size, rows, *TEXTS[1])
-    eight_bits = policies.merged(model.transformer, fp8=True)
+    eight_bits = policies.MergedWeights(model.transformer, fp8=True).applied
     yield dict(precision="fp8") | forward(model, eight_bits, factor, size, rows, *TEXTS[0])
     for case in [] if all_blocks else STEPS[few]:
         yield step(model, factor, size, *case)

@@ -139,8 +139,6 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
         velocity=velocity,
         pool=pool,
         bar=bar,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
         embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
         config=config,
     )
@@ -243,13 +241,11 @@ def main(args):
     folder = distributed.on_main(new_folder, args.out)
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []
-    model = None
-    for last, candidate, family in zip([None, *compared], compared, families):
+    for candidate, family in zip(compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
-        if model is not None and not policies_to_compare.share_base(last, candidate):
-            model = None  # two do not fit on a GPU together
-            loading.free_memory()
-        model = policies_to_compare.load(candidate, family, ranks.device, model)
+        model = None  # two do not fit on a GPU together
+        loading.free_memory()
+        model = policies_to_compare.load(candidate, family, ranks.device)
         for row, scores in rows_of(candidate, model, pool, ranks, args, split, seeds):
             by = figure_of_categories(args, scores.values)
             rows.append(row | summary(scores.values, by, categories, args.best_of or ()))

@@ -152,7 +152,7 @@ def validate(run: Run, source: Source, epoch: int) -> None:
     numbers = torch.tensor(spread(range(len(held_out)), HELD_OUT_PAIRS))
     batches = numbers.split(run.config.sample.batch_size // 2)
     with run.ema.applied(), run.board.timed("eval"):
-        for number, counts in turns(len(batches), run.rank, run.world_size, run.board.bar):
+        for number, counts in turns(len(batches), run.board.bar):
             rows = batches[number].tolist()
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(NOISES_PER_PAIR):

@@ -99,7 +99,7 @@ def test_an_adapter_is_left_out_where_it_is_off_or_merged(uncompiled):
     compilation.compile_units(model, ("Block",))
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
-        for change in (policies.adapters_off, lambda transformer: policies.merged(transformer)()):
+        for change in (policies.adapters_off, lambda transformer: policies.MergedWeights(transformer).applied()):
             with change(model), change(plain):
                 assert torch.equal(model(x), plain(x))
         with policies.adapters_off(model):
@@ -163,7 +163,7 @@ def test_four_blocks_of_a_transformer_are_compiled_once(fp8, tmp_path, monkeypat
     model = loaded("qwenimage", torch_dtype=torch.bfloat16)
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     model.fuse("flash_4")
-    merged = nullcontext if fp8 is None else policies.merged(model.transformer, fp8)
+    merged = nullcontext if fp8 is None else policies.MergedWeights(model.transformer, fp8).applied
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()

@@ -245,11 +245,10 @@ def alive_at_each_load(monkeypatch):
 
 
 def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path, alive_at_each_load):
-    """The base is loaded once for all of them but the one with weights of its own."""
     lora, full = runs[4], runs[0]
     found, rows = evaluated(tmp_path, lora, TINY, lora / "best", full, TINY, lora, "--weights", "last")
     assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
-    assert alive_at_each_load == [0, 0, 0]
+    assert alive_at_each_load == [0] * 6
     base = means_of(lines_of(lora, "test")[0])
     last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")
     assert rows == [last, base, best_row, figures_of_test(full, "test"), base, last]

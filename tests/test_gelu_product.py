@@ -120,7 +120,7 @@ def test_a_layer_knows_the_norm_of_its_longest_row(kind):
 
 
 def adapted_feed_forward(fuse_gelu):
-    """Of copies of 8 bits, with adapters beside them that are off, as inside policies.merged. Its class is that of
+    """Of copies of 8 bits, with adapters beside them that are off, as with policies.MergedWeights. Its class is that of
     compiled blocks; its own forward is not compiled."""
     module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
     module.net[0].proj, module.net[2] = (adapted(layer) for layer in layers())

@@ -93,8 +93,10 @@ def test_a_text_of_another_width_inside_the_model_is_named(compared, monkeypatch
 
 
 def test_a_merged_adapter_is_named(compared, monkeypatch):
-    monkeypatch.setattr(runs.Run, "exact", property(lambda run: policies.merged(run.model.transformer)))
-    monkeypatch.setattr(policies, "fast_forwards", lambda config, transformer: policies.merged(transformer))
+    monkeypatch.setattr(runs.Run, "exact", property(lambda run: policies.MergedWeights(run.model.transformer).applied))
+    monkeypatch.setattr(
+        policies, "fast_forwards", lambda config, transformer: policies.MergedWeights(transformer).applied
+    )
     found = compared()
     assert all(one["first"] in ("", "velocity") for one in found.values())  # by rounding, as long as B is zero
     for name, one in found.items():
@@ -137,7 +139,7 @@ def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
     policies.attach(transformer, config_of("shapes_qwenimage").lora, QWEN.LORA_TARGETS)
     adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
     optimizer = torch.optim.AdamW(adapter, lr=1e-3)
-    merged = policies.merged(transformer)
+    merged = policies.MergedWeights(transformer).applied
     with merged():
         pass
     for p in adapter:

@@ -92,7 +92,7 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp
     transformer = pipeline_with(lora()).transformer
     move(transformer)
     before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
-    inside = policies.merged(transformer, fp8)
+    inside = policies.MergedWeights(transformer, fp8).applied
     for _ in range(2):
         with inside():
             fast = velocity(transformer)
@@ -112,7 +112,7 @@ def test_weights_of_bf16_have_an_adapter_merged_that_is_smaller_than_their_steps
         layer.scaling["default"] *= 1e-4 * layer.weight.norm().item() / layer.get_delta_weight("default").norm().item()
     weights = [layer.weight.clone() for layer in layers]
     kept = total = nearest = 0.0
-    with policies.merged(transformer)():
+    with policies.MergedWeights(transformer).applied():
         for layer, weight in zip(layers, weights, strict=True):
             change, moved = layer.get_delta_weight("default").float(), layer.base_layer.weight - weight
             assert layer.base_layer.weight.dtype == torch.bfloat16

@@ -211,7 +211,7 @@ def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(tmp_path):
     stored = [layer.base_layer for layer in layers]
     for layer in layers:
         nn.init.zeros_(layer.lora_B["default"].weight)
-    with policies.merged(model.transformer, fp8=True)():
+    with policies.MergedWeights(model.transformer, fp8=True).applied():
         for layer, base in zip(layers, stored, strict=True):
             assert layer.base_layer is not base
             assert torch.equal(layer.base_layer.rows.float(), base.rows.float())

@@ -122,7 +122,7 @@ def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
         )
     changes["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
     if run.config.lora.rank:
-        merged = policies.merged(run.pipeline.transformer)
+        merged = policies.MergedWeights(run.pipeline.transformer).applied
         changes["merged adapter"] = dict(mode=lambda: merged())
     if before:
         changes["weights of before the change"] = dict(mode=before)

@@ -22,7 +22,7 @@ from flow_grpo.checkpoints import shards
 from flow_grpo.weights import fsdp_utils
 from flow_grpo.weights.ema import Ema
 
-FORMAT = 2
+FORMAT = 2  # of the files; those of another are not read
 STATE = "state"  # folder of the tensors
 NAMES = r"(?:\.old-)?epoch_(\d+)"  # of checkpoints; .old- is one that is being replaced
 

@@ -34,8 +34,6 @@ class Sampler:
     velocity: Velocity  # the policy
     pool: Pool  # of the rewards
     bar: Callable  # (iterable, description) -> the same under a progress bar
-    rank: int
-    world_size: int
     config: ConfigDict  # of which height, width, vae_batch_size and eval are read
 
 
@@ -58,7 +56,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[
     """
     rows = [(seed, number) for seed in seeds for number in range(len(split.prompts))]
     size, shown, batches = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
-    for turn, counts in turns(-(-len(rows) // size), sampler.rank, sampler.world_size, sampler.bar):
+    for turn, counts in turns(-(-len(rows) // size), sampler.bar):
         start = turn * size
         images, pending = _draw(sampler, split, rows[start : start + size])
         shown_now = shown[(shown >= start) & (shown < start + size)]
@@ -93,10 +91,11 @@ def spread(items, count: int) -> list:
     return [items[i * len(items) // count] for i in range(count)]
 
 
-def turns(count: int, rank: int, world_size: int, bar: Callable) -> Iterator[tuple[int, bool]]:
+def turns(count: int, bar: Callable) -> Iterator[tuple[int, bool]]:
     """This rank's numbers below `count`, under a progress bar, and whether each counts: every rank makes equally many,
     so that sharded forwards meet."""
-    for turn in bar(range(0, count, world_size), "evaluation"):
+    rank = distributed.rank()
+    for turn in bar(range(0, count, distributed.world_size()), "evaluation"):
         yield min(turn + rank, count - 1), turn + rank < count
 
 

@@ -109,58 +109,29 @@ def check_bytes(candidates: list[Candidate]) -> None:
         checksums.check(folder)
 
 
-def load(
-    candidate: Candidate,
-    family: type[FlowModel],
-    device: torch.device,
-    model: FlowModel | None = None,
-) -> FlowModel:
-    """A model whose transformer carries the candidate.
-
-    Args:
-        model: of another candidate that shares its base, which is used again; None = load it.
+def load(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:
+    """A model whose transformer carries the candidate, laid out as in training: what was trained is float32, the rest
+    of config.precision.
 
     Raises:
         FloatingPointError: the weights are not finite.
     """
-    config, weights = candidate.config, candidate.transformer
-    if model is None:
-        model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
-        weights = weights or family.transformer_folder(config.model)
-    else:
-        model.transformer.unload_lora()
-    _fill(candidate, model, weights)
-    finite.check(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
-    return model
-
-
-def share_base(one: Candidate, other: Candidate) -> bool:
-    """Whether the model of one can carry the other. A quantised base cannot: its layers take no second adapter."""
-    return _base(one) == _base(other) and other.transformer is None and not other.config.base_precision
-
-
-def _base(candidate: Candidate) -> tuple:
-    config = candidate.config
-    precisions = config.precision, config.base_precision, config.vae_precision
-    return config.model, config.model_class, *precisions, candidate.transformer
-
-
-def _fill(candidate: Candidate, model: FlowModel, weights: Path | None) -> None:
-    """As training lays weights out: what was trained is float32, the rest of config.precision."""
-    transformer = model.transformer
-    transformer.requires_grad_(candidate.transformer is not None)
-    init = None
+    config, init = candidate.config, None
+    model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+    model.transformer.requires_grad_(candidate.transformer is not None)
     if candidate.lora is not None:
         adapter = lora_files.read(candidate.lora)
-        policies.attach(transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
+        policies.attach(model.transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
         init = policies.stored_adapter(candidate.lora)
-    quantisation.quantise_units(transformer, model.SHARD_UNITS, candidate.config.base_precision)
+    quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,
         None,
         units=model.SHARD_UNITS,
-        weights=weights,
+        weights=candidate.transformer or family.transformer_folder(config.model),
         init=init,
-        device=model.device,
-        precision=candidate.config.precision,
+        device=device,
+        precision=config.precision,
     )
+    finite.check(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
+    return model

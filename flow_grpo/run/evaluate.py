@@ -50,8 +50,6 @@ def sampler_of(run: Run) -> evaluation.Sampler:
         velocity=run.velocity,
         pool=run.pool,
         bar=run.board.bar,
-        rank=run.rank,
-        world_size=run.world_size,
         config=run.config,
     )
 

@@ -103,38 +103,43 @@ def _adapted_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
-@torch.no_grad()
-def merged(transformer: nn.Module, fp8: bool = False) -> Callable:
-    """Add the present adapter to a copy of the weights it adapts; returns a context manager factory inside which the
-    transformer computes with these, one product per layer instead of three.
+class MergedWeights:
+    """A copy of the weights that an adapter adapts, with the present adapter added: one product per layer instead of
+    three.
 
     For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by stochastic rounding of the sum.
-    Weights that are not sharded only. Outside the context everything is bitwise what it was.
+    Weights that are not sharded only.
 
     Args:
         fp8: a copy of 8 bits, and products of such: half of the memory, less time, other images.
-
-    Raises:
-        RuntimeError: on entering the context, if the adapter has changed since.
     """
-    layers = _adapted_layers(transformer)
-    others = [_merged_layer(layer, fp8) for layer in layers]
-    adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
-    versions = [p._version for p in adapter]  # every write in place counts it up
+
+    @torch.no_grad()
+    def __init__(self, transformer: nn.Module, fp8: bool = False):
+        self.transformer, self.layers = transformer, _adapted_layers(transformer)
+        self.base_layers = [_merged_layer(layer, fp8) for layer in self.layers]
+        self.adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
+        self.versions = [p._version for p in self.adapter]  # every write in place counts it up
 
     @contextmanager
-    def use_merged() -> Iterator[None]:
-        if [p._version for p in adapter] != versions:
+    def applied(self) -> Iterator[None]:
+        """The transformer computes with the copy inside this block; outside it, everything is bitwise what it was.
+
+        Raises:
+            RuntimeError: the adapter has changed since it was merged.
+        """
+        if [p._version for p in self.adapter] != self.versions:
             raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
-        base_layers = [layer.base_layer for layer in layers]
-        _set_base_layers(layers, others)
+        self._exchange()
         try:
-            with adapters_off(transformer):
+            with adapters_off(self.transformer):
                 yield
         finally:
-            _set_base_layers(layers, base_layers)
+            self._exchange()
 
-    return use_merged
+    def _exchange(self) -> None:
+        for number, layer in enumerate(self.layers):
+            layer.base_layer, self.base_layers[number] = self.base_layers[number], layer.base_layer
 
 
 def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
@@ -142,7 +147,7 @@ def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
     sample.rollout_weights says."""
     weights = config.sample.rollout_weights
     fp8 = "fp8" in weights
-    use_merged = merged(transformer, fp8) if "merged" in weights else nullcontext
+    use_merged = MergedWeights(transformer, fp8).applied if "merged" in weights else nullcontext
     rounds_x = fp8 and config.base_precision == "fp8_weights"
 
     @contextmanager
@@ -162,11 +167,6 @@ def _merged_layer(layer: BaseTunerLayer, fp8: bool) -> nn.Module:
         total = stochastic_rounding.rounded(total, base.weight.dtype)
     other._parameters = dict(base._parameters, weight=nn.Parameter(total, requires_grad=False))
     return other
-
-
-def _set_base_layers(layers: list[BaseTunerLayer], others: list[nn.Module]) -> None:
-    for layer, other in zip(layers, others, strict=True):
-        layer.base_layer = other
 
 
 class Reference:
