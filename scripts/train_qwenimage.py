@@ -52,7 +52,7 @@ def update(run: Run, rows: Minibatch) -> None:
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
     log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio
-    record_ratios(run, step, rows, log_ratio)
+    record_ratios(run, step, rows, log_ratio, surrogate.beyond)
     backward(run, loss, rows, log_ratio)
 
 

@@ -84,8 +84,8 @@ def update(run: Run, rows: Minibatch) -> None:
         run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
         loss = loss + train.beta * distance
     if surrogate.log_ratio is not None:
-        gap = surrogate.log_ratio.detach()
-        ratio_statistics.record(run.meter, gap, gap, train.clip_range, on_policy=run.on_policy)
+        gap, how = surrogate.log_ratio.detach(), dict(on_policy=run.on_policy, beyond=surrogate.beyond)
+        ratio_statistics.record(run.meter, gap, gap, train.clip_range, **how)
     backward(run, loss, rows, surrogate.log_ratio)
 
 

@@ -213,6 +213,14 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
     )
 
 
+def test_clipped_is_what_the_objective_says_is_beyond_its_trust_region():
+    meter, log_ratio = Meter(), torch.tensor([0.02, 0.03, -0.5, -0.001])
+    beyond = torch.tensor([True, False, False, True])
+    record(meter, log_ratio, log_ratio, 0.01, on_policy=False, beyond=beyond)
+    found = meter.pop(one_rank)
+    assert (found["clip_fraction_high"], found["clip_fraction_low"]) == (1 / 4, 1 / 4)
+
+
 def one_rank(sums, maxima):
     return sums, maxima
 

@@ -25,6 +25,7 @@ class Surrogate:
 
     loss: Tensor  # [R * J], before the weights of steps and images
     log_ratio: Tensor | None = None  # [R * J], what it clips the exponential of; 0 on policy; None = it has no ratio
+    beyond: Tensor | None = None  # [R * J] bool, outside of its trust region; None = of train.clip_range
     metrics: dict[str, Tensor] = field(default_factory=dict)  # of its own, [R * J] each
 
 

@@ -32,20 +32,24 @@ TOLERATED = (1.0, "clip ranges at most"), (0.1, "clip ranges on average"), (0.01
 
 
 @torch.no_grad()
-def record(meter, log_ratio: Tensor, gap: Tensor, clip_range: float, *, on_policy: bool) -> None:
+def record(
+    meter, log_ratio: Tensor, gap: Tensor, clip_range: float, *, on_policy: bool, beyond: Tensor | None = None
+) -> None:
     """Add the ratio's statistics to `meter`.
 
     Args:
         log_ratio: [rows], the objective's.
         gap: [rows], log-prob now less log-prob at the rollout.
         on_policy: no optimizer step since the rollout, so that `gap` should be 0; logged as parity/*.
+        beyond: [rows] bool, outside of the objective's trust region; None = of clip_range.
     """
     ratio, gap = log_ratio.double().exp(), gap.double()
+    beyond = (ratio - 1).abs() > clip_range if beyond is None else beyond
     meter.add_spread(ratio=ratio)
     meter.add(
         approx_kl=gap**2 / 2,
-        clip_fraction_high=(ratio > 1 + clip_range).double(),
-        clip_fraction_low=(ratio < 1 - clip_range).double(),
+        clip_fraction_high=(beyond & (ratio > 1)).double(),
+        clip_fraction_low=(beyond & (ratio < 1)).double(),
     )
     if on_policy:
         meter.add(
