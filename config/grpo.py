@@ -199,6 +199,12 @@ def guard(config):
     return config
 
 
+def dppo(config):
+    """DPPO (arXiv:2602.04879): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
+    config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
+    return config
+
+
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, two prompts, fewer steps."""
     tiny = default_config()
@@ -229,7 +235,7 @@ RUNS = (
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
 )
 # in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, guard, large_gpu, eight_bit_base, four_bit_base, smoke)
+VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)
 
 
 def get_config(name="shapes_qwenimage"):

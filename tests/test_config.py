@@ -52,7 +52,17 @@ def runs_of(file):
 
 
 BASES = ",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base"
-GRPO_VARIANTS = ("", ",smoke", ",guard", ",mixgrpo,flash", ",fast,smoke", ",large_gpu", ",large_gpu,smoke", *BASES)
+GRPO_VARIANTS = (
+    "",
+    ",smoke",
+    ",guard",
+    ",dppo",
+    ",mixgrpo,flash",
+    ",fast,smoke",
+    ",large_gpu",
+    ",large_gpu,smoke",
+    *BASES,
+)
 COMBINATIONS = [
     *((run, variant) for run in runs_of("grpo") for variant in GRPO_VARIANTS),
     *(
@@ -87,7 +97,8 @@ def test_every_run_passes_its_own_scripts_checks():
             with pytest.raises(ValueError, match="this script would ignore it"):
                 checks.check(config, checks.PR)
             continue
-        config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian" if "guard" in variant else "cps")
+        if variant in (",guard", ",dppo"):
+            config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian")
         checks.check(config, SCRIPTS[config.algorithm])
         policies.check_lora(config.lora)
         if variant:

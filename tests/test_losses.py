@@ -16,6 +16,7 @@ from flow_grpo.algorithms.losses import (
     awm_surrogate,
     clipped_surrogate,
     dpo_loss,
+    dppo_surrogate,
     gaussian_entropy,
     gaussian_kl,
     guard_surrogate,
@@ -128,6 +129,23 @@ def test_guard_frees_the_log_ratio_of_its_bias_and_scale():
         log_ratio = loss.double().log()
         assert abs(log_ratio.mean()) < 4 * log_ratio.std() / 4000**0.5
         assert log_ratio.std() == pytest.approx(0.01 / 8, rel=0.1)
+
+
+def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
+    """Its value is -A ratio everywhere; against numpy, with rows of every kind."""
+    names = "ppo/log_prob", "ppo/log_prob_old", "guard/mean", "guard/mean_old", "ppo/advantages"
+    log_prob, old, mean, old_mean, advantages = (GOLDEN[name] for name in names)
+    std = np.linspace(0.05, 0.5, 12)
+    kl = np.mean((mean - old_mean) ** 2, axis=(1, 2)) / (2 * std**2)
+    limit, ratio = float(np.median(kl)), np.exp(log_prob - old)
+    goes_on = ~((kl > limit) & (np.sign(advantages) == np.sign(ratio - 1)))
+    assert 0 < (kl > limit).sum() > (~goes_on).sum() > 0
+    learned = torch.tensor(log_prob, requires_grad=True)
+    numbers = torch.tensor(old), torch.tensor(mean), torch.tensor(old_mean), torch.tensor(std).view(12, 1, 1)
+    loss = dppo_surrogate(learned, *numbers, torch.tensor(advantages), limit)
+    torch.testing.assert_close(loss.detach(), torch.tensor(-advantages * ratio), rtol=1e-9, atol=0)
+    loss.sum().backward()
+    torch.testing.assert_close(learned.grad, torch.tensor(-advantages * ratio * goes_on), rtol=1e-9, atol=0)
 
 
 def nft(beta, **changes):

@@ -91,6 +91,16 @@ def test_options_run_with_the_rollouts_log_probs_and_log_finite_numbers(name, op
     assert [row["parity/log_prob_abs_diff_max"] for row in updates if "parity/log_prob_abs_diff_max" in row] == [0]
 
 
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, shallow, tmp_path):
+    for limit, share in ((0.0, 1.0), (1e6, 0.0)):
+        how = shallow | dict(num_epochs=1, eval_freq=0, train__kl_limit=limit)
+        first, second = lines_of(train(f"{name},dppo", tmp_path / str(limit), **how), "update")
+        assert first["clip_fraction_high"] == first["clip_fraction_low"] == first["ratio_std"] == 0 < first["grad_norm"]
+        assert second["ratio_std"] > 0
+        assert second["clip_fraction_high"] + second["clip_fraction_low"] == share
+
+
 @pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "LoRA"])
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
 def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, shallow, tmp_path):

@@ -57,6 +57,29 @@ def guard_log_ratio(
     return (log_prob - old_log_prob + bias) * std
 
 
+def dppo_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    transition_std: Tensor,
+    advantages: Tensor,
+    kl_limit: float,
+) -> Tensor:
+    """DPPO (arXiv:2602.04879), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is above
+    `kl_limit` and the ratio has moved the way the advantage pushes. Whether a row stops depends on both Gaussians, and
+    not on where in them its sample happens to lie.
+
+    Args:
+        advantages: [B]; the others as in `guard_log_ratio`.
+        kl_limit: nats per latent element.
+    """
+    ratio = torch.exp(log_prob - old_log_prob)
+    loss = -advantages * ratio
+    stops = (gaussian_kl(mean, old_mean, transition_std) > kl_limit) & (advantages * (ratio - 1) > 0)
+    return torch.where(stops, loss.detach(), loss)
+
+
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     """KL of two Gaussians of one std, averaged over the latent's elements. mean [B, ...], std [B, 1...]."""
     return ((mean - ref_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)

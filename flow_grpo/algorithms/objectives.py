@@ -77,6 +77,14 @@ def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict)
     return Surrogate(loss, losses.guard_log_ratio(*densities))
 
 
+def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """The ratio within a bound of the step's KL in place of the ratio's (DPPO, arXiv:2602.04879)."""
+    means = step.prev_sample_mean, rows.means, step.transition_std
+    loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
+    beyond = losses.gaussian_kl(*means) > train.kl_limit
+    return Surrogate(loss, step.log_prob - rows.log_probs, beyond)
+
+
 def needs_gaussian(config: ConfigDict) -> None:
     """Raises UserError unless log-probs are those of a Gaussian."""
     if config.sample.sde_type == "cps":
@@ -122,6 +130,7 @@ def needs_sampler(config: ConfigDict) -> None:
 OBJECTIVES = {
     "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
     "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
+    "dppo": Objective(dppo, "DPPO (arXiv:2602.04879)", reads=("kl_limit",), check=needs_gaussian),
 }
 FORWARD_LOSSES = {
     "nft": ForwardLoss(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),

@@ -179,6 +179,8 @@ SETTINGS = (
             choices=("rollout", "recompute"), used_by=RATIO),
     Setting("train.clip_range", 1e-4, "Clip range of the ratio. Log-probs are means over elements, so ratios stay "
             "near 1.", min=0, used_by=ONLINE),
+    Setting("train.kl_limit", 1e-5, "KL of a step from the rollout's beyond which a row stops pushing further.",
+            unit="nat per latent element", min=0, used_by=RATIO),
     Setting("train.parity_limit", 1.0,
             "End the run if log-ratios of an epoch's first update, which should be 0, are larger than this, on average "
             "larger than a tenth of it, or clipped in more than a hundredth of it of all rows; 0 = no limit, as with "
