@@ -34,7 +34,7 @@ def assert_same_run(folder, other):
 
 @pytest.fixture(scope="module")
 def address():
-    with served(name="shapes", env={"REWARD_TOKEN": TOKEN}) as (url, _):
+    with served(env={"REWARD_TOKEN": TOKEN}) as (url, _):
         yield url
 
 
@@ -47,34 +47,37 @@ def address():
         (DPO, ("thread",)),
     ],
 )
-def test_every_backend_trains_the_same_weights_and_stores_no_token(name, backends, address, tmp_path, monkeypatch):
-    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+def test_every_backend_trains_the_same_weights_and_stores_no_token(
+    name, backends, address, shallow, tmp_path, monkeypatch
+):
     """And scores the same evaluations, which are one code for all scripts."""
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     epochs = dict(num_epochs=2, eval_freq=2) if name == WINDOW else dict(num_epochs=1, eval_freq=0)
-    inline = train(name, tmp_path / "inline", reward__backend="inline", **epochs)
+    common = epochs | dict(model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
+    common |= dict(preferences__min_margin=0.0) if name == DPO else {}
+    inline = train(name, tmp_path / "inline", reward__backend="inline", **common)
     for backend in backends:
         how = dict(reward__backend=backend)
-        how = dict(reward__args={"shapes": {"url": address}}) if backend == "url" else how
-        assert_same_run(inline, train(name, tmp_path / backend, **how, **epochs))
+        how = dict(reward__args={"jpeg_compressibility": {"url": address}}) if backend == "url" else how
+        assert_same_run(inline, train(name, tmp_path / backend, **how, **common))
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
 
-def test_images_that_a_reward_failed_for_are_masked_and_counted(tmp_path):
+def test_images_that_a_reward_failed_for_are_masked_and_counted(shallow, tmp_path):
     def every_third_fails(handler, body, number):
         (hostile.says({}, 400) if number % 3 == 0 else hostile.honest)(handler, body, number)
 
     with http_server(every_third_fails) as (url, _):
         args = {"shapes": dict(url=url, max_masked_share=0.5, batch_size=1)}
-        folder = train(
-            WINDOW, tmp_path / "mask", num_epochs=2, eval_freq=0, reward__args=args, train__filter_groups=True
-        )
+        how = dict(model=shallow["model"], num_epochs=2, eval_freq=0)
+        folder = train(WINDOW, tmp_path / "mask", reward__args=args, train__filter_groups=True, **how)
         for line in lines_of(folder, "epoch"):
             assert 0.2 < line["reward/shapes_masked_share"] < 0.45
             assert line["reward/shapes"] == 0.5
         args["shapes"]["max_masked_share"] = 0.1
         with pytest.raises(RuntimeError, match=rf"reward 'shapes' \({url}\) failed for .* images"):
-            train(WINDOW, tmp_path / "too_many", num_epochs=1, eval_freq=0, reward__args=args)
+            train(WINDOW, tmp_path / "too_many", reward__args=args, **how)
 
 
 def without_two(load):
@@ -144,12 +147,12 @@ def test_a_masked_image_does_not_move_the_policy(name, run_with):
     assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
-def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(tmp_path):
+def test_a_reward_that_fails_stops_the_run_and_leaves_its_checkpoint(shallow, tmp_path):
     def dies_later(handler, body, number):
         (hostile.honest if number <= 4 else hostile.says({}, 400))(handler, body, number)
 
     with http_server(dies_later) as (url, _):
-        args = {"shapes": dict(url=url)}
+        how = dict(model=shallow["model"], num_epochs=9, eval_freq=0, save_freq=1)
         with pytest.raises(RuntimeError, match=rf"reward 'shapes' \({url}\).*HTTP 400.*first prompt: '"):
-            train(WINDOW, tmp_path, num_epochs=9, eval_freq=0, save_freq=1, reward__args=args)
+            train(WINDOW, tmp_path, reward__args={"shapes": dict(url=url)}, **how)
     assert list((tmp_path / "shapes_qwenimage_smoke" / "checkpoints").glob("epoch_*"))

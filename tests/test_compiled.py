@@ -14,7 +14,6 @@ from peft.tuners.lora import Linear
 from small import config_of, loaded
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch.nn import functional as F
 
@@ -174,27 +173,13 @@ def test_four_blocks_of_a_transformer_are_compiled_once(fp8, tmp_path, monkeypat
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.fixture
-def modes():
-    """Of the compiler, one for each graph that it makes."""
-    noted = []
-    note = dict(post_grad_custom_post_pass=lambda graph: noted.append(inductor.deterministic))
-    torch._dynamo.reset()
-    with inductor.patch(force_disable_caches=True, **note), functorch.patch(activation_memory_budget=1.0):
-        yield noted
-
-
-def test_no_graph_has_sums_that_were_chosen_by_their_time(modes):
-    """torch itself resets the setting when it has read a first forward: that one, and its backward."""
-    model = adapted()
-    compilation.compile_units(model, ("Block",))
-    model(torch.randn(2, 5, 32)).square().mean().backward()
-    assert modes == [True] * 2
-
-
 @torch.no_grad()
-def test_nor_has_a_decoder(modes):
-    pipeline = SimpleNamespace(vae=SimpleNamespace(decoder=Block()))
-    loading.compile_decoder(pipeline)
-    pipeline.vae.decoder(torch.randn(2, 5, 32))
+def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
+    """Those of blocks: test_parity.py."""
+    modes, pipeline = [], SimpleNamespace(vae=SimpleNamespace(decoder=Block()))
+    note = dict(post_grad_custom_post_pass=lambda graph: modes.append(inductor.deterministic))
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True, **note):
+        loading.compile_decoder(pipeline)
+        pipeline.vae.decoder(torch.randn(2, 5, 32))
     assert modes == [True]

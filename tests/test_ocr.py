@@ -19,7 +19,7 @@ from flow_grpo.rewards import ocr
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "dataset" / "ocr"
 TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
-SAMPLE = TEST[::26]
+SAMPLE = TEST[::52]
 SCRIPT = runpy.run_path(str(ROOT / "tools" / "make_ocr_dataset.py"))
 
 
@@ -55,7 +55,7 @@ def of(prompts):
 
 def test_clean_pictures_earn_all_and_other_words_little(score, images):
     found = score(images, *of(SAMPLE))
-    assert all(v.shape == (20,) and v.dtype == torch.float32 for v in found.values())
+    assert all(v.shape == (10,) and v.dtype == torch.float32 for v in found.values())
     assert found["score"].mean() >= 0.95
     assert found["exact"].mean() >= 0.9
     others = score(images.roll(7, 0)[::2], *of(SAMPLE[::2]))

@@ -17,8 +17,7 @@ from flow_grpo.run import sampling
 
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
 SIZE = Size(64, 64)
-SLOTS = [1, 3, 8, 64]
-SINGLE = {1: slice(None), 3: slice(0, 40, 3), 8: slice(1, 40, 3), 64: slice(9, 40, 26)}  # walks of 64 copies take long
+SINGLE = {1: slice(None), 3: slice(0, 40, 3), 16: slice(9, 40, 13)}  # walks of many copies take long
 ROUNDED = rounding(size=16)  # forwards are in float64; velocities of up to 16 are rounded to float32
 
 
@@ -109,7 +108,7 @@ def finished_in(model, slots):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("slots", [1, 3, 64])
 def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, model, expected):
     finished, used = finished_in(model, slots)
     for n, wanted in expected.items():
@@ -119,7 +118,7 @@ def test_forty_requests_of_all_kinds_walk_as_they_would_alone(slots, model, expe
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("slots", SINGLE)
 def test_in_float32_they_do_so_bit_for_bit_where_forwards_have_one_shape(slots, single):
     """A full walk of as many copies of a request as there are slots has the slots' shape of forward."""
     finished, _ = finished_in(single, slots)
@@ -173,18 +172,18 @@ def test_every_model_makes_the_same_in_slots(name, tmp_path):
     def noise():
         return [rng.generator(0, "noise", b) for b in range(4)]
 
-    for noisy, num_branches, flash_ratio in ((range(1, 3), 0, 0.0), (range(1, 3), 0, 0.5), (range(3), 2, 0.0)):
+    kinds = (range(1, 3), 0, 0.0, 2), (range(1, 3), 0, 0.5, 5), (range(3), 2, 0.0, 5)
+    for noisy, num_branches, flash_ratio, slots in kinds:
         params = SamplingParams(5, 4.0, 0.7, flash_ratio=flash_ratio)
         branching, kind = Branching(num_branches, 4) if num_branches else None, dict(noisy=noisy, names=range(4))
         full = sample(SamplingJob(model, condition, noise(), params, size), noisy=noisy, branching=branching)
-        for slots in (2, 5):
-            start = SamplingJob(model, condition, noise(), params, size)
-            requests = prepare_encode(start, num_branches=num_branches, **kind)
-            finished = denoise(model.velocity, requests, Batching(slots, slots))
-            parts = list(post_decode(model, finished, vae_batch_size=3))
-            assert len(parts) > 1
-            for some, sampled in parts:
-                assert_rows(sampled, full, [request.name for request in some])
+        start = SamplingJob(model, condition, noise(), params, size)
+        requests = prepare_encode(start, num_branches=num_branches, **kind)
+        finished = denoise(model.velocity, requests, Batching(slots, slots))
+        parts = list(post_decode(model, finished, vae_batch_size=3))
+        assert len(parts) > 1
+        for some, sampled in parts:
+            assert_rows(sampled, full, [request.name for request in some])
 
 
 def assert_rows(sampled, full, rows):
@@ -196,7 +195,7 @@ def assert_rows(sampled, full, rows):
         torch.testing.assert_close(ours.step.log_prob, log_prob, rtol=0, atol=ROUNDED)
 
 
-@pytest.mark.parametrize("name", [",flash", ",fast", "_pr", "_nft", "_dpo,online"])
+@pytest.mark.parametrize("name", [",fast", "_pr", "_nft", "_dpo,online"])
 def test_what_is_decoded_together_changes_nothing(name, shallow, tmp_path):
     """Neither rewards, nor losses, nor the statistics of groups whose images were decoded apart."""
     how = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=4, **shallow)
@@ -212,8 +211,8 @@ def test_what_is_decoded_together_changes_nothing(name, shallow, tmp_path):
 
 
 def test_branches_fill_their_slots_and_take_as_few_forwards_as_these_allow(shallow, tmp_path):
-    how = shallow | dict(sample__num_prompts_per_epoch=20, sample__num_images_per_prompt=1, sample__batch_size=5)
-    how |= dict(sample__num_steps=8, sample__completion_batch_size=24, train__updates_per_epoch=1)
+    how = shallow | dict(sample__num_prompts_per_epoch=10, sample__num_images_per_prompt=1, sample__batch_size=5)
+    how |= dict(sample__num_steps=8, sample__completion_batch_size=12, train__updates_per_epoch=1)
     folder = train("shapes_qwenimage_pr", tmp_path, num_epochs=1, eval_freq=0, **how)
     assert lines_of(folder, "epoch")[0]["batch_occupancy"] > 0.9
 
