@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.base import folders, shipped
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line
 from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import report
@@ -33,25 +34,16 @@ def complete(run_folder: Path) -> list[str]:
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         for name in ADDED:
             folders.own(folder / name)
-        if run.config.lora.rank and (reason := problem(folder)):
-            notices.append(f"not everything that others need was added to {folder}: {reason}")
-            continue
-        if run.config.lora.rank:
-            add_peft_files(folder, run.config.model)
-            notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
-        else:
-            link_pipeline(folder, run.config.model)
-        write_card(run, folder)
+        try:
+            if run.config.lora.rank:
+                add_peft_files(folder, run.config.model)
+                notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
+            else:
+                link_pipeline(folder, run.config.model)
+            write_card(run, folder)
+        except UserError as error:
+            notices.append(f"not everything that others need was added to {folder}: {in_one_line(error)}")
     return notices
-
-
-def problem(folder: Path) -> str:
-    """Why the file in a folder that has a LoRA file's name is none; "" for a sound one."""
-    try:
-        lora_files.read(folder)
-    except ValueError as error:
-        return in_one_line(error)
-    return ""
 
 
 def changes_nothing(folder: Path) -> str:
@@ -78,20 +70,15 @@ def add_peft_files(folder: Path, base: str) -> None:
     folders.as_any_new_file(folder / "adapter_model.safetensors")
 
 
-def base_folder(model: str) -> Path | None:
-    """Where a model's files lie on this machine; None where nothing is downloaded."""
-    if Path(shipped.find(model)).is_dir():
-        return Path(shipped.find(model)).resolve()
-    try:
-        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.HFValidationError, OSError):
-        return None
-
-
 def link_pipeline(folder: Path, model: str) -> None:
     """Put the base's other parts beside transformer/, as links, so that diffusers loads the folder as a pipeline."""
-    base = base_folder(model)
-    if base is None or not (base / "model_index.json").is_file():
+    base = Path(shipped.find(model)).resolve()
+    if not base.is_dir():
+        try:
+            base = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+        except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
+            return  # it was trained on another machine
+    if not (base / "model_index.json").is_file():
         return
     for part in base.iterdir():
         link = folder / part.name

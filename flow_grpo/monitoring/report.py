@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,16 +128,14 @@ def _summary_row(run: Recorded) -> list[str]:
 def alarms(run: Recorded) -> list[str]:
     """One sentence per alarm and stretch of epochs, as it was at the end of the stretch."""
     exceeded = {record["epoch"] for record in run.records if record.get("health/limits_exceeded")}
-    epochs, sentences, start = health.by_epoch(run.records, run.config), [], None
-    for number, epoch in enumerate(epochs):
-        if epoch.number not in exceeded:
-            continue
-        start = epoch.number if start is None else start
-        if number + 1 == len(epochs) or epochs[number + 1].number not in exceeded:
-            stretch = f"epoch {start + 1}" if start == epoch.number else f"epochs {start + 1} to {epoch.number + 1}"
-            verdict = health.judge(epochs[: number + 1], run.config.health)
-            sentences += [f"{run.label}, {stretch}: {alarm.sentence}" for alarm in verdict.alarms]
-            start = None
+    epochs, sentences, count = health.by_epoch(run.records, run.config), [], 0
+    for is_alarmed, group in groupby(epochs, key=lambda epoch: epoch.number in exceeded):
+        stretch = [epoch.number + 1 for epoch in group]
+        count += len(stretch)
+        if is_alarmed:
+            when = f"epoch {stretch[0]}" if len(stretch) == 1 else f"epochs {stretch[0]} to {stretch[-1]}"
+            verdict = health.judge(epochs[:count], run.config.health)
+            sentences += [f"{run.label}, {when}: {alarm.sentence}" for alarm in verdict.alarms]
     return sentences
 
 

@@ -12,8 +12,6 @@ from PIL import Image
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 
-NAMES = {"wandb": ("wandb",), "tensorboard": ("tensorboard",), "none": ()}
-
 
 class Wandb:
     """The run in wandb, offline unless WANDB_MODE says otherwise."""
@@ -105,13 +103,13 @@ def check(logger: str) -> None:
 
 
 def open_all(run_dir: Path, config: ConfigDict, name: str) -> list[Wandb | TensorBoard]:
-    """The trackers of config.logger that are installed."""
+    """The tracker of config.logger, if it is installed."""
     logger = config.get("logger", "wandb")
-    return [KINDS[kind](run_dir, config, name) for kind in NAMES[logger] if is_installed(kind)]
+    return [KINDS[logger](run_dir, config, name)] if logger in KINDS and is_installed(logger) else []
 
 
 def notice(config: ConfigDict) -> str:
     """What to tell the user, if anything: wandb is the default, so a run goes on without it."""
-    if "wandb" in NAMES[config.get("logger", "wandb")] and not is_installed("wandb"):
+    if config.get("logger", "wandb") == "wandb" and not is_installed("wandb"):
         return "wandb is not installed, so it will show nothing; pip install wandb, or set config.logger to 'none'"
     return ""

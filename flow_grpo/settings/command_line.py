@@ -168,11 +168,7 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
             table.value_of(config, key)
         except (KeyError, TypeError) as error:
             near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
-            advice = (
-                f"nearest: {near}"
-                if near
-                else "docs/reference/ lists all in settings.md, and those of other code in coming_from.md"
-            )
+            advice = f"nearest: {near}" if near else "docs/reference/settings.md lists all there are"
             raise UserError(f"there is no setting config.{key}; {advice}") from error
 
 

@@ -39,8 +39,6 @@ class Setting:
             if _is_number(entry) and not self.min <= entry <= self.max:  # NaN compares false
                 limits = f"from {self.min:.7g} to {self.max:.7g}"
                 raise UserError(f"config.{key} is {quoted(value)}; it must be {limits}")
-            if isinstance(entry, str):
-                _check_text(entry, key)
         if isinstance(value, ConfigDict):
             _check_dict(value.to_dict(), key)
 
@@ -68,16 +66,6 @@ def _kind(default: Any) -> str:
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
     names[dict] = "a dict with names as its keys"
     return names[type(default)]
-
-
-def _check_text(value: str, key: str) -> None:
-    """Raises UserError for what no file's name can be."""
-    if "\0" in value or (not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)):
-        raise UserError(f"config.{key} is {quoted(value)}; it has a character that no file's name can have")
-    if len(value) > 4000 or max(len(part.encode()) for part in value.split("/")) > 255:
-        raise UserError(
-            f"config.{key} is {quoted(value)}; it has {len(value)} characters, which is too long for a name"
-        )
 
 
 def _check_dict(value: dict, key: str) -> None:

@@ -77,13 +77,8 @@ def _array_shape(buffer: io.BytesIO, max_side: int) -> tuple[int, int, int]:
     if version != (1, 0):
         raise ValueError(f"an .npy file of version {version}; only 1.0 is read")
     shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
-    if (
-        dtype != np.float32
-        or in_columns
-        or len(shape) != 3
-        or shape[0] != 3
-        or not 0 < min(shape) <= max(shape) <= max_side
-    ):
+    is_image = len(shape) == 3 and shape[0] == 3 and 0 < min(shape) <= max(shape) <= max_side
+    if dtype != np.float32 or in_columns or not is_image:
         raise ValueError(f"an array {shape} of {dtype}; it must be (3, H, W) of float32, at most {max_side} a side")
     return shape
 
