@@ -6,7 +6,7 @@ import pytest
 import torch
 import train_qwenimage_nft as script
 from recorded import assert_same, go_on
-from small import config_of, lines_of, stored, train
+from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
 from flow_grpo.run import startup
@@ -35,18 +35,10 @@ def velocity(run, rows):
     return run.velocity(rows.x_0, rows.timesteps, rows.condition)
 
 
-@torch.no_grad()
-def move(run):
-    """As training would, but all at once."""
-    stream = torch.Generator().manual_seed(1)
-    for weight in run.parameters:
-        weight += 0.02 * torch.randn(weight.shape, generator=stream)
-
-
 def test_the_old_policy_samples_whatever_the_trained_one_has_become(started):
     run = started
     first = rollout(run)
-    move(run)
+    move(run.parameters)
     again = rollout(run)
     assert torch.equal(again.x_0, first.x_0)
     run.extra_policies["old"].move(1.0)  # had the trained policy sampled, its images would have been these
@@ -62,7 +54,7 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
     assert torch.equal(old, reference)
     assert torch.equal(old, velocity(run, rows).detach())
     weights = [p.detach().clone() for p in run.parameters]
-    move(run)
+    move(run.parameters)
     run.extra_policies["old"].move(0.5)
     again, still = script.frozen_velocities(run, rows, rows.x_0)
     moved = velocity(run, rows)

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small import move
 
 from flow_grpo.base import checksums
 from flow_grpo.checkpoints import exports
@@ -45,14 +46,6 @@ def velocity(transformer):
     return transformer(x, timestep=torch.tensor([0.9, 0.3]), return_dict=False, **how)[0]
 
 
-@torch.no_grad()
-def move(transformer):
-    """As training would, but all at once."""
-    stream = torch.Generator().manual_seed(1)
-    for weight in fsdp_utils.trainable_parameters(transformer).values():
-        weight += 0.02 * torch.randn(weight.shape, generator=stream)
-
-
 def flags(transformer):
     return {name: p.requires_grad for name, p in transformer.named_parameters()}
 
@@ -77,7 +70,7 @@ def test_rank_0_trains_everything_and_adds_nothing(base):
 
 def test_adapters_off_is_the_base_and_leaves_everything_as_it_was(base):
     transformer = pipeline_with(lora()).transformer
-    move(transformer)
+    move(fsdp_utils.trainable_parameters(transformer).values())
     before, trained = velocity(transformer), flags(transformer)
     assert (before - base).abs().max() > 0.01
     with policies.adapters_off(transformer):
@@ -90,7 +83,7 @@ def test_adapters_off_is_the_base_and_leaves_everything_as_it_was(base):
 @pytest.mark.parametrize(("fp8", "bound"), [(False, 1e-5), (True, 0.1)])
 def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp8, bound, base):
     transformer = pipeline_with(lora()).transformer
-    move(transformer)
+    move(fsdp_utils.trainable_parameters(transformer).values())
     before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
     inside = policies.MergedWeights(transformer, fp8).applied
     for _ in range(2):
@@ -106,7 +99,7 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp
 def test_weights_of_bf16_have_an_adapter_merged_that_is_smaller_than_their_steps():
     """The nearest numbers have 6 % of an adapter of 1e-4 of the weights."""
     transformer = pipeline_with(lora()).transformer.to(torch.bfloat16)
-    move(transformer)
+    move(fsdp_utils.trainable_parameters(transformer).values())
     layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
         layer.scaling["default"] *= 1e-4 * layer.weight.norm().item() / layer.get_delta_weight("default").norm().item()
@@ -126,7 +119,7 @@ def test_weights_of_bf16_have_an_adapter_merged_that_is_smaller_than_their_steps
 def test_the_reference_is_the_first_policy_and_the_present_one_returns_after_an_exception_too(rank, base):
     transformer = pipeline_with(lora(rank)).transformer
     reference = policies.Reference(transformer).applied
-    move(transformer)
+    move(fsdp_utils.trainable_parameters(transformer).values())
     present = velocity(transformer)
     assert not torch.equal(present, base)
     for error in (None, KeyboardInterrupt, None):
@@ -142,7 +135,7 @@ def test_a_moving_reference_is_the_policy_of_the_last_interval_and_guided_only_a
     reference = policies.Reference(transformer, interval=2, guidance_scale=3.0)
     seen = []
     for step in range(1, 5):
-        move(transformer)
+        move(fsdp_utils.trainable_parameters(transformer).values())
         seen.append(velocity(transformer))
         reference.follow(step)
         with reference.applied():
@@ -165,7 +158,7 @@ def test_an_adapters_first_weights_follow_from_seed_and_name():
 
 def test_a_saved_adapter_is_where_the_next_run_starts(tmp_path):
     first = pipeline_with(lora())
-    move(first.transformer)
+    move(fsdp_utils.trainable_parameters(first.transformer).values())
     exports.save_lora(first, tmp_path)
     adapter = lora(path=tmp_path)
     policies.check_lora(adapter)
@@ -266,7 +259,7 @@ WRONG = dict(
 def stored(tmp_path_factory):
     """(tensors, header) of an adapter."""
     folder, pipeline = tmp_path_factory.mktemp("lora"), pipeline_with(lora())
-    move(pipeline.transformer)
+    move(fsdp_utils.trainable_parameters(pipeline.transformer).values())
     exports.save_lora(pipeline, folder)
     with safe_open(folder / lora_files.FILE, "pt") as file:
         return load_file(folder / lora_files.FILE), file.metadata()[lora_files.METADATA]

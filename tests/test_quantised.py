@@ -178,7 +178,6 @@ def filled_from(cache, model):
     ("name", "precision"),
     [
         ("shapes_qwenimage_pr", "nf4"),
-        ("shapes_qwenimage_nft", "fp8_weights"),
         ("shapes_qwenimage_dpo,online", "nf4"),
     ],
 )

@@ -10,12 +10,18 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from safetensors.torch import load_file
-from tiny import tiny_qwenimage
 
 import flow_grpo
 from flow_grpo.diffusers_patch import registry
 
 SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
+
+
+def tiny_qwenimage(folder, seed=0):
+    """The shipped pipeline but for its weights, which are random."""
+    train, test = make_shapes_dataset.split(make_shapes_dataset.all_prompts())
+    build.save(build.build_pipeline([p["prompt"] for p in train + test], seed), folder)
+    return folder
 
 
 def load(folder):
