@@ -52,16 +52,21 @@ def noise_of(run: Run, image: int) -> int:
     return image - image % run.plan.group_size if run.config.train.shared_noise else image
 
 
+def update_guidance(config: ConfigDict) -> float:
+    """The guidance scale of the old and of the trained policy's forwards in the update."""
+    return config.train.guidance_scale or config.sample.guidance_scale
+
+
 def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Of the old policy and of the reference (None where train.beta is 0). Before the trained policy's: full weights
     are swapped in place, which no waiting graph would survive."""
-    inputs, reference = (x_t, rows.timesteps, rows.condition), None
+    inputs, reference, scale = (x_t, rows.timesteps, rows.condition), None, update_guidance(run.config)
     with torch.no_grad():
         with run.extra_policies[OLD].applied():
-            old = run.velocity(*inputs)
+            old = run.velocity(*inputs, scale)
         if run.reference:
             with run.reference.applied():
-                reference = run.velocity(*inputs, run.reference.guidance(run.config.sample.guidance_scale))
+                reference = run.velocity(*inputs, run.reference.guidance(scale))
     return old, reference
 
 
@@ -72,7 +77,7 @@ def update(run: Run, rows: Minibatch) -> None:
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
-    velocity = run.velocity(x_t, rows.timesteps, rows.condition)
+    velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
     step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
     surrogate = FORWARD_LOSSES[train.forward_loss].function(step, rows.advantages, train)
     loss = surrogate.loss

@@ -66,6 +66,25 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
     assert any(not torch.equal(p, w) for p, w in zip(run.parameters, weights))
 
 
+def test_the_update_has_a_guidance_of_its_own_and_the_reference_follows_it(tmp_path):
+    config = config_of(NAME, tmp_path, train__guidance_scale=3.0, **PLAIN)
+    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
+    rows = rollout(run).take(torch.arange(4), 4)
+    guided = run.velocity(rows.x_0, rows.timesteps, rows.condition, 3.0)
+    assert all(torch.equal(frozen, guided) for frozen in script.frozen_velocities(run, rows, rows.x_0))
+    assert (velocity(run, rows) - guided).abs().max() > 1e-3, "the rollout's has none"
+    run.board.finish()
+
+
+def test_the_trained_policy_has_the_updates_guidance(shallow, tmp_path):
+    """Else its first velocities would not be the old policy's."""
+    how = shallow | PLAIN | dict(num_epochs=1, eval_freq=0)
+    first, *_ = lines_of(train(NAME, tmp_path / "guided", train__guidance_scale=3.0, **how), "update")
+    assert first["old_distance"] == first["reference_distance"] == 0
+    plain, *_ = lines_of(train(NAME, tmp_path / "plain", **how), "update")
+    assert abs(first["policy_loss"] - plain["policy_loss"]) > 1e-3
+
+
 def test_each_image_is_trained_at_timesteps_of_its_own_and_never_at_the_last(started):
     run = started
     images = rollout(run)
