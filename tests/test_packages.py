@@ -1,6 +1,7 @@
 """Which package may import which, how large folders and functions may grow, and what a script is."""
 
 import ast
+import functools
 import graphlib
 import re
 import statistics
@@ -48,6 +49,7 @@ OUTSIDE = {  # a dependency -> the only modules that import it
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}
 
 
+@functools.cache
 def imports(path):
     """Dotted names of everything a file imports."""
     names = set()
