@@ -11,7 +11,6 @@ import torch
 from starlette.exceptions import HTTPException
 
 from flow_grpo.reward_server import requests, serve
-from flow_grpo.reward_server.listening import serve as listen
 from flow_grpo.reward_server.requests import Hold, Limits, Memory
 from flow_grpo.reward_server.server import make_app
 from flow_grpo.rewards.clients.wire import pack_image
@@ -27,7 +26,7 @@ async def listening(host="127.0.0.1", **limits):
     address = asyncio.Future()
     limits = Limits(**limits)
     app = make_app("mean", lambda images, *_: images.mean((1, 2, 3)), limits)
-    task = asyncio.create_task(listen(app, host, 0, address.set_result))
+    task = asyncio.create_task(serve.listen(app, host, 0, address.set_result))
     try:
         yield httpx.URL(await address)
     finally:
@@ -111,7 +110,7 @@ def test_the_address_is_announced_when_it_can_be_connected_to():
 
     app = make_app("mean", torch.mean, Limits())
     with pytest.raises(InterruptedError):
-        asyncio.run(listen(app, "127.0.0.1", 0, connect))
+        asyncio.run(serve.listen(app, "127.0.0.1", 0, connect))
 
 
 @pytest.mark.parametrize(("host", "is_loopback"), [("127.0.0.1", True), ("::1", True), ("::", False)])

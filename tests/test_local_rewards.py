@@ -105,7 +105,8 @@ def test_an_image_alone_scores_as_in_any_batch(reward, references, images, monke
     scores = score(images, PROMPTS, metadata)
     assert scores.shape == (4,)
     assert scores.dtype == torch.float32
-    assert module.RANGE[0] <= scores.min() < scores.max() <= module.RANGE[1]
+    low, high = rewards.bounds(module.__name__.rpartition(".")[2])
+    assert low <= scores.min() < scores.max() <= high
     alone = [score(images[i : i + 1], PROMPTS[i : i + 1], metadata[i : i + 1]) for i in range(4)]
     # The sums on an image's way through the tiny CLIP and the aesthetic predictor have 2,000 terms.
     rounded = dict(rtol=0, atol=rounding(2000, float(scores.abs().max())))

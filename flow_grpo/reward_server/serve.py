@@ -1,22 +1,28 @@
-"""The command line of a reward server."""
+"""The command line of a reward server, where it listens, and until when."""
 
 import argparse
 import asyncio
 import ipaddress
 import json
+import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+import uvicorn
+from starlette.applications import Starlette
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.reward_server.listening import serve
 from flow_grpo.reward_server.requests import Limits
 from flow_grpo.reward_server.server import make_app
 from flow_grpo.rewards.clients.tokens import read_token
 from flow_grpo.settings.command_line import sentences
+
+KEEP_ALIVE_S = 10  # of a connection without a request; longer than clients keep one
+GRACE_S = 3  # for what is being scored when the server is stopped
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
@@ -67,7 +73,38 @@ def main(args: list[str] | None = None) -> None:
             max_memory_bytes=int(parsed.max_memory_gib * 2**30),
         )
         app = make_app(parsed.name, score, limits, token)
-        asyncio.run(serve(app, parsed.host, parsed.port, announce, parsed.parent))
+        asyncio.run(listen(app, parsed.host, parsed.port, announce, parsed.parent))
+
+
+async def listen(app: Starlette, host: str, port: int, announce: Callable[[str], None], parent: int = 0) -> None:
+    """Listen until stopped.
+
+    Args:
+        port: 0 = any that is free.
+        announce: gets the server's address once it listens.
+        parent: process id; when it is no longer this process's parent, the server ends. 0 = never.
+    """
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    listener, server = config.bind_socket(), uvicorn.Server(config)
+    listener.listen(socket.SOMAXCONN)
+    announce(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
+
+    async def watch() -> None:
+        while parent and not server.should_exit:
+            server.should_exit = os.getppid() != parent
+            await asyncio.sleep(0.5)
+
+    watching = asyncio.create_task(watch())
+    await server.serve(sockets=[listener])
+    watching.cancel()
 
 
 def check(parsed: argparse.Namespace, token: str) -> None:

@@ -4,8 +4,6 @@ Linear layers on the L2-normalised image embedding of OpenAI's CLIP ViT-L/14, fi
 (github.com/christophschuhmann/improved-aesthetic-predictor). Nothing keeps a score within that scale.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,6 @@ from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_cli
 
 MODEL = "openai/clip-vit-large-patch14"
 PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
-RANGE = (-math.inf, math.inf)
 
 
 def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, predictor: str = PREDICTOR):

@@ -4,15 +4,12 @@ A score is the mean mu of the predicted preference, unbounded. `sigma`, its stan
 package hpsv3 pins transformers 4.45.2.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clip_model import optional_package, to_pil
 
-RANGE = (-math.inf, math.inf)
 INSTALL = "pip install hpsv3 in an environment of its own, as it pins transformers 4.45.2, and serve it from there"
 
 

@@ -4,8 +4,6 @@ Standardised by the authors to mean 0 and standard deviation 1, so mostly -2 to 
 prompt count. It comes in the package image-reward, which needs a transformers older than 5.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clip_model import optional_package, to_pil
 
 MODEL = "ImageReward-v1.0"
-RANGE = (-math.inf, math.inf)
 INSTALL = (
     "pip install image-reward, and transformers older than 5, in an environment of its own, and serve it from there"
 )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +58,10 @@ class Scorer:
             RewardFailed: it failed and must not.
         """
         try:
-            return _without_reserved(future.result())
+            scores = future.result()
+            if taken := sorted(RESERVED & scores.keys()):
+                raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
+            return scores
         except Exception as error:
             self.last_error = in_one_line(f"{type(error).__name__}: {error}")
             if self.settings.max_masked_share:
@@ -66,13 +69,6 @@ class Scorer:
             why = in_one_line(error)
             message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
-
-
-def _without_reserved(scores: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same. Raises UserError for a figure that is called as one of the run's own."""
-    if taken := sorted(RESERVED & scores.keys()):
-        raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
-    return scores
 
 
 def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
@@ -221,14 +217,7 @@ class RemoteScorer(Scorer):
         uploads = [("images", (f"{i}.npy", file)) for i, file in enumerate(files)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
-            return wire.read_scores(_json(body), len(prompts), self.bounds)
+            return wire.read_scores(body, len(prompts), self.bounds)
 
         headers = {"Idempotency-Key": key}
         return self.server.post("/score", parse, data={"request": request}, files=uploads, headers=headers)
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise wire.BadAnswer(f"no JSON but {body[:80]!r}") from error

@@ -39,16 +39,12 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
             _check_server(f"config.reward.args.{name}", reward, options)
         else:
             rewards.check_options(name, options)
-        _check_backend(name, reward)
+        if name in rewards.REGISTERED and reward.backend == "process":
+            raise UserError(f"reward {name!r} is a function of this process; reward.backend 'process' needs a file")
     if args:
         raise UserError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"
         )
-
-
-def _check_backend(name: str, reward: RewardSettings) -> None:
-    if name in rewards.REGISTERED and reward.backend == "process":
-        raise UserError(f"reward {name!r} is a function of this process; config.reward.backend 'process' needs a file")
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:

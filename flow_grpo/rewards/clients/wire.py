@@ -6,6 +6,7 @@ The answer is JSON, {"scores": {"score": [...], name: [...]}}.
 """
 
 import io
+import json
 import math
 from typing import Any
 
@@ -95,12 +96,16 @@ def _unpack_array(data: bytes, max_side: int) -> Tensor:
     return torch.from_numpy(image)
 
 
-def read_scores(answer: Any, count: int, bounds: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Tensor]:
-    """{"scores": {...}} as name -> [count] float32.
+def read_scores(body: bytes, count: int, bounds: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Tensor]:
+    """The JSON {"scores": {...}} as name -> [count] float32.
 
     Raises:
         BadAnswer: not one finite number within `bounds` ("score" alone has some) for each of `count` images.
     """
+    try:
+        answer = json.loads(body)
+    except ValueError as error:
+        raise BadAnswer(f"no JSON but {body[:80]!r}") from error
     scores = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(scores, dict) or "score" not in scores:
         raise BadAnswer(f'no {{"scores": {{"score": [...]}}}} but {str(answer)[:80]!r}')
