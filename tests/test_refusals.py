@@ -70,7 +70,7 @@ TRAINING = {  # a script's run -> its rows
         no("attention", "lora.rank set", **FLASH_4 | dict(lora__rank=0)),
         no("attention", "tiny_sd3", **FLASH_4, model="flow_grpo/assets/tiny_sd3"),
         no("attention", "H100", "without a GPU", **FLASH_4),
-        no("cache_dir", "/dev/null/x", cache_dir="/dev/null/x", base_precision="nf4"),
+        no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null/x", base_precision="nf4"),
         no(vae_precision="fp16"),
         no(sample__flash_ratio=1.5),
         no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="guard"),

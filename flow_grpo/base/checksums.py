@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from flow_grpo.base import folders
@@ -23,8 +24,6 @@ FILE = "checksums.json"
 CHUNK = 2**22  # bytes
 
 Digests = dict[str, list]  # path -> [bytes, time of the content, time of the entry in ns, digest]
-
-_digests: Digests = {}  # of this process
 
 
 def write(folder: Path) -> None:
@@ -88,14 +87,12 @@ def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]
         OSError: a file cannot be read. A memory that cannot be read or written is no error.
     """
     files = [Path(path).resolve() for path in paths]
-    if memory is not None:
-        _digests.update({name: entry for name, entry in _remembered(memory).items() if name not in _digests})
+    known = _remembered(memory) if memory else {}
     with ThreadPoolExecutor() as pool:
-        entries = dict(zip(map(str, files), pool.map(_entry_of, files)))
-    _digests.update(entries)
-    if memory is not None and (stored := _remembered(memory)) != stored | entries:
+        entries = dict(zip(map(str, files), pool.map(partial(_entry_of, known), files)))
+    if memory and known != known | entries:
         with suppress(OSError):
-            folders.write_text(memory, json.dumps(stored | entries))
+            folders.write_text(memory, json.dumps(known | entries))
     return [entries[str(file)][-1] for file in files]
 
 
@@ -108,11 +105,11 @@ def _remembered(memory: Path) -> Digests:
     return {}
 
 
-def _entry_of(file: Path) -> list:
+def _entry_of(remembered: Digests, file: Path) -> list:
     """A file's size, times and digest; the digest is computed unless the rest is remembered."""
     status = file.stat()
     entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    known = _digests.get(str(file), [])
+    known = remembered.get(str(file), [])
     if known[:-1] == entry:
         return known
     with file.open("rb") as stream:

@@ -31,12 +31,12 @@ class Evaluation:
     noises_per_prompt: int
     num_steps: int
     guidance_scale: float
-    height: int  # pixels
-    width: int  # pixels
-    vae_precision: str
     best_by: str  # name of the figure that chooses
     value: float  # of that figure
     figures: dict[str, float]  # name -> mean
+    height: int = 0  # pixels; 0 = not known, as in older files
+    width: int = 0  # pixels
+    vae_precision: str = ""
     since: int = 0  # epochs completed at the first evaluation that can be compared with this one
     inputs: dict[str, str] = field(default_factory=dict)  # digests of what else decides figures, as far as is known
 

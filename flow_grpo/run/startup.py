@@ -1,7 +1,6 @@
 """The start of a run: all that a user can get wrong is refused, then weights are loaded, then it resumes."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -249,8 +248,6 @@ def _open_cache(
     Raises:
         UserError: it lacks some and cannot be written.
     """
-    with suppress(OSError):  # where it cannot be made, it lacks prompts and is refused below
-        Path(config.cache_dir).mkdir(parents=True, exist_ok=True)
     memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise

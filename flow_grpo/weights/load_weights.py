@@ -1,7 +1,10 @@
 """A model's transformer, laid out over the ranks, quantised, and filled."""
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
+from flow_grpo.base import folders
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.weights import fsdp_utils, lora_files, policies, quantisation, quantised_cache
 
@@ -11,8 +14,8 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
     if adapter := policies.check_lora(config.lora):
         lora_files.check_fits(config.lora.path, adapter, family.empty_transformer(config.model), config.model)
         lora_files.check_targets(config.lora.path, adapter, family.LORA_TARGETS)
-    if config.cache_dir and config.base_precision:
-        quantised_cache.check_writable(config.cache_dir)
+    if config.cache_dir:
+        folders.make(Path(config.cache_dir), "cache_dir")
 
 
 def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:

@@ -45,14 +45,6 @@ def _key(cache: str, weights: Path, precision: str, device: torch.device) -> str
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
 
 
-def check_writable(cache: str) -> None:
-    """Raises UserError unless config.cache_dir is a folder or can be made one."""
-    try:
-        Path(cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"config.cache_dir: {cache} cannot be written: {error.strerror}") from error
-
-
 def on_all_ranks(folder: Path) -> bool:
     """Whether all ranks find the folder; all call. What killed writers left beside it goes.
 
