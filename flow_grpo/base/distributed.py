@@ -172,11 +172,6 @@ def any_rank(flag: bool) -> bool:
     return bool(highest)
 
 
-def shard_list(values: list) -> list:
-    """This rank's share of a list, every world-th."""
-    return values[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else values
-
-
 def gather_objects(values: list) -> list:
     """The ranks' lists one after the other, in rank order, on every rank. Lengths may differ."""
     if not dist.is_initialized():

@@ -282,7 +282,7 @@ def _embedder(
     if cache is None:
         return embedding_cache.remembered(encode)
     if missing:
-        cache.fill(distributed.shard_list(missing), encode)
+        cache.fill(missing[distributed.rank() :: distributed.world_size()], encode)
         loading.drop_text_encoders(model.pipeline)
     distributed.barrier()
     return embedding_cache.remembered(cache.read)

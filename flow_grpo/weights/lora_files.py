@@ -7,7 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
@@ -128,7 +128,12 @@ def _alpha(path: Path, header: str | None, rank: int) -> float:
     """By the header; without one it is the rank. Raises UserError where diffusers would scale by more than that."""
     if not header:
         return rank
-    file, settings = in_one_line(path), _settings(path, header)
+    file = in_one_line(path)
+    try:
+        stored = json.loads(header)
+        settings = {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file}: {METADATA} in its header cannot be read: {in_one_line(error)}") from error
     stored_rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if type(stored_rank) is not int or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         raise UserError(f"{file}: its header has r {quoted(stored_rank)} and lora_alpha {quoted(alpha)}, not numbers")
@@ -139,13 +144,3 @@ def _alpha(path: Path, header: str | None, rank: int) -> float:
     if strange := {key: value for key, value in others.items() if value != plain.get(key)}:
         raise UserError(f"{file}: its header has {quoted(strange)}, which is not supported: {WAY_OUT}")
     return alpha
-
-
-def _settings(path: Path, header: str) -> dict[str, Any]:
-    """Of the transformer's LoraConfig. Raises UserError for a header that is not the JSON that diffusers writes."""
-    try:
-        stored = json.loads(header)
-        return {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        why = in_one_line(error)
-        raise UserError(f"{in_one_line(path)}: {METADATA} in its header cannot be read: {why}") from error
