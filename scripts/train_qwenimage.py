@@ -46,7 +46,7 @@ def update(run: Run, rows: Minibatch) -> None:
     advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
     loss = rows.step_weights * surrogate.loss
-    run.meter.add(policy_loss=loss, advantage_abs_mean=rows.advantages.abs(), **surrogate.metrics)
+    run.meter.add(policy_loss=loss, **surrogate.metrics)
     if reference is not None:
         kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)

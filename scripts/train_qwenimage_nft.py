@@ -81,8 +81,7 @@ def update(run: Run, rows: Minibatch) -> None:
     step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
     surrogate = FORWARD_LOSSES[train.forward_loss].function(step, rows.advantages, train)
     loss = surrogate.loss
-    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), advantage_abs_mean=rows.advantages.abs())
-    run.meter.add(**surrogate.metrics)
+    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)
         norm, reference_norm = (v.square().flatten(1).mean(1).sqrt() for v in (velocity, reference))

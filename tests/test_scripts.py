@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import train_qwenimage
 import warm
 from diffusers import QwenImagePipeline
 from recorded import EPOCHS
 from safetensors.torch import load_file
-from small import ENV, ROOT, config_of, file_of, lines_of, stored, train
+from small import ENV, ROOT, SCRIPTS, config_of, file_of, lines_of, stored, train
 from test_ranks import assert_complete
 
 from flow_grpo.base import rng
@@ -89,6 +90,22 @@ def test_options_run_with_the_rollouts_log_probs_and_log_finite_numbers(name, op
     assert all(math.isfinite(value) for row in updates for value in row.values() if isinstance(value, float))
     assert updates[0]["parity/log_prob_abs_diff_max"] == 0
     assert [row["parity/log_prob_abs_diff_max"] for row in updates if "parity/log_prob_abs_diff_max" in row] == [0]
+
+
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT])
+def test_advantages_are_logged_for_what_is_trained(name, shallow, tmp_path):
+    size = 3 if name == BRANCHES else 4
+
+    def advantages(run, rewards):  # one image of four, or one branch of three, is good
+        values = torch.full(rewards.shape, -0.5)
+        values.view(-1, size)[:, 0] = 1.0
+        return values, torch.ones_like(values)
+
+    config = config_of(name, tmp_path, num_epochs=1, eval_freq=0, **shallow)
+    SCRIPTS.get(name.split("_")[-1], train_qwenimage).main(config, advantages=advantages)
+    updates = lines_of(tmp_path / config.name, "update")
+    for key, expected in {"positive_share": 1 / size, "abs_mean": 0.5 + 0.5 / size}.items():
+        assert np.mean([line[f"advantage_{key}"] for line in updates]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])

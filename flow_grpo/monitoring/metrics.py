@@ -75,6 +75,11 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "weight_norm": Metric("", "norm of all trained weights after the epoch", "changes slowly; a jump is a wrong step"),
     "learning_rate": Metric("", "of the update just taken", "the configured value"),
     "advantage_abs_mean": Metric("", "mean absolute advantage of the rows", "0.7 to 0.9; less if groups score alike"),
+    "advantage_positive_share": Metric(
+        "",
+        "share of rows whose advantage is above 0",
+        "near 0.5; 0 if groups score alike, low if few of a group are good",
+    ),
     "parity/log_prob_abs_diff_mean": Metric("nat", "mean gap of log-probs, update to rollout", "0 in float32"),
     "parity/log_prob_abs_diff_max": Metric("nat", "the largest such gap", "0; train.parity_limit ends the run"),
     "parity/ratio_minus_one_e4": Metric("1e-4", "mean absolute ratio - 1 before any update", "0 in float32"),

@@ -31,7 +31,7 @@ GROUPS = {  # title -> what the names of its curves look like
     "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
     "Signal within groups": rf"(reward|eval)/.*{plots.SPREADS}",
     "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
-    "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_abs_mean",
+    "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_",
     "Health": "health/|parity/log_prob_abs_diff_max$",
 }
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm")  # settings that say nothing
