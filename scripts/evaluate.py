@@ -31,7 +31,7 @@ from flow_grpo.base.quoting import quoted
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.size import Size, evaluation_size
+from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.monitoring.plots import contact_sheet, fit
 from flow_grpo.scoring.pool import Pool
@@ -116,7 +116,7 @@ def check(args, compared, config, split):
 
 def sizes_of(args, config):
     """Those of the command line, or the policy's own."""
-    return args.sizes or [evaluation_size(config)]
+    return args.sizes or [training_size(config)]
 
 
 def seeds_of(args, config):
@@ -144,7 +144,7 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
     )
     shown = evaluation.spread(range(len(split.prompts)), evaluation.NUM_SHOWN)
     for scale, size in itertools.product(scales, sizes):
-        config.eval.guidance_scale, config.eval.height, config.eval.width = scale, size.height, size.width
+        config.eval.guidance_scale, config.height, config.width = scale, size.height, size.width
         settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
         scores = evaluation.score(sampler, split, seeds, shown)
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores

@@ -86,7 +86,6 @@ TRAINING = {  # a script's run -> its rows
         no(train__learning_rate=NAN),
         no("timestep_fraction is 0.99", "sde_window_size 0, which is 2", train__timestep_fraction=0.99),
         no(height=72),
-        no("eval.width is 8", "16", eval__width=8),
         no(fsdp__mode="zero"),
         no("offload", "'replicate'", fsdp__offload="weights"),
         no("offload", "torchrun", fsdp__offload="weights", fsdp__mode="shard"),

@@ -257,14 +257,14 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end(two_epochs, tmp_path):
     assert not (folder / "best" / "README.md").samefile(tmp_path / "card")  # written again, and not in place
 
 
-def test_evaluations_of_another_size_begin_a_series_of_their_own(two_epochs, tmp_path):
+def test_evaluations_with_other_steps_begin_a_series_of_their_own(two_epochs, tmp_path):
     source, how = two_epochs
     shutil.copytree(source / "runs", tmp_path / "runs")
-    how = how | dict(num_epochs=3, eval__num_prompts=1, resume_from="latest", eval__height=128)
+    how = how | dict(num_epochs=3, eval__num_prompts=1, resume_from="latest", eval__num_steps=7)
     folder = train(NAME, tmp_path / "runs", **how)
     kept = best.read(folder)
-    assert (kept.height, kept.width, kept.since) == (128, 64, 2)
-    assert best.read_file(folder / "best_epoch_000002" / best.FILE).height == 64
+    assert (kept.num_steps, kept.since) == (7, 2)
+    assert best.read_file(folder / "best_epoch_000002" / best.FILE).num_steps == 3
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
     assert "health/eval_drop" not in lines_of(folder, "epoch")[-1]
 

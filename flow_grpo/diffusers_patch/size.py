@@ -39,10 +39,5 @@ class Size:
 
 
 def training_size(config) -> Size:
-    """Of the images that a run samples and trains on."""
+    """Of the images that a run samples, trains on and is evaluated on."""
     return Size(config.height, config.width)
-
-
-def evaluation_size(config) -> Size:
-    """Of the images that a run is evaluated on."""
-    return Size(config.eval.height or config.height, config.eval.width or config.width)

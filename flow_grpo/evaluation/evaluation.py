@@ -17,7 +17,7 @@ from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
-from flow_grpo.diffusers_patch.size import evaluation_size
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import estimates
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
@@ -112,7 +112,7 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
         sampler.embed(drawn_prompts),
         [noise(split.name, seed, number) for seed, number in rows],
         SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
-        evaluation_size(config),
+        training_size(config),
     )
     sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
     return sampled.images, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)

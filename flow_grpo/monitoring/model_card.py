@@ -163,16 +163,8 @@ def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
         ("weights", averaged if steps >= config.train.ema_interval else "as trained: no averaging had begun"),
         ("chosen", f"best {chosen.best_by}, after {chosen.epoch} epochs" if chosen else "the last"),
         ("seed", str(run.stored.get("seed", ""))),
-        ("size", _size(run.stored)),
+        ("size", f"{config.height} x {config.width} pixels, height first"),
     ]
-
-
-def _size(stored: dict[str, Any]) -> str:
-    """Of the images it was trained with, and of the measured ones where these have another."""
-    trained = [stored.get(side, "") for side in ("height", "width")]
-    measured = [stored.get(f"eval.{side}") or stored.get(side, "") for side in ("height", "width")]
-    differs = f"; measured at {measured[0]} x {measured[1]}" if measured != trained else ""
-    return f"{trained[0]} x {trained[1]} pixels, height first{differs}"
 
 
 def public_settings(run: report.Recorded) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.size import evaluation_size, training_size
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import evaluates, part_of
 from flow_grpo.kernels import compilation, flash_attention, fused_mlp
 from flow_grpo.monitoring import trackers
@@ -172,8 +172,7 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     light = family.without_weights(config.model)
-    for size in (training_size(config), evaluation_size(config)):
-        light.check_size(size)
+    light.check_size(training_size(config))
     drawn = stored_prompts is None
     train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
     chooses, test = _evaluated_prompts(config.dataset) if drawn or evaluates(config) else NO_PROMPTS

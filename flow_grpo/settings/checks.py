@@ -98,10 +98,9 @@ def _check_run_name(name: str) -> None:
 
 
 def _check_meaning(config: ConfigDict) -> None:
-    for key in ("height", "width", "eval.height", "eval.width"):
-        pixels = table.value_of(config, key)
-        if pixels % 16:
-            raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
+    for key in ("height", "width"):
+        if config[key] % 16:
+            raise UserError(f"config.{key} is {config[key]}; it must be a multiple of 16 pixels")
     # Of a reward's own figures only their beginning is known before it has scored.
     names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
     if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):

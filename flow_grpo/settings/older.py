@@ -61,6 +61,8 @@ GONE = {
     "train.adam_eps": Gone("is gone: it is 1e-8", (1e-8,)),
     "train.old_interval": Gone("is gone: the sampling policy moves after every epoch", (1,)),
     "health.max_roll_backs": Gone("is gone: a run stops after three"),
+    "eval.height": Gone("is gone: scripts/evaluate.py --sizes evaluates at other sizes"),
+    "eval.width": Gone("is gone: scripts/evaluate.py --sizes evaluates at other sizes"),
     "eval.keep_state": Gone("is now config.health.action 'roll_back', which stores it"),
     "eval.noises_per_pair": Gone("is gone: a pair is judged at 4 noises and levels"),
     "eval.num_pairs": Gone("is gone: 256 held-out pairs are judged"),
