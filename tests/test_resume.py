@@ -237,11 +237,13 @@ def test_a_run_goes_on_in_its_own_folder(two_epochs, tmp_path, steps, resume_fro
     assert {path.name for path in after if before.get(path) != after[path]} <= {folders.LOCK}
 
 
-def test_a_prolonged_run_keeps_the_evaluation_of_its_end(two_epochs, tmp_path):
+def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_it_is(two_epochs, tmp_path):
     source, how = two_epochs
     shutil.copytree(source / "runs", tmp_path / "runs")
-    folder = tmp_path / RUN
-    lines, last = lines_of(folder, "eval"), best.read(folder)
+    folder, backup = tmp_path / RUN, tmp_path / "backup"
+    shutil.copytree(folder, backup, copy_function=os.link)
+    (backup / folders.LOCK).unlink()
+    before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read(folder)
     assert last.epoch == 2  # so the end's evaluation was the best
     prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest", eval__num_prompts=1)
     assert train(NAME, tmp_path / "runs", **prolonged) == folder
@@ -254,6 +256,7 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end(two_epochs, tmp_path):
     put_folder(folder / "checkpoints" / ".tmp-epoch_000001")
     train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]
+    assert sums_of(backup) == before
     assert not (folder / "best" / "README.md").samefile(tmp_path / "card")  # written again, and not in place
 
 

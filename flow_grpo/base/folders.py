@@ -215,6 +215,13 @@ def own(file: Path) -> None:
         scratch.replace(file)
 
 
+def own_files(run_folder: Path) -> None:
+    """The same for all files of a run but its checkpoints, so that a backup by hard links stays what it is."""
+    for pattern in ("[!.]*", "images/*", "transformer/*"):
+        for file in run_folder.glob(pattern):
+            own(file)
+
+
 def remove(path: Path) -> None:
     """A folder with all in it, or whatever lies in its place."""
     if path.is_dir() and not path.is_symlink():

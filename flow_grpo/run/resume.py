@@ -44,6 +44,7 @@ def take_folder(config: ConfigDict) -> Place:
     first = Path(config.output_dir, config.run_name or config.name)
     folder, path = _source(first, config.resume_from)
     notice = folders.lock(folder)
+    folders.own_files(folder)
     checkpoint, lines = checkpoints.choose(path) if path else (None, [])
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
