@@ -190,7 +190,7 @@ def test_compiled_blocks_see_the_weights_of_the_last_update(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))  # decoder
     how = dict(compile=True, sample__guidance_scale=guidance, eval_freq=0)
-    with inductor.patch(force_disable_caches=True, **note):
+    with inductor.patch(**note):
         compiled = lines_of(train("shapes_qwenimage_pr", tmp_path, **shallow, **how, **fast))
     assert all(modes)
     assert bool(modes) == (backend == "inductor")
