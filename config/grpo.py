@@ -200,7 +200,7 @@ def guard(config):
 
 
 def dppo(config):
-    """DPPO (arXiv:2602.04879): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
+    """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
     config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
     return config
 

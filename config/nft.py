@@ -69,7 +69,7 @@ def long(config):
 
 def awm(config):
     """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more."""
-    config.train.forward_loss, config.train.clip_range = "awm", 1e-2
+    config.train.forward_objective, config.train.clip_range = "awm", 1e-2
     config.train.old_decay_schedule = 0.0
     config.train.updates_per_epoch = max(config.train.updates_per_epoch, 2)
     return config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics
 from flow_grpo.algorithms.flow_matching import noised
-from flow_grpo.algorithms.objectives import FORWARD_LOSSES, ForwardStep
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.base import rng
 from flow_grpo.run import rewards
@@ -71,7 +71,7 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
 
 
 def update(run: Run, rows: Minibatch) -> None:
-    """Add the gradient of train.forward_loss over a minibatch of (image, timestep) rows, noised afresh."""
+    """Add the gradient of train.forward_objective over a minibatch of (image, timestep) rows, noised afresh."""
     train, names = run.config.train, ("forward noise", run.epoch, rows.inner_epoch)
     streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.row_ids.tolist()]
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
@@ -79,7 +79,7 @@ def update(run: Run, rows: Minibatch) -> None:
     old, reference = frozen_velocities(run, rows, x_t)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
     step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
-    surrogate = FORWARD_LOSSES[train.forward_loss].function(step, rows.advantages, train)
+    surrogate = FORWARD_OBJECTIVES[train.forward_objective].function(step, rows.advantages, train)
     loss = surrogate.loss
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
     if reference is not None:

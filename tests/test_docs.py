@@ -23,7 +23,7 @@ from small import ROOT, config_of, lines_of, train
 from config import grpo
 from flow_grpo import rewards
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.objectives import FORWARD_LOSSES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
@@ -175,7 +175,7 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
 
 def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     """It has no ratio; DiffusionNFT's own settings are refused."""
-    monkeypatch.setitem(FORWARD_LOSSES, "reward_weighted", None)  # to be put back
+    monkeypatch.setitem(FORWARD_OBJECTIVES, "reward_weighted", None)  # to be put back
     _, loss = python_of("howto/own_loss")
     names = {"__name__": "train_reward_weighted"}
     exec(loss, names)

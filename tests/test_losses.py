@@ -27,7 +27,7 @@ from flow_grpo.algorithms.losses import (
     own_flow_matching_loss,
     step_weights,
 )
-from flow_grpo.algorithms.objectives import FORWARD_LOSSES, ForwardStep
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
 from flow_grpo.run.optimization import learning_rate
 from flow_grpo.settings.table import BY_KEY
 
@@ -243,7 +243,7 @@ def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
         torch.linspace(-2, 2, 12, dtype=torch.float64),
         ConfigDict(dict(clip_range=0.01, adv_clip_max=1)),
     )
-    found = FORWARD_LOSSES["awm"].function(step, advantages, train)
+    found = FORWARD_OBJECTIVES["awm"].function(step, advantages, train)
     expected = clipped_surrogate(found.log_ratio, torch.zeros(12), advantages.clamp(-1, 1), 0.01)
     torch.testing.assert_close(found.loss, expected)
 

@@ -66,7 +66,7 @@ def dppo_surrogate(
     advantages: Tensor,
     kl_limit: float,
 ) -> Tensor:
-    """DPPO (arXiv:2602.04879), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is above
+    """Flow-DPPO (arXiv:2606.11025), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is over
     `kl_limit` and the ratio has moved the way the advantage pushes. Whether a row stops depends on both Gaussians, and
     not on where in them its sample happens to lie.
 

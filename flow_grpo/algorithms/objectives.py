@@ -55,8 +55,8 @@ class ForwardStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ForwardLoss:
-    """A loss of finished images on the forward process; train.forward_loss names it."""
+class ForwardObjective:
+    """A loss of finished images on the forward process; train.forward_objective names it."""
 
     function: Callable[[ForwardStep, Tensor, ConfigDict], Surrogate]  # of step, advantages [R], config.train
     card: str
@@ -78,7 +78,7 @@ def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict)
 
 
 def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio within a bound of the step's KL in place of the ratio's (DPPO, arXiv:2602.04879)."""
+    """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
     means = step.prev_sample_mean, rows.means, step.transition_std
     loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
     beyond = losses.gaussian_kl(*means) > train.kl_limit
@@ -114,7 +114,7 @@ def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
 
 def needs_sampler(config: ConfigDict) -> None:
     """Raises UserError unless an epoch's ratios start at 1 and then move: the old policy is the trained one, copied."""
-    train, name = config.train, f"config.train.forward_loss {config.train.forward_loss!r}"
+    train, name = config.train, f"config.train.forward_objective {config.train.forward_objective!r}"
     if train.old_decay_schedule:
         raise UserError(
             f"{name} takes config.train.old_decay_schedule 0, which is {train.old_decay_schedule}: its ratio is 1 when "
@@ -130,11 +130,11 @@ def needs_sampler(config: ConfigDict) -> None:
 OBJECTIVES = {
     "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
     "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
-    "dppo": Objective(dppo, "DPPO (arXiv:2602.04879)", reads=("kl_limit",), check=needs_gaussian),
+    "dppo": Objective(dppo, "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
 }
-FORWARD_LOSSES = {
-    "nft": ForwardLoss(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
-    "awm": ForwardLoss(
+FORWARD_OBJECTIVES = {
+    "nft": ForwardObjective(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
+    "awm": ForwardObjective(
         awm, "advantage-weighted matching (AWM, arXiv:2509.25050)", reads=("clip_range",), check=needs_sampler
     ),
 }

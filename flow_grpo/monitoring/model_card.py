@@ -125,7 +125,7 @@ def algorithm(config: ConfigDict) -> str:
     """The loss that trained it, and its paper; one that only a fork has, by its name."""
     if config.algorithm == table.DPO:
         return "Diffusion-DPO (arXiv:2311.12908)"
-    key = "forward_loss" if config.algorithm == table.NFT else "objective"
+    key = "forward_objective" if config.algorithm == table.NFT else "objective"
     loss = table.BY_KEY[f"train.{key}"].choices.get(config.train[key])
     branches = " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)" if config.algorithm == table.PR else ""
     return (loss.card if loss else config.train[key]) + branches

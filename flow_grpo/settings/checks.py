@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms.objectives import FORWARD_LOSSES, OBJECTIVES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.sde_with_logprob import check_noise_level
@@ -62,8 +62,8 @@ def check(config: ConfigDict, script: Script) -> None:
 def _check_loss(config: ConfigDict, script: Script) -> None:
     """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
     train = config.train
-    reads = {name for record in (*OBJECTIVES.values(), *FORWARD_LOSSES.values()) for name in record.reads}
-    for key, records in (("objective", OBJECTIVES), ("forward_loss", FORWARD_LOSSES)):
+    reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
+    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
         if f"train.{key}" in script.ignored:
             continue
         for name in sorted(reads - {*records[train[key]].reads}):

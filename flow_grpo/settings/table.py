@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms.objectives import FORWARD_LOSSES, OBJECTIVES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.setting import ALL, DPO, GRPO, NFT, PR, Setting
 
 SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
@@ -172,8 +172,9 @@ SETTINGS = (
     Setting("train.inner_epochs", 1, "Passes over one rollout, reshuffled.", min=1, max=1000),
     Setting("train.objective", "clip", f"Loss of a noisy step: {_each(OBJECTIVES)}.", choices=OBJECTIVES,
             used_by=RATIO),
-    Setting("train.forward_loss", "nft", f"Loss of finished images that are noised afresh: {_each(FORWARD_LOSSES)}.",
-            choices=FORWARD_LOSSES, used_by=(NFT,)),
+    Setting("train.forward_objective", "nft",
+            f"Loss of finished images that are noised afresh: {_each(FORWARD_OBJECTIVES)}.",
+            choices=FORWARD_OBJECTIVES, used_by=(NFT,)),
     Setting("train.old_log_prob", "rollout",
             "Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row.",
             choices=("rollout", "recompute"), used_by=RATIO),
