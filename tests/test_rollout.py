@@ -3,7 +3,7 @@
 import pytest
 import torch
 import train_qwenimage_pr
-from small import lines_of, train
+from small import few_prompts, lines_of, train
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
@@ -211,3 +211,13 @@ def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_eac
         assert [line["reward/zero_std_share"] for line in lines_of(folder, "epoch")] == [flat]
         found = [line["advantage_abs_mean"] for line in lines_of(folder, "update")]
         assert found == pytest.approx([size] * 2, abs=1e-3)  # two prompts: +1 and -1
+
+
+def test_an_epoch_draws_noise_of_its_own(tmp_path):
+    """The same prompt under the same weights, with noise in every step."""
+    how = dict(sample__num_prompts_per_epoch=1, sample__sde_window_size=0, train__learning_rate=0.0)
+    how |= dict(
+        num_epochs=2, eval_freq=0, dataset=few_prompts(tmp_path / "data", 1), reward_fn={"jpeg_compressibility": 1.0}
+    )
+    first, second = lines_of(train("shapes_qwenimage", tmp_path / "runs", **how), "epoch")
+    assert first["reward/avg"] != second["reward/avg"]
