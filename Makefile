@@ -18,7 +18,7 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick test-isa test-kernels test-gpu check docs learn bench faults
+.PHONY: demo test quick test-isa test-kernels test-gpu check docs learn bench
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -53,9 +53,6 @@ docs: .venv/ready  ## write the tables and code of docs/ that the program knows
 
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
 	$(VENV) benchmarks/bench.py $(ARGS)
-
-faults: .venv/ready  ## damaged files, and kills at random moments. ARGS="--minutes 5 --kinds kills"
-	$(VENV) benchmarks/faults.py $(ARGS)
 
 .venv/ready: requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'

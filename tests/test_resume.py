@@ -61,7 +61,7 @@ def best_of(folder):
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
-    """What kills in a save leave: test_checkpoints.py, and of a whole run test_faults.py."""
+    """What kills in a save leave: test_checkpoints.py."""
     how = shallow | dict(num_epochs=3, eval_freq=2)
     unbroken, folder = train(NAME, tmp_path / "unbroken", **how), tmp_path / "broken" / f"{NAME}_smoke"
     how = FEW | how | dict(output_dir=tmp_path / "broken", resume_from="latest", save_freq=1, sample__num_branches=3)
