@@ -25,8 +25,8 @@ def value(config, name):
 
 
 def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
-    assert not older.GONE.keys() & table.BY_KEY.keys()
-    for key in older.GONE:
+    assert not older.ANSWERS.keys() & table.BY_KEY.keys()
+    for key in older.ANSWERS:
         with pytest.raises(ValueError, match=rf"{re.escape(key)}"):
             command_line.config_of([f"--config.{key}=1"], "config/grpo.py:shapes_qwenimage")
 
@@ -36,7 +36,7 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
     [
         (dict(sample__merge_adapter=False, sample__fast_precision=""), "sample__rollout_weights", "exact"),
         (dict(sample__merge_adapter=True, sample__fast_precision=""), "sample__rollout_weights", "merged"),
-        (dict(sample__merge_adapter=True, sample__merged_precision="fp8"), "sample__rollout_weights", "merged_fp8"),
+        (dict(sample__merge_adapter=True, sample__fast_precision="fp8"), "sample__rollout_weights", "merged_fp8"),
         (dict(sample__merge_adapter=False, sample__fast_precision="fp8"), "sample__rollout_weights", "fp8"),
         (dict(fsdp__activation_checkpointing=True), "fsdp__activation_checkpointing", 1.0),
         (
@@ -51,7 +51,6 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
         (dict(base_precision="8bit"), "base_precision", "fp8_weights"),
         (dict(base_precision="4bit"), "base_precision", "nf4"),
         (dict(resolution=512), "height", 512),
-        (dict(train__parity_largest=2.0, train__parity_mean=0.3), "train__parity_limit", 2.0),
         (dict(sample__sde_window_schedule="random"), "sample__sde_window_interval", 0),
         (dict(sample__sde_window_schedule="progressive"), "sample__sde_window_interval", 25),
         (dict(reward__on_failure="fail", reward__max_masked_share=0.05), "reward__max_masked_share", 0.0),
@@ -69,7 +68,7 @@ def test_a_stored_value_is_what_means_the_same_today(before, key, today):
     config = older.with_defaults(stored(**before), FILE)
     assert value(config, key) == today
     assert table.flat(table.default_config()).keys() <= {*flat(config)}
-    assert not older.GONE.keys() & {*flat(config)}
+    assert not older.ANSWERS.keys() & {*flat(config)}
 
 
 def flat(config, prefix=""):

@@ -125,8 +125,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
         else:
             others.append(word)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
-    for answer in filter(None, map(older.answer, keys)):
-        raise UserError(answer)
+    older.check_keys(keys)
     config = config_files.load(file)
     _add_rewards(config, others)
     _refuse_unknown(config, keys)

@@ -54,8 +54,8 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
             raise
         words = str(error.args[0])  # ml_collections' own, which name the nearest setting
         unknown = re.match(r"\W*(?:Key )?\W*(\w+)", words)
-        for key in (key for key in older.GONE if unknown and key.rpartition(".")[2] == unknown[1]):
-            raise UserError(f"{function.__name__} in {file}: {older.answer(key)}") from error
+        for key in (key for key in older.ANSWERS if unknown and key.rpartition(".")[2] == unknown[1]):
+            raise UserError(f"{function.__name__} in {file}: config.{key} {older.ANSWERS[key]}") from error
         unlisted = f"{function.__name__} in {file} sets what docs/reference/settings.md does not list: {words}"
         raise UserError(unlisted) from error
     if not isinstance(config, ConfigDict):

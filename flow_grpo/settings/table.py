@@ -301,7 +301,6 @@ def resumable() -> tuple[str, ...]:
     """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
     fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.resumable}
     keys = [setting.key for setting in SETTINGS if setting.resumable]
-    keys += ["reward.token"]  # of older configs
     return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
 
 
