@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
 from dataclasses import replace
-from functools import lru_cache, partial, partialmethod
+from functools import partial, partialmethod
 from types import SimpleNamespace
 
 import check_parity
@@ -13,7 +12,6 @@ import torch
 import train_qwenimage
 import train_qwenimage_pr
 from small import MODELS, config_of, lines_of, train
-from torch._inductor import config as inductor
 
 from flow_grpo.algorithms.ratio_statistics import Disagreement, ParityError, StepGaps, exceeded, record
 from flow_grpo.monitoring.metrics import Meter
@@ -150,50 +148,19 @@ def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
         pass
 
 
-@pytest.fixture(scope="module")
-def eager(shallow, tmp_path_factory):
-    """guidance -> lines of a run without anything that makes it fast."""
-
-    @lru_cache
-    def lines(guidance):
-        how = dict(sample__guidance_scale=guidance, sample__rollout_weights="exact", eval_freq=0)
-        return lines_of(train("shapes_qwenimage_pr", tmp_path_factory.mktemp("eager"), **shallow, **how))
-
-    return lines
+# All that compiling does but a CPU's kernels, which take a second each: test_compiled.py
+BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager_decomp_partition"
 
 
-GRAPHS = "aot_eager_decomp_partition"  # all that compiling does but the kernels, which take a second each
-
-
-@pytest.mark.parametrize(
-    ("backend", "guidance", "fast"),
-    [
-        pytest.param(
-            *("inductor", 1.0, dict(fsdp__activation_checkpointing=1.0, sample__rollout_weights="exact")),
-            marks=pytest.mark.skipif(
-                "ATEN_CPU_CAPABILITY" in os.environ,
-                reason="inductor (torch 2.13) writes for the CPU's own instructions, ATen's headers for that setting's",
-            ),
-        ),
-        (GRAPHS, 2.0, dict(fsdp__activation_checkpointing=0.5, sample__text_multiple=16)),
-    ],
-    ids=["checkpointed", "part of activations, short text, merged"],
-)
-def test_compiled_blocks_see_the_weights_of_the_last_update(
-    backend, guidance, fast, eager, shallow, tmp_path, monkeypatch
-):
-    """Both runs learn alike, each first ratio is exactly 1, and no graph has sums that were chosen by their time."""
-    modes = []
-    note = dict(post_grad_custom_post_pass=lambda graph: modes.append(inductor.deterministic))
+def test_compiled_blocks_see_the_weights_of_the_last_update(shallow, tmp_path, monkeypatch):
+    """A run with all that makes it fast and one without learn alike, and each first ratio is exactly 1."""
+    how = shallow | dict(eval_freq=0)
+    expected = lines_of(train("shapes_qwenimage_pr", tmp_path / "eager", sample__rollout_weights="exact", **how))
     torch._dynamo.reset()
-    expected = eager(guidance)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKEND))
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))  # decoder
-    how = dict(compile=True, sample__guidance_scale=guidance, eval_freq=0)
-    with inductor.patch(**note):
-        compiled = lines_of(train("shapes_qwenimage_pr", tmp_path, **shallow, **how, **fast))
-    assert all(modes)
-    assert bool(modes) == (backend == "inductor")
+    how |= dict(compile=True, fsdp__activation_checkpointing=0.5, sample__text_multiple=16)
+    compiled = lines_of(train("shapes_qwenimage_pr", tmp_path / "compiled", **how))
     assert compiled[-1]["epoch"] == 1
     for ours, theirs in zip(compiled, expected, strict=True):
         assert ours.get("parity/log_prob_abs_diff_max", 0.0) == 0
