@@ -1,5 +1,4 @@
 """Rewards that run beside the training: tiny models of the real classes, with random weights."""
-# ruff: noqa: F401, F811 - two fixtures come from test_pickscore
 
 import importlib
 import json
@@ -13,8 +12,7 @@ from PIL import Image
 from refused import assert_refused
 from rounding import rounding
 from safetensors.torch import save_file
-from test_pickscore import PROMPTS, folder, images
-from transformers import CLIPModel, CLIPProcessor
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from flow_grpo import rewards
 from flow_grpo.rewards import (
@@ -25,9 +23,35 @@ from flow_grpo.rewards import (
     image_similarity,
     jpeg_compressibility,
     jpeg_incompressibility,
+    pickscore,
 )
 
+PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
 OPTIONAL = {"imagereward": "ImageReward", "hpsv2": "open_clip", "hpsv3": "hpsv3"}  # reward -> what it imports
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved CLIPModel and CLIPProcessor that read letters."""
+    folder = tmp_path_factory.mktemp("clip")
+    letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
+    words = ["<|startoftext|>", *letters, *(f"{letter}</w>" for letter in letters), "<|endoftext|>"]
+    tokenizer = CLIPTokenizer({word: i for i, word in enumerate(words)}, [])
+    text = dict(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=2)
+    text |= dict(num_attention_heads=2, max_position_embeddings=24, bos_token_id=0, eos_token_id=len(words) - 1)
+    vision = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    vision |= dict(image_size=32, patch_size=8)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.rand(4, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +92,12 @@ def hps_weights(tmp_path_factory):
     return path / "tiny.pt"
 
 
-@pytest.fixture(params=["clipscore", "aesthetic", "image_similarity", "jpeg_incompressibility", "hpsv2"])
+@pytest.fixture(params=["pickscore", "clipscore", "aesthetic", "image_similarity", "jpeg_incompressibility", "hpsv2"])
 def reward(request, folder, predictor, references):
     """(module, its scorer) of one reward."""
     module = importlib.import_module(f"flow_grpo.rewards.{request.param}")
     options = {
+        "pickscore": lambda: dict(model=folder, processor=folder),
         "clipscore": lambda: dict(model=folder),
         "aesthetic": lambda: dict(model=folder, predictor=str(predictor)),
         "image_similarity": lambda: dict(model=folder, folder=str(references[0])),
@@ -116,17 +141,26 @@ def test_an_image_alone_scores_as_in_any_batch(reward, references, images, monke
     torch.testing.assert_close(score(images, PROMPTS, metadata), scores, **rounded)
 
 
-@pytest.mark.parametrize("prefix", ["", "a photo of "])
-def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, images, prefix):
-    clip, prepare = CLIPModel.from_pretrained(folder), CLIPProcessor.from_pretrained(folder, backend="pil")
-    texts = [prefix + prompt for prompt in PROMPTS]
+def logits_of(path, texts, batch):
+    """CLIP's own logit of each image with its own text, and the scale of its cosines."""
+    clip, prepare = CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path, backend="pil")
     how = dict(padding=True, truncation=True, max_length=24, return_tensors="pt")
     with torch.no_grad():
-        logits = clip(**prepare(text=texts, images=pictures_of(images), **how)).logits_per_image.diagonal()
-    cosines = logits / clip.logit_scale.exp().detach()
+        logits = clip(**prepare(text=texts, images=pictures_of(batch), **how)).logits_per_image.diagonal()
+    return logits, clip.logit_scale.exp().detach()
+
+
+def test_pickscore_is_clips_own_logit_over_26(folder, images):
+    logits, _ = logits_of(folder, PROMPTS, images)
+    close(pickscore.load("cpu", folder, folder)(images, PROMPTS, [{}] * 4), logits / 26)
+
+
+@pytest.mark.parametrize("prefix", ["", "a photo of "])
+def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, images, prefix):
+    logits, scale = logits_of(folder, [prefix + prompt for prompt in PROMPTS], images)
     scores = clipscore.load("cpu", folder, prefix=prefix)(images, PROMPTS, [{}] * 4)
-    close(scores, 2.5 * cosines.clamp(min=0))
-    assert (cosines < 0).any() == (scores == 0).any()
+    close(scores, 2.5 * (logits / scale).clamp(min=0))
+    assert (logits < 0).any() == (scores == 0).any()
 
 
 def test_clipscore_of_opposite_embeddings_is_zero(folder, images, tmp_path):
@@ -204,6 +238,8 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, images
     (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
     (tmp_path / "text.png").write_text("no picture")
     torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
+    (no_processor := tmp_path / "no_processor").mkdir()
+    (no_processor / "config.json").write_text(json.dumps({"model_type": "clip"}))
     nowhere, similar = str(tmp_path / "nowhere"), image_similarity.load("cpu", folder, folder=str(tmp_path))
 
     def reference(name):
@@ -215,6 +251,7 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, images
     own = "outdated_package", "pip install it"
     rows = [
         ("clipscore", lambda: clipscore.load("cpu", nowhere), ["clipscore", nowhere, "HF_HOME"]),
+        ("no processor", lambda: pickscore.load("cpu", folder, str(no_processor)), ["CLIPProcessor", "hf download"]),
         ("CLIP", lambda: aesthetic.load("cpu", nowhere, predictor=str(predictor)), ["aesthetic", nowhere, "HF_HOME"]),
         ("image_similarity", lambda: image_similarity.load("cpu", nowhere), ["image_similarity", nowhere, "HF_HOME"]),
         ("another CLIP's", weights(str(tmp_path / "wide.pth")), ["aesthetic", "wide.pth", folder]),
