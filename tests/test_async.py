@@ -41,9 +41,9 @@ def address():
 @pytest.mark.parametrize(
     ("name", "backends"),
     [
-        (WINDOW, ("thread", "process", "url")),
+        (WINDOW, ("process", "url")),
         (BRANCHES, ("url",)),
-        (NFT, ("process",)),
+        (NFT, ("thread",)),
         (DPO, ("thread",)),
     ],
 )

@@ -58,7 +58,7 @@ def test_clean_pictures_earn_all_and_other_words_little(score, images):
     assert all(v.shape == (10,) and v.dtype == torch.float32 for v in found.values())
     assert found["score"].mean() >= 0.95
     assert found["exact"].mean() >= 0.9
-    others = score(images.roll(7, 0)[::2], *of(SAMPLE[::2]))
+    others = score(images.roll(7, 0)[::3], *of(SAMPLE[::3]))
     assert others["score"].mean() <= 0.3
     assert others["exact"].sum() == 0
     assert (torch.cat([found["score"], others["score"]]) >= ocr.RANGE[0]).all()
@@ -73,8 +73,8 @@ def test_any_size_and_colour(score, side, ink, paper):
 
 
 def test_an_image_alone_as_in_a_batch_and_again(score, images):
-    together = score(images[:4], *of(SAMPLE[:4]))["score"]
-    alone = [score(images[i : i + 1], *of(SAMPLE[i : i + 1]))["score"] for i in range(4)]
+    together = score(images[:2], *of(SAMPLE[:2]))["score"]
+    alone = [score(images[i : i + 1], *of(SAMPLE[i : i + 1]))["score"] for i in range(2)]
     assert torch.equal(torch.cat(alone), together)
 
 
@@ -85,9 +85,9 @@ def test_nothing_and_noise_earn_nothing(score):
 
 
 def test_a_dictionary_earns_nothing_for_the_words_that_are_in_it(score):
-    words = SCRIPT["NOUNS"].split()[:120]
-    page = picture([" ".join(words[i : i + 8]) for i in range(0, 120, 8)], 768)[None].expand(2, -1, -1, -1)
-    found = scored(score, page, words[3::60])
+    words = SCRIPT["NOUNS"].split()[:60]
+    page = picture([" ".join(words[i : i + 6]) for i in range(0, 60, 6)], 512)[None]
+    found = scored(score, page, words[3:4])
     assert found["exact"].all(), "the page must be legible, or this shows nothing"
     assert found["score"].max() == 0
     assert found["surplus"].min() > 50
