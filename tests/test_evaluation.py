@@ -218,17 +218,6 @@ def means_of(line, prefix="test"):
     return {parts[1]: line["/".join(parts)] for parts in names if len(parts) == 2}
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
-def test_evaluate_reproduces_a_runs_own_test_to_the_last_digit(rank, runs, tmp_path):
-    _, (best_row,) = evaluated(tmp_path, runs[rank])
-    _, (last_row,) = evaluated(tmp_path, runs[rank], "--weights", "last")
-    assert best.read(runs[rank]).epoch < EPOCHS
-    assert best_row == figures_of_test(runs[rank], "test_best") != last_row
-    assert last_row == figures_of_test(runs[rank], "test")
-    before = lines_of(runs[rank], "test")[0]
-    assert last_row["jpeg_compressibility"] != before["test/jpeg_compressibility"]
-
-
 @pytest.fixture
 def alive_at_each_load(monkeypatch):
     """How many transformers are still there whenever another model is loaded."""
@@ -244,14 +233,17 @@ def alive_at_each_load(monkeypatch):
     return counts
 
 
-def test_policies_in_one_table_score_what_each_scores_alone(runs, tmp_path, alive_at_each_load):
+def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(runs, tmp_path, alive_at_each_load):
     lora, full = runs[4], runs[0]
-    found, rows = evaluated(tmp_path, lora, TINY, lora / "best", full, TINY, lora, "--weights", "last")
+    policies = lora, TINY, lora / "best", full, full / "best", lora
+    found, rows = evaluated(tmp_path, *policies, "--weights", "last")
     assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
     assert alive_at_each_load == [0] * 6
     base = means_of(lines_of(lora, "test")[0])
     last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")
-    assert rows == [last, base, best_row, figures_of_test(full, "test"), base, last]
+    full_rows = figures_of_test(full, "test"), figures_of_test(full, "test_best")
+    assert rows == [last, base, best_row, *full_rows, last]
+    assert len({row["jpeg_compressibility"] for row in rows}) == 5
 
 
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
@@ -281,8 +273,9 @@ def test_a_larger_batch_changes_no_score(runs, tmp_path):
 
 
 def test_two_ranks_write_what_one_writes(runs, tmp_path):
-    one, _ = evaluated(tmp_path, runs[4], TINY)
-    command = ["scripts/evaluate.py", runs[4], TINY, "--out", tmp_path / "ranks"]
+    one, rows = evaluated(tmp_path, runs[4], runs[0])
+    assert rows == [figures_of_test(runs[rank], "test_best") for rank in (4, 0)]
+    command = ["scripts/evaluate.py", runs[4], runs[0], "--out", tmp_path / "ranks"]
     ranks = warm.torchrun(command)
     assert (tmp_path / "ranks" / "table.md").exists(), [rank.stderr[-3000:] for rank in ranks]
     assert json.loads((tmp_path / "ranks" / "scores.json").read_text()) == one

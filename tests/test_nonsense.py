@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -81,12 +80,6 @@ def refusal(check, *arguments):
     except ValueError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize("algorithm", RUNS)
-def test_the_configs_that_are_spoilt_are_sound(algorithm):
-    _, get_config, name, _ = RUNS[algorithm]
-    check_all(get_config(name), algorithm)
 
 
 def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or_beyond_its_limits():

@@ -138,12 +138,3 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
     said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
-
-
-def test_text_and_compressibility_are_two_rewards_of_one_run(shallow, tmp_path):
-    how = dict(model=shallow["model"], dataset="dataset/ocr", text_tokens=96, train__reward_aggregation="gdpo")
-    how |= dict(reward_fn={"ocr": 1.0, "jpeg_compressibility": 0.5}, num_epochs=1, eval_freq=0)
-    how |= dict(sample__num_images_per_prompt=2, sample__batch_size=2)
-    (line,) = lines_of(train(WINDOW, tmp_path, **how), "epoch")
-    assert 0 <= line["reward/ocr"] <= 1
-    assert line["reward/avg"] == pytest.approx(line["reward/ocr"] + 0.5 * line["reward/jpeg_compressibility"], abs=1e-5)
