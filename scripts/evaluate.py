@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 import yaml
-from PIL import Image
 from tqdm import tqdm
 
 from flow_grpo import rewards
-from flow_grpo.base import distributed
+from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import quoted
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, registry
@@ -198,10 +197,10 @@ def shown(estimate):
 def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
-    pixels = [to_uint8(scores.images[i]) for i in numbers]
     captions, rewards = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
-    pictures, figures = [fit(Image.fromarray(p)) for p in pixels], [f"{reward:.3f}" for reward in rewards]
+    pictures = [fit(picture) for picture in to_pictures(torch.stack([*scores.images.values()]))]
+    figures = [f"{reward:.3f}" for reward in rewards]
     contact_sheet(pictures, captions, figures).page.save(folder / f"{number}_{name}.png")
 
 
@@ -220,16 +219,6 @@ def without_nan(value):
     return None if value != value else value
 
 
-def new_folder(name):
-    """A folder that was not there. Raises UserError where none can be made."""
-    folder = next(path for n in itertools.count(1) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--out {quoted(name)} cannot be made: {error.strerror}") from error
-    return folder
-
-
 def main(args):
     compared, common = configured(args)
     split, seeds = chosen_prompts(args, common), seeds_of(args, common)
@@ -238,7 +227,7 @@ def main(args):
     for candidate in compared:
         quantisation.check_device(candidate.config, ranks.device)
     distributed.on_main(policies_to_compare.check_bytes, compared)
-    folder = distributed.on_main(new_folder, args.out)
+    folder = distributed.on_main(folders.take, Path(args.out), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []
     for candidate, family in zip(compared, families):

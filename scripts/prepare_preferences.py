@@ -114,21 +114,10 @@ def load(config, family, device):
     return model
 
 
-def sampling_params(config):
-    """Of images without noise in their steps."""
-    sample = config.sample
-    return SamplingParams(
-        num_steps=sample.num_steps,
-        guidance_scale=sample.guidance_scale,
-        flash_ratio=sample.flash_ratio,
-        flash_solver=sample.flash_solver,
-    )
-
-
 def from_rollouts(config, family, device) -> Maker:
     """Of prompts, for whose pairs images are drawn."""
     model, group = load(config, family, device), config.sample.num_images_per_prompt
-    pool, params = Pool(device, config.reward_fn, (), config.reward), sampling_params(config)
+    pool, params = Pool(device, config.reward_fn, (), config.reward), SamplingParams.of(config.sample)
 
     policy = partial(policies.predict, model, config.precision)
     fast = policies.fast_forwards(config, model.transformer)
@@ -275,7 +264,7 @@ def claim(config, options: Options, folder: Path) -> bool:
     Raises UserError if it was made with other settings, or if another process is at work there.
     """
     unfinished, report, scratch = folder / "unfinished", folder / "report.json", folder / "scratch"
-    if not folders.make(folder, "preferences.path") and not folder.is_dir():
+    if not folders.make(folder, "config.preferences.path") and not folder.is_dir():
         raise UserError(f"config.preferences.path: {folder} is no folder")
     begun = unfinished.exists() or report.exists()
     if not begun and {path.name for path in folder.iterdir()} - {scratch.name, folders.LOCK}:
@@ -321,8 +310,7 @@ def finish(config, options: Options, folder: Path) -> None:
             f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
         )
     report = dict(made_by=made_by(config, options), pairs=pairs, reasons=dict(reasons), dropped=dropped)
-    (folder / "unfinished" / "report.json").write_text(json.dumps(report, indent=1))
-    (folder / "unfinished" / "report.json").replace(folder / "report.json")
+    folders.write_text(folder / "report.json", json.dumps(report, indent=1))
     shutil.rmtree(folder / "unfinished")
 
 
@@ -350,8 +338,7 @@ def main(config, options: Options = DEFAULTS):
             batches, reasons = make_part(maker, rows, part_rows[number], size, bar)
             counts = write_part(config, options, shapes, batches, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
-            state.with_suffix(".tmp").write_text(json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
-            state.with_suffix(".tmp").replace(state)
+            folders.write_text(state, json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
     distributed.barrier()
     distributed.on_main(finish, config, options, folder)
     distributed.close()

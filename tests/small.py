@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import registry
-from flow_grpo.monitoring.metrics import is_known
+from flow_grpo.monitoring.metrics import explain
 from flow_grpo.settings import config_files
 
 ROOT = Path(__file__).parents[1]
@@ -130,8 +130,7 @@ def stored(folder, epoch):
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    config = json.loads(Path(folder, "config.json").read_text()) if Path(folder, "config.json").exists() else None
-    assert {name for row in rows for name in row if not is_known(name, config)} <= {"kind"}
+    assert {name for row in rows for name in row if not explain(name)} <= {"kind"}
     rows = [row for row in rows if kind in (None, row["kind"])]
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
 

@@ -261,7 +261,7 @@ def test_the_settings_that_have_the_part_of_other_code_bases_are_settings_here()
 def test_the_metrics_that_other_code_bases_name_are_metrics_here():
     ours = [name for row in coming_from("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]
     assert len(ours) > 15
-    assert [name for name in ours if not metrics.is_known(name)] == []
+    assert [name for name in ours if not metrics.explain(name)] == []
 
 
 def test_the_functions_that_take_the_place_of_published_ones_are_there():

@@ -303,7 +303,7 @@ REFUSED = [  # the arguments, and words of the sentence
     ("{run} --prompts {plain}", "'a red circle'", "include"),
     ("{run} --prompts {plain}/nowhere", "nowhere'", "test_metadata.jsonl"),
     ("{full} --set base_precision='nf4'", "base_precision", "'nf4'"),
-    ("{run} --out /proc/x/ev", "--out '/proc/x/ev'"),
+    ("{run} --out /proc/x/ev", "--out: /proc/x/ev"),
     ("{run} --best-of 3", "--best-of [3]", "2"),
     ("{run} --seeds 1 1", "--seeds"),
     ("{run} --prompts {long} --rewards jpeg_compressibility", "text_tokens = 20"),

@@ -14,7 +14,7 @@ from small import config_of
 
 from flow_grpo.monitoring import report
 from flow_grpo.monitoring.dashboard import Dashboard
-from flow_grpo.monitoring.metrics import METRICS, explain, is_known
+from flow_grpo.monitoring.metrics import METRICS, explain
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
 PROMPTS = [NASTY, "a red circle", "two blue squares"]
@@ -188,12 +188,3 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 )
 def test_a_name_has_the_row_that_fits_it_best(name, key):
     assert (explain(name) or (None,))[0] == key
-
-
-def test_a_misspelt_metric_of_a_run_is_not_explained_by_the_row_of_all_rewards():
-    config = {"health": {"reward_drop": 1.5}, "reward_fn": {"ocr": 1.0}, "eval": {"rewards": ["pickscore"]}}
-    for name in ("reward/ocr", "eval/ocr_exact", "eval/pickscore", "test/ocr/tag", "test/avg", "reward/group_std"):
-        assert is_known(name, config), name
-    for name in ("reward/orc", "eval/group_sd", "test/pick", "test_best/occr", "health/reward_drp"):
-        assert is_known(name), name
-        assert not is_known(name, config), name

@@ -37,7 +37,7 @@ def write_text(file: Path, text: str) -> None:
     """Write a file, which appears whole or not at all. Another file takes the old one's place, so that hard links to
     the old one, such as those of a backup, keep what they had."""
     with published(file) as scratch:
-        scratch.write_text(text)
+        scratch.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -105,21 +105,21 @@ def family(first: Path) -> list[Path]:
     return sorted((path for path in numbers if path == first or numbers[path] > 1), key=numbers.get)
 
 
-def take(first: Path) -> Path:
+def take(first: Path, key: str = "config.output_dir") -> Path:
     """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on, above all numbers that there are. Two
     runs never get the same one."""
     taken = family(first)
     number = 1 + int(taken[-1].name.removeprefix(first.name)[1:] or 1) if taken else 1
-    while not make(folder := first if number == 1 else first.with_name(f"{first.name}-{number}")):
+    while not make(folder := first if number == 1 else first.with_name(f"{first.name}-{number}"), key):
         number += 1
     return folder
 
 
-def make(folder: Path, setting: str = "output_dir") -> bool:
+def make(folder: Path, key: str) -> bool:
     """Make a folder; False if it is there already.
 
     Args:
-        setting: of the config, which names it.
+        key: what names it, a setting or a flag.
 
     Raises:
         UserError: it cannot be made.
@@ -130,9 +130,9 @@ def make(folder: Path, setting: str = "output_dir") -> bool:
     except FileExistsError as error:
         if folder.parent.is_dir():
             return False
-        raise UserError(f"config.{setting}: {folder.parent} is no folder") from error
+        raise UserError(f"{key}: {folder.parent} is no folder") from error
     except OSError as error:
-        raise UserError(f"config.{setting}: {folder} cannot be made: {error.strerror}") from error
+        raise UserError(f"{key}: {folder} cannot be made: {error.strerror}") from error
     return True
 
 

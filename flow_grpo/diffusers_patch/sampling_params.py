@@ -1,7 +1,9 @@
 """How images are sampled."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES, check_noise_level
@@ -22,6 +24,11 @@ class SamplingParams:
     sde_type: str = "sde"  # of the noisy steps, see sde_step_with_logprob
     flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its forwards...
     flash_solver: str = "dpm"  # ...by one of solvers.SOLVERS
+
+    @classmethod
+    def of(cls, sample: ConfigDict) -> "SamplingParams":
+        """Of a run's rollout: those that config.sample says."""
+        return cls(**{field.name: sample[field.name] for field in fields(cls)})
 
     def __post_init__(self):
         if not isinstance(self.num_steps, int) or self.num_steps < 1:

@@ -16,14 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from PIL import Image
 from tqdm import tqdm
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
-from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import report, trackers
-from flow_grpo.monitoring.metrics import is_known
 from flow_grpo.monitoring.plots import (
     contact_sheet,
     damaged_lines,
@@ -75,7 +73,7 @@ class Dashboard:
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
         self.since_epoch = []  # records logged after the last one of kind "epoch"
-        self.trackers, self.unlisted = [], set()  # names that METRICS does not explain
+        self.trackers = []
         self._open(name)
 
     @on_main
@@ -85,8 +83,6 @@ class Dashboard:
         folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         (self.run_dir / "images").mkdir(exist_ok=True)
         self._name_damage()
-        if notice := trackers.notice(self.config):
-            self.say(notice)
         self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
 
@@ -124,9 +120,8 @@ class Dashboard:
         stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
         records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
         self.since_epoch = [line for line in records if line["epoch"] == epoch]
-        scratch = self.run_dir / "metrics.jsonl.tmp"
-        scratch.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
-        scratch.replace(self.run_dir / "metrics.jsonl")
+        text = "".join(json.dumps(plain(record)) + "\n" for record in records)
+        folders.write_text(self.run_dir / "metrics.jsonl", text)
         for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
             sheet.unlink()
         self._recall()
@@ -144,7 +139,6 @@ class Dashboard:
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
-        self.unlisted |= {name for name in record if not is_known(name, self.config)}
         with (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(plain({"kind": kind, **record})) + "\n")
         for tracker in self.trackers:
@@ -223,10 +217,10 @@ class Dashboard:
         Args:
             scores: prompt -> its reward, of all prompts, not only those that are shown.
         """
-        pictures = [Image.fromarray(p) for p in to_uint8(images)]
-        figures = [""] * len(pictures) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
+        whole = to_pictures(images)
+        figures = [""] * len(whole) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
         labels = [" | ".join(filter(None, pair)) for pair in zip(captions, figures, strict=True)]
-        whole, pictures = pictures, [fit(picture) for picture in pictures]
+        pictures = [fit(picture) for picture in whole]
         sheet = contact_sheet(pictures, captions, figures)
         for tracker in self.trackers:
             tracker.log_images(name, whole, labels, sheet.page, {"epoch": epoch, "step": step}, self.lines)
@@ -250,13 +244,11 @@ class Dashboard:
 
     @on_main
     def finish(self) -> None:
-        """Draw reward.png and samples.png, say what METRICS does not explain, and close the trackers."""
+        """Draw reward.png and samples.png, and close the trackers."""
         self._draw("reward.png", plot_reward)
         self._draw("samples.png", plot_samples)
         if not self.trackers:
             self._draw("report.html", report.write_own)
-        if self.unlisted:
-            self.say(f"logged without a row in flow_grpo/monitoring/metrics.py: {', '.join(sorted(self.unlisted))}")
         self.close()
 
     @on_main

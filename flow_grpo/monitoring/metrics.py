@@ -1,7 +1,7 @@
 """What the numbers that a run logs are called and mean, and how they are averaged until they are logged."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -126,23 +126,6 @@ def explain(name: str) -> tuple[str, Metric] | None:
     fitting = [key for key in keys if name.endswith(key.rpartition(">")[2]) and name.count("/") == key.count("/")]
     key = max(fitting or keys, key=len, default=None)  # reward/<name>_group_std before reward/<name>
     return key and (key, METRICS[key])
-
-
-def is_known(name: str, config: Mapping | None = None) -> bool:
-    """Whether METRICS explains `name`.
-
-    Args:
-        config: of the run. Then <name> must be one of its rewards, and <limit> a setting of config.health: a row for
-            all rewards does not explain a misspelt metric.
-    """
-    key, rest = (explain(name) or ("",))[0], name.partition("/")[2]
-    if config is None or not key:
-        return bool(key)
-    if key == "health/<limit>":
-        return rest in config["health"]
-    rewards = ("avg", *config["reward_fn"], *config["eval"]["rewards"])
-    of_rewards = key.startswith(("reward/<", "eval/<", "test/<", "test_best/<"))
-    return not of_rewards or any(rest == reward or rest.startswith((f"{reward}_", f"{reward}/")) for reward in rewards)
 
 
 class Meter:

@@ -91,7 +91,7 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
     records = [record for run in runs for record in run.records]
     chosen = {title: plots.rewards_alone(records, names) for title, names in chosen.items()}
-    chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.is_known(name)]
+    chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.explain(name)]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
 
 
@@ -220,12 +220,9 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names)]
 
 
-def write(folders: Sequence[Path], file: Path) -> None:
+def write(runs: Sequence[Path], file: Path) -> None:
     """Draw the page of some runs; whoever looks at it meanwhile sees the old one, or the new one."""
-    text = page([read(folder, label) for folder, label in zip(folders, labels(folders))])
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(file)
+    folders.write_text(file, page([read(folder, label) for folder, label in zip(runs, labels(runs))]))
 
 
 def write_own(run_folder: Path) -> None:

@@ -97,19 +97,11 @@ def is_installed(package: str) -> bool:
 
 
 def check(logger: str) -> None:
-    """Raises UserError where config.logger asks for tensorboard and its package is missing."""
-    if logger == "tensorboard" and not is_installed("tensorboard"):
-        raise UserError(f"config.logger is {logger!r}, but tensorboard is not installed: pip install tensorboard")
+    """Raises UserError where the package of config.logger is missing."""
+    if logger in KINDS and not is_installed(logger):
+        raise UserError(f"config.logger is {logger!r}, but {logger} is not installed: pip install {logger}")
 
 
 def open_all(run_dir: Path, config: ConfigDict, name: str) -> list[Wandb | TensorBoard]:
-    """The tracker of config.logger, if it is installed."""
-    logger = config.get("logger", "wandb")
-    return [KINDS[logger](run_dir, config, name)] if logger in KINDS and is_installed(logger) else []
-
-
-def notice(config: ConfigDict) -> str:
-    """What to tell the user, if anything: wandb is the default, so a run goes on without it."""
-    if config.get("logger", "wandb") == "wandb" and not is_installed("wandb"):
-        return "wandb is not installed, so it will show nothing; pip install wandb, or set config.logger to 'none'"
-    return ""
+    """The tracker of config.logger; none for "none"."""
+    return [KINDS[config.logger](run_dir, config, name)] if config.logger in KINDS else []

@@ -17,16 +17,10 @@ from torch.nn.functional import cosine_similarity, normalize
 from transformers import CLIPModel, CLIPProcessor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.pixels import to_pictures
 
 BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
-
-
-def to_pil(images: Tensor) -> list[Image.Image]:
-    """[B, 3, H, W] in [0, 1] -> B pictures of 8 bits a channel."""
-    pixels = to_uint8(images)
-    return [Image.fromarray(image) for image in pixels]
 
 
 def in_batches(score: Callable[..., Tensor], size: int, *columns) -> Tensor:
@@ -50,7 +44,7 @@ def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: li
     """Of each image with its own prompt, [B]."""
     inputs = prepare(
         text=prompts,
-        images=to_pil(images),
+        images=to_pictures(images),
         padding="max_length",  # one width, whatever the neighbours
         truncation=True,
         max_length=clip.config.text_config.max_position_embeddings,

@@ -6,7 +6,8 @@ A score is cosine(image, prompt), about 0.2 to 0.35. An oblong image is padded w
 import torch
 from torch import Tensor
 
-from flow_grpo.rewards.clip_model import BATCH_SIZE, in_batches, optional_package, read_weights, to_pil
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.rewards.clip_model import BATCH_SIZE, in_batches, optional_package, read_weights
 
 WEIGHTS = "xswu/HPSv2/HPS_v2.1_compressed.pt"
 ARCHITECTURE = "ViT-H-14"
@@ -33,7 +34,7 @@ def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str =
     tokenize = open_clip.get_tokenizer(architecture)  # pads to one width, whatever the neighbours
 
     def cosines(images: Tensor, prompts: list[str]) -> Tensor:
-        seen = clip.encode_image(torch.stack([prepare(p) for p in to_pil(images)]).to(device), normalize=True)
+        seen = clip.encode_image(torch.stack([prepare(p) for p in to_pictures(images)]).to(device), normalize=True)
         return (seen * clip.encode_text(tokenize(prompts).to(device), normalize=True)).sum(1)
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.rewards.clip_model import optional_package, to_pil
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.rewards.clip_model import optional_package
 
 INSTALL = "pip install hpsv3 in an environment of its own, as it pins transformers 4.45.2, and serve it from there"
 
@@ -33,7 +34,7 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> [B] each, an image per forward as bfloat16 would feel its neighbours."""
-        pairs = zip(to_pil(images), prompts, strict=True)
+        pairs = zip(to_pictures(images), prompts, strict=True)
         outputs = torch.cat([judge.reward(image_paths=[picture], prompts=[prompt]) for picture, prompt in pairs])
         mu, log_sigma = outputs.float().unbind(1)
         return {"score": mu, "sigma": log_sigma.exp()}

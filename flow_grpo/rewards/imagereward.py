@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.rewards.clip_model import optional_package, to_pil
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.rewards.clip_model import optional_package
 
 MODEL = "ImageReward-v1.0"
 INSTALL = (
@@ -35,6 +36,6 @@ def load(device: torch.device | str, model: str = MODEL, folder: str | None = No
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32, an image per forward."""
-        return torch.tensor([judge.score(prompt, picture) for prompt, picture in zip(prompts, to_pil(images))])
+        return torch.tensor([judge.score(prompt, picture) for prompt, picture in zip(prompts, to_pictures(images))])
 
     return score

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.pixels import to_pictures
 
 RANGE = (-math.inf, 0.0)
 
@@ -20,8 +20,7 @@ def load(device: torch.device) -> Callable[..., Tensor]:
     """Nothing to load; encodes on the CPU."""
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        pixels = to_uint8(images)
-        return torch.tensor([-_jpeg_bytes(Image.fromarray(picture)) / 1000 for picture in pixels])
+        return torch.tensor([-_jpeg_bytes(picture) / 1000 for picture in to_pictures(images)])
 
     return score
 

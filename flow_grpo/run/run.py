@@ -89,15 +89,7 @@ class Run:
     @property
     def sampling_params(self) -> SamplingParams:
         """Of the rollout."""
-        sample = self.config.sample
-        return SamplingParams(
-            num_steps=sample.num_steps,
-            guidance_scale=sample.guidance_scale,
-            noise_level=sample.noise_level,
-            sde_type=sample.sde_type,
-            flash_ratio=sample.flash_ratio,
-            flash_solver=sample.flash_solver,
-        )
+        return SamplingParams.of(self.config.sample)
 
     @property
     def folder(self) -> Path:

@@ -297,20 +297,13 @@ def ignored_by(algorithm: str) -> tuple[str, ...]:
     return tuple(setting.key for setting in SETTINGS if algorithm not in setting.used_by)
 
 
-def resumable() -> tuple[str, ...]:
-    """Keys that a resumed run may change. A section stands for all of its keys, those of older configs too."""
-    fixed = {setting.key.partition(".")[0] for setting in SETTINGS if not setting.resumable}
-    keys = [setting.key for setting in SETTINGS if setting.resumable]
-    return tuple(dict.fromkeys(key if (top := key.partition(".")[0]) in fixed else top for key in keys))
-
-
 def is_fixed(key: str) -> bool:
     """Whether a resumed run may not change the value of a dotted key. What `reward.args` says of one reward may change
     where it is its server, or the setting that it overrides may; the options of a reward's load() may not."""
     if key.startswith("reward.args."):
         option = [*key.split("."), ""][3]
-        return option != "url" and not (f"reward.{option}" in BY_KEY and BY_KEY[f"reward.{option}"].resumable)
-    return not any(key == changeable or key.startswith(changeable + ".") for changeable in resumable())
+        return option != "url" and is_fixed(f"reward.{option}")
+    return not (key in BY_KEY and BY_KEY[key].resumable)
 
 
 def check_values(config: ConfigDict) -> None:

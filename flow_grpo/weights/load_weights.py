@@ -15,7 +15,7 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
         lora_files.check_fits(config.lora.path, adapter, family.empty_transformer(config.model), config.model)
         lora_files.check_targets(config.lora.path, adapter, family.LORA_TARGETS)
     if config.cache_dir:
-        folders.make(Path(config.cache_dir), "cache_dir")
+        folders.make(Path(config.cache_dir), "config.cache_dir")
 
 
 def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:

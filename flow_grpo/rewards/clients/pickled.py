@@ -78,6 +78,5 @@ class PickleServer:
 
 def _jpeg(image: Tensor) -> bytes:
     buffer = io.BytesIO()
-    pixels = to_uint8(image)
-    Image.fromarray(pixels).save(buffer, "jpeg")
+    Image.fromarray(to_uint8(image)).save(buffer, "jpeg")
     return buffer.getvalue()

@@ -31,8 +31,7 @@ def pack_image(image: Tensor, form: str) -> bytes:
     if form == "npy":
         np.save(buffer, image.float().cpu().numpy(), allow_pickle=False)
     else:
-        pixels = to_uint8(image)
-        Image.fromarray(pixels).save(buffer, "png", compress_level=1)
+        Image.fromarray(to_uint8(image)).save(buffer, "png", compress_level=1)
     return buffer.getvalue()
 
 
