@@ -147,9 +147,10 @@ def reward_drop(epochs: list[Epoch]) -> Sign | None:
     """Standard errors by which the last WINDOW epochs' mean reward lies below the best such mean, less what is luck.
 
     With s the standard deviation of an epoch's reward about its trend, of successive differences (whose variance is
-    2 s^2), a difference of two means of W epochs has the standard error s sqrt(2 / W). The best of m = n / W
-    independent means of mere noise exceeds the true mean by about sqrt(2 ln m) s / sqrt(W), that is sqrt(ln m) standard
-    errors, and these do not count. None before 2 W epochs.
+    2 s^2), a difference of two means of W epochs has the standard error s sqrt(2 / W). Of m = n / W independent means
+    of mere noise the best lies above the true mean by about sqrt(2 ln m) s / sqrt(W), that is sqrt(ln m) standard
+    errors, and the worst as far below. The latest mean is compared after every epoch, so that a run meets both, and
+    2 sqrt(ln m) standard errors do not count. None before 2 W epochs.
     """
     rewards = [epoch.reward for epoch in epochs if epoch.reward is not None and math.isfinite(epoch.reward)]
     if len(rewards) < 2 * WINDOW:
@@ -158,7 +159,7 @@ def reward_drop(epochs: list[Epoch]) -> Sign | None:
     steps = [after - before for before, after in pairwise(rewards)]
     noise = math.sqrt(math.fsum([step**2 for step in steps]) / len(steps) / 2)
     drop = (max(means) - means[-1]) / max(noise * math.sqrt(2 / WINDOW), 1e-30)
-    value = max(drop - math.sqrt(math.log(len(rewards) / WINDOW)), 0.0)
+    value = max(drop - 2 * math.sqrt(math.log(len(rewards) / WINDOW)), 0.0)
     return Sign(
         value,
         f"the training reward has fallen to {means[-1]:.4g} from its best {max(means):.4g} (means of {WINDOW} epochs), "
