@@ -120,7 +120,10 @@ RUNS = {  # each type of noise, both rollouts and both objectives
     "window, cached": ("", dict(sample__sde_type="sde", cache_dir=True)),
     "branches in slots": ("_pr", dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8)),
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
-    "branches, compiled": ("_pr,guard", dict(sample__sde_type="sde", compile=True)),
+    "branches, compiled": (
+        "_pr,guard",
+        dict(sample__sde_type="sde", compile=True, fsdp__activation_checkpointing=1.0),
+    ),
     "window, sharded": (",guard", dict(sample__sde_type="cps_gaussian", fsdp__mode="shard")),
 }
 
