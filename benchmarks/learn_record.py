@@ -38,7 +38,6 @@ class Seed(NamedTuple):
     images: float
     forwards: float
     seconds: float
-    by_category: dict[str, float]  # of the last test
 
 
 def is_finished(lines: list[dict]) -> bool:
@@ -68,7 +67,7 @@ def read(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> dict
 def draw(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
     """Write OUT/table.md and OUT/curves.png; the table."""
     study = read(out, runs, seeds)
-    text = f"{table(study)}\n\n{category_table(study)}\n"
+    text = f"{table(study)}\n"
     (out / "table.md").write_text(text)
     plot(study, out / "curves.png")
     return text
@@ -88,7 +87,6 @@ def seed_of(lines: list[dict]) -> Seed:
         images=whole.images,
         forwards=whole.forwards,
         seconds=whole.seconds,
-        by_category=_categories(tests[max(tests)]) if tests else {},
     )
 
 
@@ -108,10 +106,6 @@ def _best(lines: list[dict], tests: dict[int, dict]) -> float | None:
         (line for line in lines if EVAL in line and line["epoch"] in tests), key=lambda x: x[EVAL], default=None
     )
     return tests[chosen["epoch"]][TEST] if chosen else None
-
-
-def _categories(line: dict) -> dict[str, float]:
-    return {key.removeprefix(f"{TEST}/"): value for key, value in line.items() if key.startswith(f"{TEST}/")}
 
 
 def table(study: dict) -> str:
@@ -152,22 +146,6 @@ def _state(run: dict) -> str:
 
 def _spread(values: list[float]) -> str:
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else "-"
-
-
-def category_table(study: dict) -> str:
-    """The last test of each run by category, mean over seeds."""
-    columns = []
-    for run in study["runs"]:
-        seeds = [seed_of(lines).by_category for lines in run["seeds"].values()]
-        columns.append((run["title"], [tags for tags in seeds if tags]))
-    tags = list(dict.fromkeys(tag for _, seeds in columns for seed in seeds for tag in seed))
-    rows = [[title, *(_mean_of(seeds, tag) for tag in tags)] for title, seeds in columns]
-    return "The last test by category, mean over seeds.\n\n" + _markdown([["run", *tags], *rows])
-
-
-def _mean_of(seeds: list[dict[str, float]], tag: str) -> str:
-    values = [seed[tag] for seed in seeds if tag in seed]
-    return f"{fmean(values):.3f}" if values else "-"
 
 
 def _markdown(rows: list[list[str]]) -> str:

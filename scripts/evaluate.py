@@ -23,7 +23,7 @@ import yaml
 from tqdm import tqdm
 
 from flow_grpo import rewards
-from flow_grpo.base import distributed, folders
+from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import quoted
@@ -226,7 +226,8 @@ def main(args):
     ranks = distributed.init_distributed()
     for candidate in compared:
         quantisation.check_device(candidate.config, ranks.device)
-    distributed.on_main(policies_to_compare.check_bytes, compared)
+        if candidate.transformer:  # a LoRA file has been compared with its checksums before
+            distributed.on_main(checksums.check, candidate.transformer.parent)
     folder = distributed.on_main(folders.take, Path(args.out), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []

@@ -90,9 +90,6 @@ def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
     assert cells(text, "one") == [state, *spreads, "35", "140", "10"]
     assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"------"]
     assert cells(text, "pairs for offline DPO, made once")[4:] == ["800", "-", "12"]
-    by_category = learn_record.category_table(study)
-    assert cells(by_category, "one") == ["0.500", "0.700"]
-    assert cells(by_category, "two") == ["-", "-"]
 
 
 def test_a_test_lies_behind_the_epochs_before_it(tmp_path):
@@ -105,7 +102,7 @@ def test_a_test_lies_behind_the_epochs_before_it(tmp_path):
 def test_the_band_ends_with_the_shortest_seed_and_lies_between_the_seeds():
     """Tests at 0, 6 and 12 s, and at 0 and 6 s."""
     points = [learn_record.Point(n, a, 0, 0, s) for n, a, s in ((0, 0.4, 0.0), (2, 0.6, 6.0), (4, 0.5, 12.0))]
-    seed = learn_record.Seed(True, 4, points, None, 0, 0, 0, {})
+    seed = learn_record.Seed(True, 4, points, None, 0, 0, 0)
     other = seed._replace(points=[points[0], points[1]._replace(accuracy=0.8, seconds=8.0)])
     x, mean, low, high = learn_record.band([seed, other, seed._replace(points=[])], "seconds")
     assert x.tolist() == [0, 6, 8]

@@ -15,18 +15,18 @@ from flow_grpo.weights import fsdp_utils, lora_files, quantisation, safetensors_
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
 
 
-def save_lora(pipeline: Any, folder: Path | str, adapter: str = "default") -> None:
+def save_lora(pipeline: Any, folder: Path | str) -> None:
     """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
 
     Its header says "base_precision" where the base is quantised.
     """
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
-    distributed.on_main(_save_lora, pipeline, folder, adapter, weights)
+    distributed.on_main(_save_lora, pipeline, folder, weights)
 
 
-def _save_lora(pipeline: Any, folder: Path | str, adapter: str, weights: dict[str, Tensor]) -> None:
-    layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name=adapter)
-    settings = pipeline.transformer.peft_config[adapter].to_dict()
+def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) -> None:
+    layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
+    settings = pipeline.transformer.peft_config["default"].to_dict()
     type(pipeline).save_lora_weights(
         folder,
         transformer_lora_layers=layers,

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from flow_grpo.base import rng, shipped
@@ -86,8 +87,11 @@ class FlowModel(ABC):
 
     @staticmethod
     def transformer_folder(folder: str) -> Path | None:
-        """Where the transformer's weights lie."""
-        return loading.transformer_folder(folder)
+        """Where the transformer's safetensors lie; a hub id is downloaded first."""
+        folder = shipped.find(folder)
+        if not Path(folder).is_dir():
+            folder = snapshot_download(folder, allow_patterns=["transformer/*"])
+        return Path(folder, "transformer")
 
     @staticmethod
     def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:

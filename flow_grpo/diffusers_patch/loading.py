@@ -29,14 +29,6 @@ def pipeline_name(folder: str) -> str:
         raise UserError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
 
 
-def transformer_folder(folder: str) -> Path:
-    """Where the transformer's safetensors lie; a hub id is downloaded first."""
-    folder = shipped.find(folder)
-    if Path(folder).is_dir():
-        return Path(folder, "transformer")
-    return Path(snapshot_download(folder, allow_patterns=["transformer/*"]), "transformer")
-
-
 def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
     """What tells the text encoders of a folder from others: the digests of their files; of a hub id its commit.
 

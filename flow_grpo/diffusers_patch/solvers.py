@@ -1,30 +1,15 @@
 """Solvers that denoise in fewer forwards, after the noisy steps.
 
-A solver holds a schedule and no images: rows of any number of requests at one of its steps take that step together, and
-what a row must remember of its earlier velocities is the caller's to keep.
+A solver takes a velocity at each of its `timesteps` [S], in scheduler units and in their order, and ends at sigma = 0.
+It holds a schedule and no images: rows of any number of requests at one of its steps take that step together, and what
+a row must remember of its earlier velocities is the caller's to keep.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
-
-
-class Solver(Protocol):
-    """Takes a velocity at each of its timesteps, in order, and ends at sigma = 0."""
-
-    timesteps: Tensor  # [S] f32, in scheduler units
-
-    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """From timesteps[index] to the next one, or to the image: the latents there, and the rows' memory.
-
-        Args:
-            velocity, latents: [R, ...].
-            memory: [R, ...], what the step before returned; None for the first.
-        """
 
 
 class DPMSolver:
@@ -47,7 +32,13 @@ class DPMSolver:
         self.scheduler.timesteps = self.timesteps
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Solver; the memory is the step's prediction of the image."""
+        """From timesteps[index] to the next one, or to the image: the latents there, and the rows' memory, which is the
+        step's prediction of the image.
+
+        Args:
+            velocity, latents: [R, ...].
+            memory: [R, ...], what the step before returned; None for the first.
+        """
         scheduler = self.scheduler
         scheduler.model_outputs, scheduler.lower_order_nums = [None, memory], min(index, 2)
         scheduler._step_index = index  # otherwise it searches for its timestep, a host sync
@@ -73,7 +64,7 @@ class Extrapolation:
             self.weights.append((sigmas[following] - sigmas[step], change))
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See Solver; the memory is the velocity."""
+        """As DPMSolver.step; the memory is the velocity."""
         whole, change = self.weights[index]
         last = velocity if memory is None else memory
         return latents + whole * velocity + change * (velocity - last), velocity
@@ -90,7 +81,8 @@ def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
     return torch.linspace(start, num_steps - 1, num + 1).floor().long().tolist()[:-1]
 
 
-SOLVERS: dict[str, Callable[..., Solver]] = {"dpm": DPMSolver, "extrapolate": Extrapolation}
+Solver = DPMSolver | Extrapolation
+SOLVERS = {"dpm": DPMSolver, "extrapolate": Extrapolation}
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.base import checksums, folders, shipped
+from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -101,12 +101,6 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
     adapter = lora_files.check(candidate.lora)
     model = candidate.config.model
     lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
-
-
-def check_bytes(candidates: list[Candidate]) -> None:
-    """Raises UserError for weights, trained in full, that are not those that were written, where checksums tell."""
-    for folder in {candidate.transformer.parent for candidate in candidates if candidate.transformer}:
-        checksums.check(folder)
 
 
 def load(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:

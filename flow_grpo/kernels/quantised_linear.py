@@ -124,14 +124,9 @@ def float8_product(
     bias = None if bias is None else bias.to(torch.bfloat16)
     if x[..., 0].numel() < FEW_ROWS:
         return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
-    largest = None if largest is None else largest.flatten(0, -2)
-    return _product(x.flatten(0, -2), rows.T, scale.T, bias, largest).unflatten(0, x.shape[:-1])
-
-
-def _product(x: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None) -> Tensor:
-    """x [n, k], of |x| up to `largest` [n, 1], times e4m3 columns [k, m] of scales [1, m]; [n, m] bf16."""
-    rows, row_scale = quantise(padded(x), None if largest is None else padded(largest))
-    return product_of_rows(rows, row_scale, columns, scale, bias)[: len(x)]
+    flat, largest = x.flatten(0, -2), None if largest is None else padded(largest.flatten(0, -2))
+    out = product_of_rows(*quantise(padded(flat), largest), rows.T, scale.T, bias)
+    return out[: len(flat)].unflatten(0, x.shape[:-1])
 
 
 def padded(x: Tensor) -> Tensor:

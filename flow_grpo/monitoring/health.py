@@ -90,6 +90,7 @@ def summarize(records: list[dict], config) -> Epoch:
     epoch = next(record for record in records if record["kind"] == "epoch")
     updates = [record for record in records if record["kind"] == "update"]
     evaluation = next((record for record in records if record["kind"] == "eval"), {})
+    error = evaluation.get("eval/std_error", math.nan)
     losses = _values(updates, "policy_loss")
     distances = _values(updates, "reference_distance") or _values(updates, "kl_reference")
     grad_norms = _values(updates, "grad_norm")
@@ -103,13 +104,9 @@ def summarize(records: list[dict], config) -> Epoch:
         loss=statistics.fmean(losses) if losses else None,
         distance=statistics.fmean(distances) if distances else None,
         evaluation=evaluation.get(f"eval/{config.eval.get('best_by', 'avg')}"),
-        evaluation_error=_finite(evaluation.get("eval/std_error")),
+        evaluation_error=error if math.isfinite(error) else None,
         acted=bool(epoch.get("health/action_taken", 0.0)),
     )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _values(updates: list[dict], name: str) -> list[float]:

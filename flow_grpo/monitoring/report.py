@@ -178,13 +178,10 @@ def changed_settings(runs: Sequence[Recorded]) -> Table:
     defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
     keys = sorted({key for run in runs for key in run.stored} | {*defaults})
     keys = [key for key in keys if key not in NOT_SHOWN and not key.endswith("token")]
-    rows = [[key, *(_shown(values.get(key)) for values in (defaults, *(run.stored for run in runs)))] for key in keys]
+    columns = defaults, *(run.stored for run in runs)
+    rows = [[key, *("" if (value := values.get(key)) is None else str(value) for values in columns)] for key in keys]
     rows = [row for row in rows if any(value != row[1] for value in row[2:])]
     return Table(["setting", "default", *(run.label for run in runs)], rows)
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def phases(runs: Sequence[Recorded]) -> Table:

@@ -105,7 +105,8 @@ async def read_job(request: Request, limits: Limits, hold: Hold, threads: Thread
             most = limits.max_body_bytes // PIXEL_BYTES
             raise HTTPException(413, f"the images have {content.num_pixels} pixels together; at most {most}")
         hold.take(PIXEL_COST * content.num_pixels)
-        images = await asyncio.wrap_future(threads.submit(_unpack, content.files, limits))
+        decoded = threads.submit(lambda: [unpack_image(file, limits.max_side) for file in content.files])
+        images = await asyncio.wrap_future(decoded)
     except TimeoutError as error:
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
@@ -167,7 +168,3 @@ def _list_in(body: dict, key: str) -> list:
     if not isinstance(body, dict) or not isinstance(body.get(key), list):
         raise ValueError(f"no object with a list {key!r}")
     return body[key]
-
-
-def _unpack(files: list[bytes], limits: Limits) -> list[Tensor]:
-    return [unpack_image(file, limits.max_side) for file in files]

@@ -27,15 +27,10 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_metrics["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     health_actions.watch(run, epoch)
-    seconds_left = run.seconds_left
+    seconds_left = distributed.broadcast_object(run.seconds_left)  # of the main rank: all end after the same epoch
     run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left)
     run.epoch_metrics, run.num_forwards, run.on_policy = {}, 0, True
-    run.stopped = run.stopped or _out_of_time(run, seconds_left)
-
-
-def _out_of_time(run: Run, seconds_left: float) -> bool:
-    """Whether config.max_hours have passed, by the main rank's clock: every rank ends after the same epoch."""
-    return bool(run.config.max_hours) and distributed.broadcast_object(seconds_left <= 0)
+    run.stopped = run.stopped or seconds_left <= 0
 
 
 def _complete(run: Run) -> None:

@@ -58,8 +58,8 @@ def optimizer_step(run: Run) -> None:
     finite = bool(grad_norm.isfinite())  # of all ranks: they decide alike
     if not finite:
         _raise_unless_scaled(run, grad_norm)
-    if run.config.precision == "fp16":
-        _update_loss_scale(run, finite)
+    if run.config.precision == "fp16":  # a scaled loss that overflows skips its step, and the next one is scaled less
+        run.loss_scale.mul_(2 ** (1 / 1000) if finite else 0.5).clamp_(max=2.0**16)
     if finite:
         move_weights(run)
     run.optimizer.zero_grad()
@@ -83,11 +83,6 @@ def move_weights(run: Run) -> None:
     run.optimizer.step()
     if offloads:
         offload.offload_optimizer_state(run.optimizer)
-
-
-def _update_loss_scale(run: Run, finite: bool) -> None:
-    """An overflow of the scaled loss is no fault of the loss: its step is skipped, and the next one is scaled less."""
-    run.loss_scale.mul_(2 ** (1 / 1000) if finite else 0.5).clamp_(max=2.0**16)
 
 
 def learning_rate(run: Run) -> float:

@@ -86,23 +86,20 @@ def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) 
         noisy = noisy_steps(batch)
         generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
         shared = run.config.sample.same_latent and not num_branches and len(noisy)
+        latents = None
+        if shared:  # what all images of a group start from, on whatever rank: they are one until the window
+            of_group = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
+            latents = run.model.noise(run.size, of_group)
         yield from prepare_encode(
             SamplingJob(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size),
             noisy=noisy,
             names=[(batch, row) for row in range(len(batch.images))],
             num_branches=num_branches,
             scheduler=run.scheduler,
-            latents=_group_noise(run, epoch, batch) if shared else None,
+            latents=latents,
             groups=batch.groups if shared else None,
             short=[shorten(prompt) for prompt in batch.prompts] if multiple else None,
         )
-
-
-def _group_noise(run: Run, epoch: int, batch: Batch) -> Tensor:
-    """What all images of a group start from, on whatever rank (sample.same_latent): they are one until the window."""
-    return run.model.noise(
-        run.size, [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
-    )
 
 
 def to_rollout(run: Run, samples: Samples, batch: Batch) -> Rollout:

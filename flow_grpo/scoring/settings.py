@@ -83,23 +83,18 @@ def check_device(name: str, key: str) -> None:
 
 
 def check_urls(key: str, urls: str | list[str]) -> None:
-    """Raises UserError unless it is a server's address, or a list of such."""
+    """Raises UserError unless it is a server's address, or a list of such, without a password: the config is stored."""
     if not urls_of(urls):
         raise UserError(f"{key} is an empty list")
     for url in urls_of(urls):
-        check_url(key, url)
-
-
-def check_url(key: str, url: Any) -> None:
-    """Raises UserError unless it is a server's address, without a password: the config is stored."""
-    try:
-        parts = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError) as error:
-        raise UserError(f"{key} is {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.host:
-        raise UserError(f"{key} is {url!r}; it begins with http:// or https://")
-    if parts.userinfo:
-        raise UserError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
+        try:
+            parts = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError) as error:
+            raise UserError(f"{key} is {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise UserError(f"{key} is {url!r}; it begins with http:// or https://")
+        if parts.userinfo:
+            raise UserError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
 
 
 def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
