@@ -32,6 +32,14 @@ def board(tmp_path):
     board.close()
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """The time that a dashboard sees, in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
 def draw(num_images, size=64, seed=0):
     return torch.rand(num_images, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
@@ -44,15 +52,18 @@ def epochs_of(run_dir):
     return [json.loads(line)["epoch"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_meter_means_are_over_rows_however_batches_were_cut():
-    values, meter = normal(37), Meter()
-    for batch in values.split(10):
-        meter.add(loss=batch.requires_grad_())
-        meter.add_max(peak=batch)
-    meter.add(learning_rate=0.5)
-    popped = meter.pop(over_ranks)
-    assert popped == pytest.approx({"loss": values.mean().item(), "peak": values.max().item(), "learning_rate": 0.5})
-    assert meter.pop(over_ranks) == {}
+def test_meter_means_are_over_rows_however_batches_and_ranks_were_cut():
+    values, ranks, sent = normal(37), [Meter(), Meter()], []
+    for number, batch in enumerate(values.split(10)):
+        ranks[number % 2].add(loss=batch.requires_grad_(), learning_rate=0.5)
+        ranks[number % 2].add_max(peak=batch)
+        ranks[number % 2].add_spread(ratio=batch)
+    ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
+    popped = ranks[0].pop(lambda sums, maxima: (sums + sent[0], torch.maximum(maxima, sent[1])))
+    mean, spread = values.mean().item(), values.std(correction=0).item()
+    figures = {"loss": mean, "ratio_mean": mean, "ratio_std": spread, "peak": values.max().item()}
+    assert popped == pytest.approx(figures | {"learning_rate": 0.5})
+    assert ranks[0].pop(over_ranks) == {}
 
 
 def test_meter_resolves_the_spread_of_a_ratio_near_one():
@@ -64,29 +75,6 @@ def test_meter_resolves_the_spread_of_a_ratio_near_one():
     assert popped["ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-12)
     meter.add_spread(ratio=torch.tensor([1.0, torch.nan]))
     assert meter.pop(over_ranks)["ratio_std"] != 0
-
-
-def test_meter_over_two_ranks_equals_one():
-    values = normal(30)
-    ranks = [Meter(), Meter()]
-    for meter, rows in zip(ranks, values.split([7, 23])):
-        meter.add(loss=rows)
-        meter.add_spread(ratio=rows)
-        meter.add_max(peak=rows)
-    sent = []
-    ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
-
-    def reduce(sums, maxima):
-        return sums + sent[0], torch.maximum(maxima, sent[1])
-
-    assert ranks[0].pop(reduce) == pytest.approx(
-        {
-            "loss": values.mean().item(),
-            "ratio_mean": values.mean().item(),
-            "ratio_std": values.std(correction=0).item(),
-            "peak": values.max().item(),
-        }
-    )
 
 
 def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
@@ -127,9 +115,8 @@ def test_every_metric_says_what_it_means_and_what_to_expect():
     assert all(metric.meaning and metric.expect for metric in METRICS.values())
 
 
-def test_phases_are_timed_into_the_epochs_line(tmp_path, monkeypatch):
-    waited, now = [], [100.0]
-    monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+def test_phases_are_timed_into_the_epochs_line(tmp_path, now):
+    waited = []
     board = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True, synchronize=lambda: waited.append(1))
     for phase in ("rollout", "eval", "rollout"):
         with board.timed(phase):
@@ -161,9 +148,7 @@ def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
     assert err == ""
 
 
-def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_end(board, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_end(now, board, capsys):
     board.config.num_epochs = 10
     for epoch, left in enumerate([{}, dict(seconds_left=150.0), dict(seconds_left=1e6), dict(seconds_left=-1.0)]):
         with board.timed("rollout"):
@@ -173,9 +158,7 @@ def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_e
     assert etas == ["15:00", "03:20", "11:40", "00:00"]
 
 
-def test_what_takes_long_is_a_line_a_minute_where_there_is_no_terminal(board, capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+def test_what_takes_long_is_a_line_a_minute_where_there_is_no_terminal(now, board, capsys):
     for _ in board.bar(range(5), "epoch 1, update"):
         now[0] += 40
     out, err = capsys.readouterr()

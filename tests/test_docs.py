@@ -250,24 +250,16 @@ def coming_from(section):
     return rows[1:]
 
 
-def test_the_settings_that_have_the_part_of_other_code_bases_are_settings_here():
+def test_settings_metrics_and_functions_that_have_the_part_of_other_code_bases_are_there():
     sources = "Flow-GRPO and TempFlow-GRPO", "DiffusionNFT", "DanceGRPO and MixGRPO"
     rows = [row for source in sources for row in coming_from(f"Settings of {source}")]
-    ours = [key for row in rows for key in re.findall(r"`([^`]+)`", row[1])]
-    assert len(ours) > 80
-    assert [key for key in ours if key not in table.BY_KEY] == []
-
-
-def test_the_metrics_that_other_code_bases_name_are_metrics_here():
-    ours = [name for row in coming_from("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]
-    assert len(ours) > 15
-    assert [name for name in ours if not metrics.explain(name)] == []
-
-
-def test_the_functions_that_take_the_place_of_published_ones_are_there():
-    named = [name for row in coming_from("Python") for name in re.findall(r"`(\w+_with_logprob)\.(\w+)`", row[1])]
-    assert len(named) == 4
-    for module, name in named:
+    keys = [key for row in rows for key in re.findall(r"`([^`]+)`", row[1])]
+    figures = [name for row in coming_from("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]
+    functions = [name for row in coming_from("Python") for name in re.findall(r"`(\w+_with_logprob)\.(\w+)`", row[1])]
+    assert (len(keys) > 80, len(figures) > 15, len(functions)) == (True, True, 4)
+    assert [key for key in keys if key not in table.BY_KEY] == []
+    assert [name for name in figures if not metrics.explain(name)] == []
+    for module, name in functions:
         assert hasattr(importlib.import_module(f"flow_grpo.diffusers_patch.{module}"), name)
 
 

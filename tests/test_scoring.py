@@ -24,7 +24,7 @@ from PIL import Image
 from small import ENV, as_prompts, config_of
 
 from flow_grpo import rewards
-from flow_grpo.rewards.clients import client, pickled, wire
+from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring.pool import Pool
@@ -415,11 +415,6 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
     assert strict == [False, True]
     assert found["score"].tolist() == [0, 0.5, 1]
     assert found["strict"].tolist() == [0, 1, 0]
-
-
-def test_plain_data_come_through_a_pickle():
-    data = {"a": [1, 2.5, "x", None, True], "b": np.arange(6.0).reshape(2, 3), "c": np.float64(2)}
-    assert pickled.loads(pickle.dumps(data)) == {"a": [1, 2.5, "x", None, True], "b": [[0, 1, 2], [3, 4, 5]], "c": 2.0}
 
 
 def chat(text):
