@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,38 +22,6 @@ from flow_grpo.settings import checks
 from flow_grpo.weights import fsdp_utils
 
 NAME = "shapes_qwenimage_pr"
-
-
-def copy(source, target):
-    def step():
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, target)
-
-    return step
-
-
-def write(file, text):
-    return lambda: Path(file).write_text(text)
-
-
-def edit(file, **values):
-    return lambda: Path(file).write_text(json.dumps(json.loads(Path(file).read_text()) | values))
-
-
-def make(folder):
-    return lambda: Path(folder).mkdir()
-
-
-def link(path, target):
-    def step():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).symlink_to(Path(target).absolute())
-
-    return step
-
-
-def remove(path):
-    return lambda: folders.remove(Path(path))
 
 
 def best_of(folder):
@@ -109,75 +78,75 @@ def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
     assert len(lines_of(tmp_path / f"{NAME}_smoke", "epoch")) == 2
 
 
-RUN, SECOND, LAST = f"runs/{NAME}_smoke", f"new/{NAME}_smoke", "checkpoints/epoch_000002"
-REFUSED = {  # what is done in a folder that has RUN, and the settings of a resumed run, of which one is resume_from
-    "another folder": ([copy(f"{RUN}/{LAST}", "mine/things/epoch_000002")], "mine/things/epoch_000002", {}),
-    "another folder's checkpoints": ([copy(f"{RUN}/{LAST}", f"mine/{LAST}")], f"mine/{LAST}", {}),
+RUN, LAST = f"runs/{NAME}_smoke", "checkpoints/epoch_000002"
+NEWEST = f"{RUN}/{LAST}"
+RENAME_TO_B = """sed -i 's/"run_name": "[^"]*"/"run_name": "b"/'"""  # in a stored config
+REFUSED = {  # commands in a folder that has RUN, and a resumed run's resume_from and other settings
+    "another folder": (f"mkdir -p mine/a; cp -r {NEWEST} mine/a", "mine/a/epoch_000002", {}),
+    "another folder's checkpoints": (f"mkdir -p mine; cp -r {RUN}/checkpoints mine", f"mine/{LAST}", {}),
     "a config of others": (
-        [copy(f"{RUN}/{LAST}", f"mine/{LAST}"), write("mine/config.json", '{"name": "mine"}')], f"mine/{LAST}", {}
+        f"""mkdir mine; cp -r {RUN}/checkpoints mine; echo '{{"name": "mine"}}' > mine/config.json""",
+        f"mine/{LAST}", {},
     ),
-    "a copied run": ([copy(RUN, f"backup/{NAME}_smoke")], f"backup/{NAME}_smoke/{LAST}", {}),
-    "a renamed run": ([copy(RUN, "runs/renamed")], f"runs/renamed/{LAST}", dict(run_name="renamed")),
-    "a renamed run, latest": ([copy(RUN, "runs/renamed")], "latest", dict(run_name="renamed")),
-    "the name of a number": ([copy(RUN, f"{RUN}-2")], "latest", dict(run_name=f"{NAME}_smoke-2")),
-    "another run_name": ([], f"{RUN}/{LAST}", dict(run_name="other")),
-    "another run_name, all checkpoints": ([], f"{RUN}/checkpoints", dict(run_name="other")),
-    "another run_name, best": ([], f"{RUN}/best/checkpoint", dict(run_name="other")),
-    "another output_dir": ([], f"{RUN}/{LAST}", dict(output_dir="new")),
-    "a name that begins alike": ([], f"{RUN}/{LAST}", dict(run_name="shapes")),
-    "a longer name": ([], f"{RUN}/{LAST}", dict(run_name=f"{NAME}_smoke-2-2")),
-    "a run called best": ([copy(RUN, "runs/best")], f"runs/best/{LAST}", {}),
-    "a checkpoint in a checkpoint": ([], f"{RUN}/{LAST}/best/checkpoint", {}),
-    "a checkpoint at the top": ([copy(f"{RUN}/{LAST}", f"{RUN}/epoch_000002")], f"{RUN}/epoch_000002", {}),
-    "a checkpoint in images/": ([copy(f"{RUN}/{LAST}", f"{RUN}/images/epoch_000002")], f"{RUN}/images", {}),
+    "a copied run": ("cp -r runs backup", f"backup/{NAME}_smoke/{LAST}", {}),
+    "a renamed run": (f"cp -r {RUN} runs/renamed", f"runs/renamed/{LAST}", dict(run_name="renamed")),
+    "a renamed run, latest": (f"cp -r {RUN} runs/renamed", "latest", dict(run_name="renamed")),
+    "the name of a number": (f"cp -r {RUN} {RUN}-2", "latest", dict(run_name=f"{NAME}_smoke-2")),
+    "another run_name": ("", NEWEST, dict(run_name="other")),
+    "another run_name, all checkpoints": ("", f"{RUN}/checkpoints", dict(run_name="other")),
+    "another run_name, best": ("", f"{RUN}/best/checkpoint", dict(run_name="other")),
+    "another output_dir": ("", NEWEST, dict(output_dir="new")),
+    "a name that begins alike": ("", NEWEST, dict(run_name="shapes")),
+    "a longer name": ("", NEWEST, dict(run_name=f"{NAME}_smoke-2-2")),
+    "a run called best": (f"cp -r {RUN} runs/best", f"runs/best/{LAST}", {}),
+    "a checkpoint in a checkpoint": ("", f"{NEWEST}/best/checkpoint", {}),
+    "a checkpoint at the top": (f"cp -r {NEWEST} {RUN}", f"{RUN}/epoch_000002", {}),
+    "a checkpoint in images/": (f"cp -r {NEWEST} {RUN}/images", f"{RUN}/images", {}),
     "another run's, copied into checkpoints": (
-        [copy(RUN, "runs/b"), edit("runs/b/config.json", run_name="b")], "runs/b/checkpoints", dict(run_name="b")
+        f"cp -r {RUN} runs/b; {RENAME_TO_B} runs/b/config.json", "runs/b/checkpoints", dict(run_name="b")
     ),
     "another run's by a link": (
-        [copy(RUN, "runs/b"), edit("runs/b/config.json", run_name="b"), remove("runs/b/checkpoints"),
-         link("runs/b/checkpoints", f"{RUN}/checkpoints")], "latest", dict(run_name="b"),
+        f"cp -r {RUN} runs/b; {RENAME_TO_B} runs/b/config.json; rm -r runs/b/checkpoints; "
+        f"ln -s $PWD/{RUN}/checkpoints runs/b", "latest", dict(run_name="b"),
     ),
     "best/ by a link": (
-        [copy(RUN, SECOND), remove(f"{SECOND}/best"), link(f"{SECOND}/best", f"{RUN}/best")],
-        "latest", dict(output_dir="new"),
+        f"cp -r runs new; rm -r new/*/best; ln -s $PWD/{RUN}/best new/{NAME}_smoke", "latest", dict(output_dir="new")
     ),
-    "a link to checkpoints elsewhere": ([link("ck", f"{RUN}/checkpoints")], "ck", dict(run_name="other")),
+    "a link to checkpoints elsewhere": (f"ln -s {RUN}/checkpoints ck", "ck", dict(run_name="other")),
     "a link out of the run": (
-        [copy(f"{RUN}/{LAST}", "disk/epoch_000009"), link(f"{RUN}/checkpoints/epoch_000009", "disk/epoch_000009")],
+        f"mkdir disk; cp -r {NEWEST} disk/epoch_000009; ln -s $PWD/disk/epoch_000009 {RUN}/checkpoints",
         f"{RUN}/checkpoints/epoch_000009", {},
     ),
-    "a link to itself": ([link("loop", "loop")], "loop", {}),
-    "the run's folder": ([], RUN, {}),
-    "the folder of runs": ([], "runs", {}),
-    "a file": ([], f"{RUN}/config.json", {}),
-    "nothing there": ([], f"{RUN}/checkpoints/epoch_000009", {}),
-    "an empty folder": ([make("mine")], "mine", {}),
-    "an empty folder called as a checkpoint": ([make("epoch_000002")], "epoch_000002", {}),
-    "a config that was deleted": ([remove(f"{RUN}/config.json")], f"{RUN}/{LAST}", {}),
-    "a config that was deleted, latest": ([remove(f"{RUN}/config.json")], "latest", {}),
-    "an old run of another name in the way": ([edit(f"{RUN}/config.json", run_name="b")], "latest", {}),
+    "a link to itself": ("ln -s loop loop", "loop", {}),
+    "the run's folder": ("", RUN, {}),
+    "the folder of runs": ("", "runs", {}),
+    "a file": ("", f"{RUN}/config.json", {}),
+    "nothing there": ("", f"{RUN}/checkpoints/epoch_000009", {}),
+    "an empty folder": ("mkdir mine", "mine", {}),
+    "an empty folder called as a checkpoint": ("mkdir epoch_000002", "epoch_000002", {}),
+    "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}),
+    "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}),
+    "an old run of another name in the way": (f"{RENAME_TO_B} {RUN}/config.json", "latest", {}),
 }  # fmt: skip
 GOES_ON = {  # and the folder that it goes on in
-    "a checkpoint": ([], f"{RUN}/{LAST}", RUN),
-    "an older one": ([], f"{RUN}/checkpoints/epoch_000001", RUN),
-    "all": ([], f"{RUN}/checkpoints", RUN),
-    "a checkpoint's parent by ..": ([], f"{RUN}/{LAST}/..", RUN),
-    "the best evaluation's": ([], f"{RUN}/best/checkpoint", RUN),
-    "a link to a checkpoint": ([link("d/ck", f"{RUN}/checkpoints")], "d/ck/epoch_000002", RUN),
+    "a checkpoint": ("", NEWEST, RUN),
+    "an older one": ("", f"{RUN}/checkpoints/epoch_000001", RUN),
+    "all": ("", f"{RUN}/checkpoints", RUN),
+    "a checkpoint's parent by ..": ("", f"{NEWEST}/..", RUN),
+    "the best evaluation's": ("", f"{RUN}/best/checkpoint", RUN),
+    "a link to a checkpoint": (f"ln -s {RUN}/checkpoints ck", "ck/epoch_000002", RUN),
     "checkpoints on another disk": (
-        [copy(f"{RUN}/checkpoints", "disk/ck"), remove(f"{RUN}/checkpoints"), link(f"{RUN}/checkpoints", "disk/ck")],
-        "disk/ck/epoch_000002", RUN,
+        f"mkdir disk; mv {RUN}/checkpoints disk; ln -s $PWD/disk/checkpoints {RUN}", f"disk/{LAST}", RUN
     ),
-    "the second of a name": ([copy(RUN, f"{RUN}-2")], f"{RUN}-2/{LAST}", f"{RUN}-2"),
-    "latest": ([], "latest", RUN),
-    "latest, beside an empty one": ([make(f"{RUN}-2")], "latest", RUN),
-    "latest, beside one without a checkpoint": (
-        [copy(f"{RUN}/config.json", f"{RUN}-2/config.json")], "latest", RUN
+    "the second of a name": (f"cp -r {RUN} {RUN}-2", f"{RUN}-2/{LAST}", f"{RUN}-2"),
+    "latest": ("", "latest", RUN),
+    "latest, beside an empty one": (f"mkdir {RUN}-2", "latest", RUN),
+    "latest, beside one without a checkpoint": (f"mkdir {RUN}-2; cp {RUN}/config.json {RUN}-2", "latest", RUN),
+    "latest, where the first was deleted": (
+        f"cp -r {RUN} {RUN}-10; cp -r {RUN} {RUN}-9; rm -r {RUN}", "latest", f"{RUN}-10"
     ),
-    "latest, where the first was deleted": ([copy(RUN, f"{RUN}-10"), copy(RUN, f"{RUN}-9"), remove(RUN)], "latest",
-                                            f"{RUN}-10"),
     "latest, beside another run": (
-        [copy(RUN, f"{RUN}-2"), edit(f"{RUN}-2/config.json", run_name=f"{NAME}_smoke-2")], "latest", RUN
+        f"cp -r {RUN} {RUN}-2; sed -i 's/{NAME}_smoke/&-2/' {RUN}-2/config.json", "latest", RUN
     ),
 }  # fmt: skip
 
@@ -195,18 +164,19 @@ def sums_of(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def prepared(source, folder, steps, monkeypatch):
+def prepared(source, folder, commands, monkeypatch):
     shutil.copytree(source, folder, dirs_exist_ok=True)
     monkeypatch.chdir(folder)
-    for step in steps:
-        step()
+    subprocess.run(["sh", "-ec", commands], check=True)
     return sums_of(folder)
 
 
-@pytest.mark.parametrize(("steps", "resume_from", "others"), REFUSED.values(), ids=REFUSED)
-def test_a_run_goes_on_from_nothing_but_its_own_folder(two_epochs, tmp_path, steps, resume_from, others, monkeypatch):
+@pytest.mark.parametrize(("commands", "resume_from", "others"), REFUSED.values(), ids=REFUSED)
+def test_a_run_goes_on_from_nothing_but_its_own_folder(
+    two_epochs, tmp_path, commands, resume_from, others, monkeypatch
+):
     source, how = two_epochs
-    before = prepared(source, tmp_path, steps, monkeypatch)
+    before = prepared(source, tmp_path, commands, monkeypatch)
     config = config_of(NAME, **how | dict(resume_from=resume_from, output_dir="runs") | others)
     with pytest.raises(ValueError, match=r"^config\.resume_from|link into another run's folder"):
         resume.take_folder(config)
@@ -217,15 +187,15 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(two_epochs, tmp_path, ste
 
 def test_a_new_run_leaves_an_older_one_of_its_name_alone(two_epochs, tmp_path, monkeypatch):
     source, how = two_epochs
-    before = prepared(source, tmp_path, [], monkeypatch)
+    before = prepared(source, tmp_path, "", monkeypatch)
     assert train(NAME, "runs", **how | dict(num_epochs=1)) == Path(RUN + "-2")
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
 
-@pytest.mark.parametrize(("steps", "resume_from", "goes_on_in"), GOES_ON.values(), ids=GOES_ON)
-def test_a_run_goes_on_in_its_own_folder(two_epochs, tmp_path, steps, resume_from, goes_on_in, monkeypatch):
+@pytest.mark.parametrize(("commands", "resume_from", "goes_on_in"), GOES_ON.values(), ids=GOES_ON)
+def test_a_run_goes_on_in_its_own_folder(two_epochs, tmp_path, commands, resume_from, goes_on_in, monkeypatch):
     source, how = two_epochs
-    before = prepared(source, tmp_path, steps, monkeypatch)
+    before = prepared(source, tmp_path, commands, monkeypatch)
     config = config_of(NAME, "runs", **how | dict(resume_from=resume_from))
     checks.drop_unused_rewards(config)
     place = resume.take_folder(config)
