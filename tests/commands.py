@@ -5,9 +5,8 @@ import importlib.util
 import re
 import shlex
 
-from small import ROOT
+from small import ROOT, plan
 
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.settings import command_line, table
 
 PROGRAMS = {"python", "torchrun", "make", "pip", "source", "export", "git", "cd", "hf", "cp", "mkdir", "sbatch", "kill"}
@@ -86,7 +85,6 @@ def check_config(name, source, arguments, world_size, own_configs):
     config = command_line.config_of(arguments, DEFAULT.search(source)[1])
     assert config.algorithm in table.SCRIPTS
     if "prepare_preferences" not in name:
-        plan = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
         plan(config, world_size)
 
 

@@ -13,12 +13,14 @@ import train_qwenimage_pr
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
+from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.monitoring.metrics import explain
-from flow_grpo.settings import config_files
+from flow_grpo.settings import checks, config_files, table
 
 ROOT = Path(__file__).parents[1]
+CHECKS = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}  # by algorithm
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 MODELS = {name: registry.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
@@ -30,6 +32,11 @@ CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
 def as_prompts(texts):
     """Prompts of these texts."""
     return [Prompt(text) for text in texts]
+
+
+def plan(config, world_size=1):
+    """How the images or the pairs of a config divide over ranks."""
+    return (batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches)(config, world_size)
 
 
 def file_of(name):

@@ -6,8 +6,8 @@ import torch
 import train_qwenimage
 import train_qwenimage_nft
 from hostile import http_server
-from safetensors.torch import load_file
-from small import exported, lines_of, train
+from recorded import assert_same
+from small import lines_of, stored, train
 from test_scoring import served
 
 from flow_grpo import rewards
@@ -20,16 +20,6 @@ WINDOW, BRANCHES, NFT, DPO = (
     "shapes_qwenimage_nft",
     "shapes_qwenimage_dpo,online",
 )
-
-
-def weights_of(folder):
-    return load_file(exported(folder))
-
-
-def assert_same_run(folder, other):
-    assert lines_of(folder) == lines_of(other)
-    ours, theirs = weights_of(folder), weights_of(other)
-    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +49,7 @@ def test_every_backend_trains_the_same_weights_and_stores_no_token(
     for backend in backends:
         how = dict(reward__backend=backend)
         how = dict(reward__args={"jpeg_compressibility": {"url": address}}) if backend == "url" else how
-        assert_same_run(inline, train(name, tmp_path / backend, **how, **common))
+        assert_same(inline, train(name, tmp_path / backend, **how, **common), epochs["num_epochs"])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
@@ -143,7 +133,7 @@ def test_a_masked_image_does_not_move_the_policy(name, run_with):
     plain, spoilt = (lines_of(folder, "update") for folder in folders)
     assert all(line["grad_norm"] > 0 for line in plain)
     assert [line["grad_norm"] for line in plain] == [line["grad_norm"] for line in spoilt]
-    ours, theirs = map(weights_of, folders)
+    ours, theirs = (stored(folder, epoch=1) for folder in folders)
     assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
 
 

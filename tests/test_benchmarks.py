@@ -4,14 +4,12 @@ import bench
 import pytest
 import random_model
 from flops import row_flops
-from small import MODELS, as_prompts, config_of, loaded
+from small import CHECKS, MODELS, as_prompts, config_of, loaded, plan
 
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import optimization, startup
-from flow_grpo.settings import checks, table
 
 
 def test_both_epochs_draw_one_prompt(tmp_path):
@@ -26,7 +24,7 @@ def test_both_epochs_draw_one_prompt(tmp_path):
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatch):
     """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
-    how = dict(sample__guidance_scale=guidance, sample__completion_batch_size=1)
+    how = dict(sample__guidance_scale=guidance, sample__completion_batch_size=1, sample__num_prompts_per_epoch=2)
     how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2)
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
@@ -50,10 +48,8 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """Its weights are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
-    checked = {s.algorithm: s for s in (checks.GRPO, checks.PR, checks.NFT, checks.DPO)}[config.algorithm]
-    startup.check_settings(config, checked)
-    plan = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
-    assert plan(config, 1).batches_per_epoch >= 1
+    startup.check_settings(config, CHECKS[config.algorithm])
+    assert plan(config).batches_per_epoch >= 1
     assert name == script.replace("flux", "qwenimage").replace("sd3", "qwenimage")
     with random_model.registered(family, "Random"):
         assert registry.model_class(config.model) is family

@@ -4,11 +4,10 @@ import ast
 import itertools
 
 import pytest
-from small import ROOT
+from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
 from flow_grpo import rewards
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
 from flow_grpo.monitoring import health
 from flow_grpo.scoring.settings import RewardSettings
@@ -16,7 +15,6 @@ from flow_grpo.settings import checks, table
 from flow_grpo.weights import policies
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
-SCRIPTS = {"grpo": checks.GRPO, "pr": checks.PR, "nft": checks.NFT, "dpo": checks.DPO}
 
 
 def test_every_entry_is_one_key_of_a_known_section_whose_default_it_allows():
@@ -37,7 +35,7 @@ def other_value(setting):
 
 
 def test_a_script_refuses_exactly_the_settings_that_its_entries_do_not_give_it():
-    for algorithm, script in SCRIPTS.items():
+    for algorithm, script in CHECKS.items():
         ignored = [setting for setting in table.SETTINGS if algorithm not in setting.used_by]
         assert len(ignored) > 5
         for setting in ignored:
@@ -99,12 +97,12 @@ def test_every_run_passes_its_own_scripts_checks():
             continue
         if variant in (",guard", ",dppo"):
             config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian")
-        checks.check(config, SCRIPTS[config.algorithm])
+        checks.check(config, CHECKS[config.algorithm])
         policies.check_lora(config.lora)
         if variant:
             rewards.check_rewards(config.reward_fn)
         if config.algorithm == "dpo":
-            batch_plan.plan_pairs(config, 1)
+            plan(config)
             assert bool(config.preferences.path) == ("online" not in variant)
 
 

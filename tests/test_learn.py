@@ -6,18 +6,11 @@ import learn
 import learn_record
 import pytest
 from PIL import Image
-from small import ROOT
+from small import CHECKS, ROOT, plan
 
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.settings import checks, config_files
 from flow_grpo.weights import policies
 
-CHECKS = {  # script -> what it ignores, its check of config.sample and its plan
-    learn.GRPO: (checks.GRPO, batch_plan.plan_batches),
-    learn.PR: (checks.PR, batch_plan.plan_batches),
-    learn.NFT: (checks.NFT, batch_plan.plan_batches),
-    learn.DPO: (checks.DPO, batch_plan.plan_pairs),
-}
 CATEGORIES = ("counting", "colors")
 
 
@@ -66,10 +59,10 @@ def cells(text, title):
 def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tmp_path):
     config = config_files.load(f"{ROOT / run.config}")
     config.update_from_flattened_dict(learn.settings_of(run, 2, arguments("--out", tmp_path, *gpu)))
-    script, plan = CHECKS[run.script]
-    checks.check(config, script)
+    assert run.script == {"grpo": learn.GRPO, "pr": learn.PR, "nft": learn.NFT, "dpo": learn.DPO}[config.algorithm]
+    checks.check(config, CHECKS[config.algorithm])
     policies.check_lora(config.lora)
-    assert plan(config, 1).updates_per_epoch == config.train.updates_per_epoch
+    assert plan(config).updates_per_epoch == config.train.updates_per_epoch
     assert (config.seed, config.eval.test_freq) == (2, config.eval_freq)
     assert (ROOT / run.script).exists()
 

@@ -5,19 +5,19 @@ import math
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from small import CHECKS, plan
 
 from config import dpo, grpo, nft
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.run import startup
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks, table
+from flow_grpo.settings import table
 from flow_grpo.weights import policies
 
 RUNS = {
-    table.GRPO: (checks.GRPO, grpo.get_config, "shapes_qwenimage,smoke", batch_plan.plan_batches),
-    table.PR: (checks.PR, grpo.get_config, "shapes_qwenimage_pr,smoke", batch_plan.plan_batches),
-    table.NFT: (checks.NFT, nft.get_config, "shapes_qwenimage_nft,smoke", batch_plan.plan_batches),
-    table.DPO: (checks.DPO, dpo.get_config, "shapes_qwenimage_dpo,online,smoke", batch_plan.plan_pairs),
+    table.GRPO: (grpo.get_config, "shapes_qwenimage,smoke"),
+    table.PR: (grpo.get_config, "shapes_qwenimage_pr,smoke"),
+    table.NFT: (nft.get_config, "shapes_qwenimage_nft,smoke"),
+    table.DPO: (dpo.get_config, "shapes_qwenimage_dpo,online,smoke"),
 }
 HUGE = 10**5000  # of more digits than Python writes out
 NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e38, 1e300, -1e300, 10**9, 2**63, -(2**64), HUGE)
@@ -66,11 +66,10 @@ def put(config, key, value):
 
 def check_all(config, algorithm):
     """All that is checked before a file is read or a weight is loaded."""
-    script, _, _, plan = RUNS[algorithm]
-    startup.check_settings(config, script)
+    startup.check_settings(config, CHECKS[algorithm])
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     policies.check_lora(config.lora)
-    plan(config, 1)
+    plan(config)
 
 
 def refusal(check, *arguments):
@@ -105,7 +104,7 @@ def test_any_value_of_any_setting_is_accepted_or_refused_by_its_name(key_and_val
     key, value = key_and_value
     scripts = table.BY_KEY[key].used_by
     algorithm = scripts[number % len(scripts)]
-    _, get_config, name, _ = RUNS[algorithm]
+    get_config, name = RUNS[algorithm]
     config = get_config(name)
     put(config, key, value)
     if message := refusal(check_all, config, algorithm):

@@ -13,7 +13,7 @@ import prepare_preferences
 import pytest
 from refused import assert_refused, otherwise
 from safetensors import SafetensorError
-from small import ROOT, config_of, train
+from small import CHECKS, ROOT, config_of, train
 from test_policies import lora, pipeline_with
 from test_preferences import some_rows, write
 
@@ -303,9 +303,8 @@ def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
 
 def test_a_config_for_another_script_is_refused_with_that_scripts_name():
     runs = {table.GRPO: (grpo, WINDOW), table.PR: (grpo, BRANCHES), table.NFT: (nft, NFT), table.DPO: (dpo, DPO)}
-    scripts = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}
     rows = []
-    for (kind, (file, name)), (other, script) in itertools.product(runs.items(), scripts.items()):
+    for (kind, (file, name)), (other, script) in itertools.product(runs.items(), CHECKS.items()):
         if kind != other:
             check = lambda file=file, name=name, script=script: checks.check(file.get_config(name), script)  # noqa: E731
             rows.append((f"{name} by {other}", check, [f"{name} is a config for {table.SCRIPTS[kind]}"]))

@@ -62,13 +62,14 @@ class Clock:
 
 def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(shallow, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "time", Clock())
-    whole = train(NAME, tmp_path / "whole", num_epochs=2, **shallow)  # without a limit no hours end it
-    timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, **shallow)
+    how = shallow | dict(eval_freq=4)
+    whole = train(NAME, tmp_path / "whole", num_epochs=2, **how)  # without a limit no hours end it
+    timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, **how)
     assert lines_of(timed) == lines_of(whole)
     assert best_of(timed) == best_of(whole)
     for file in ("checkpoints/epoch_000002", "pytorch_lora_weights.safetensors", "best", "reward.png"):
         assert (timed / file).exists()
-    train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, resume_from="latest", **shallow)
+    train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, resume_from="latest", **how)
     assert len(lines_of(timed, "epoch")) == 4, "a resumed run counts its hours anew"
 
 
@@ -188,7 +189,7 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(
 def test_a_new_run_leaves_an_older_one_of_its_name_alone(two_epochs, tmp_path, monkeypatch):
     source, how = two_epochs
     before = prepared(source, tmp_path, "", monkeypatch)
-    assert train(NAME, "runs", **how | dict(num_epochs=1)) == Path(RUN + "-2")
+    assert train(NAME, "runs", **how | dict(num_epochs=1, eval_freq=0, health__action="log")) == Path(RUN + "-2")
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
 
