@@ -1,6 +1,7 @@
 """A config says what it means: no name is unknown, none is ignored, and a wrong one is answered with the nearest."""
 
 import ast
+import dataclasses
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
 from flow_grpo import rewards
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
 from flow_grpo.monitoring import health
 from flow_grpo.scoring.settings import RewardSettings
@@ -139,6 +141,7 @@ def reads():
 def test_every_setting_is_read_somewhere():
     known = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
     known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
+    known |= {f"sample.{field.name}" for field in dataclasses.fields(SamplingParams)}  # SamplingParams.of as well
     known |= {key.replace("settings.", "reward.") for key in known}  # as the pool calls config.reward
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in table.SETTINGS]
     assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
