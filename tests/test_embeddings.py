@@ -45,8 +45,9 @@ def test_what_is_read_is_what_was_encoded(name, guided, tmp_path):
         assert_same(cache.read(prompt), encode(prompt))
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_nft"])
-def test_a_second_run_loads_no_text_encoder_and_logs_the_same(name, shallow, tmp_path, monkeypatch):
+def test_a_second_run_loads_no_text_encoder_and_logs_the_same(shallow, tmp_path, monkeypatch):
+    """Window runs that fill a cache: test_models.py."""
+    name = "shapes_qwenimage_nft"
     how = shallow | dict(num_epochs=1, sample__guidance_scale=2.0)
     cached = how | dict(cache_dir=str(tmp_path / "cache"))
     plain = lines_of(train(name, tmp_path / "plain", **how))

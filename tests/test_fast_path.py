@@ -189,7 +189,6 @@ def test_extrapolation_of_no_step_is_the_plain_walk(shallow, tmp_path):
 
     plain = rewards(sample__flash_ratio=0.0)
     assert rewards(sample__flash_ratio=1.0, sample__flash_solver="extrapolate") == pytest.approx(plain, rel=1e-3)
-    assert rewards(sample__flash_ratio=0.5, sample__flash_solver="extrapolate") != pytest.approx(plain, rel=1e-3)
 
 
 def test_an_epoch_of_two_ranks_is_measured_once():

@@ -14,12 +14,7 @@ from small import config_of
 from config import grpo
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.kernels import flash_attention
-from flow_grpo.kernels.flash_attention import (
-    NAME,
-    attend_first,
-    attend_first_backward,
-    check_capability,
-)
+from flow_grpo.kernels.flash_attention import NAME, attend_first, attend_first_backward, check_capability
 from flow_grpo.run import startup
 
 ROWS, TOKENS, HEADS, WIDTH = 3, 70, 2, 128

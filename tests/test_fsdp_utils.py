@@ -12,19 +12,7 @@ from diffusers import QwenImageTransformer2DModel
 from rounding import rounding
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from two_ranks import (
-    CPU,
-    MAX_NORM,
-    TINY,
-    UNITS,
-    adapter_weights,
-    base,
-    build,
-    launch,
-    optimizer_of,
-    train,
-    velocity,
-)
+from two_ranks import CPU, MAX_NORM, TINY, UNITS, adapter_weights, base, build, launch, optimizer_of, train, velocity
 
 from flow_grpo.base import distributed
 from flow_grpo.kernels import compilation
@@ -169,22 +157,20 @@ def ranks(folder):
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full weights"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "offload"])
 def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
+    before = fsdp_utils.full_state_dict(build(folder / "base", lora=lora))
     one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
+    assert all((one["weights"][name] - before[name]).abs().max() > 1e-3 for name in before if "to_q" in name)
     torch.testing.assert_close(two["norms"], one["norms"], atol=0, rtol=1e-4)
     torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)  # 3e-7 a step: optimizer_of
     assert ranks[1][layout, lora]["norms"] == two["norms"]
     assert ranks[1][layout, lora]["weights"] == {}
 
 
-def test_a_plain_backward_through_sharded_weights_gives_the_gradients_of_one_rank(folder, ranks):
+def test_a_backward_through_sharded_weights_reduces_gradients_forward_by_forward_to_those_of_one_rank(folder, ranks):
     expected = gradients_of_two_forwards(folder / "base", None)["gradients"]
     for rank in ranks:
         torch.testing.assert_close(rank["two forwards"]["gradients"], expected, atol=1e-6, rtol=1e-5)
-
-
-def test_sharded_gradients_are_reduced_forward_by_forward(ranks):
-    for rank in ranks:
         assert rank["two forwards"]["counts"] == [71, 71]
 
 
@@ -193,18 +179,10 @@ def test_a_step_without_any_gradient_is_refused():
         fsdp_utils.clip_grad_norm([torch.nn.Parameter(torch.ones(2))], 1.0)
 
 
-def test_sharded_units_are_compiled(ranks):
-    assert [rank["compiled units"] for rank in ranks] == [TINY["num_layers"]] * 2
-
-
-def test_every_unit_but_the_first_one_walked_back_to_is_fetched_ahead(ranks):
-    assert [rank["prefetched"] for rank in ranks] == [[0, *[1] * TINY["num_layers"]]] * 2
-
-
-def test_training_moves_the_weights_far_more_than_layouts_may_differ(folder):
-    before = fsdp_utils.full_state_dict(build(folder / "base", lora=True))
-    after = trained(folder / "base", None, True)["weights"]
-    assert all((after[name] - before[name]).abs().max() > 1e-3 for name in before if "to_q" in name)
+def test_sharded_units_are_compiled_and_all_but_the_first_one_walked_back_to_fetched_ahead(ranks):
+    for rank in ranks:
+        assert rank["compiled units"] == TINY["num_layers"]
+        assert rank["prefetched"] == [0, *[1] * TINY["num_layers"]]
 
 
 @pytest.mark.parametrize("layout", ["replicate", "shard"])

@@ -174,13 +174,10 @@ def test_it_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
         assert not takes(x.flatten()[: 127 * WIDTH].view(1, 127, WIDTH))  # few rows, whose products have all bits
         assert not takes(x.flatten(0, 1))  # one vector per image
         for layer in (module.net[0].proj, module.net[2]):
-            for owner, name, value in (
-                (layer, "_disable_adapters", False),
-                (layer.base_layer, "rounds_x", False),
-            ):
-                setattr(owner, name, value)
+            for owner, name in ((layer, "_disable_adapters"), (layer.base_layer, "rounds_x")):
+                setattr(owner, name, False)
                 assert not takes(x)
-                setattr(owner, name, not value)
+                setattr(owner, name, True)
         assert takes(x)
     assert not takes(x)  # a gradient is asked for
 

@@ -133,14 +133,9 @@ def test_an_epoch_is_summed_up_from_its_records():
     evaluation = {"kind": "eval", "epoch": 3, "eval/avg": 0.6, "eval/std_error": 0.02, "eval/other": 0.7}
     forward = [dict(kind="update", epoch=3, policy_loss=x, loss=x, grad_norm=x, reference_distance=x) for x in (1, 2)]
     epoch = health.summarize([evaluation, *forward, line], CONFIG)
-    assert (epoch.number, epoch.reward, epoch.diversity, epoch.latent_rms, epoch.no_signal) == (
-        3,
-        0.4,
-        0.8,
-        None,
-        False,
-    )
-    assert (epoch.loss, epoch.distance, epoch.grad_norm, epoch.evaluation) == (1.5, 1.5, 3, 0.6)
+    assert (epoch.number, epoch.reward, epoch.diversity, epoch.evaluation) == (3, 0.4, 0.8, 0.6)
+    assert (epoch.loss, epoch.distance, epoch.grad_norm) == (1.5, 1.5, 3)
+    assert (epoch.latent_rms, epoch.no_signal) == (None, False)
     judged_by = ConfigDict(dict(train=CONFIG.train, eval=dict(best_by="other")))
     assert health.summarize([evaluation, line], judged_by).evaluation == 0.7
 
@@ -206,8 +201,12 @@ def test_a_run_with_an_alarm_says_so_and_goes_on(shallow, tmp_path, capsys, alar
     assert "config.health.action 'log'" in said[0]
 
 
-def test_a_run_with_an_alarm_stops_with_everything_saved(shallow, tmp_path, alarmed):
-    folder = train(NAME, tmp_path, num_epochs=4, health__action="stop", eval_freq=0, **shallow)
+@pytest.mark.parametrize("action", ["stop", "roll_back"])
+def test_a_run_that_is_to_stop_or_may_not_roll_back_any_more_stops_with_everything_saved(
+    action, shallow, tmp_path, alarmed, monkeypatch
+):
+    monkeypatch.setattr(health_actions, "MAX_ROLL_BACKS", 0)
+    folder = train(NAME, tmp_path, num_epochs=4, health__action=action, **shallow)
     assert len(lines_of(folder, "epoch")) == 1
     assert (folder / "checkpoints" / "epoch_000001").is_dir()
     assert (folder / "reward.png").is_file()
@@ -253,13 +252,6 @@ def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_o
         line for line in lines_of(whole) if line["kind"] not in ends
     ]
     assert lines_of(parts, "eval")[-1] == lines_of(whole, "eval")[-1]
-
-
-def test_a_run_that_may_not_roll_back_any_more_stops(shallow, tmp_path, alarmed, monkeypatch):
-    monkeypatch.setattr(health_actions, "MAX_ROLL_BACKS", 0)
-    folder = train(NAME, tmp_path, **shallow, health__action="roll_back", num_epochs=3)
-    assert len(lines_of(folder, "epoch")) == 1
-    assert (folder / "checkpoints" / "epoch_000001").is_dir()
 
 
 def test_an_evaluation_says_its_standard_error(recorded):

@@ -34,16 +34,16 @@ from flow_grpo.settings.table import BY_KEY
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
 
 
-def golden(key, dtype=torch.float32):
-    return torch.tensor(GOLDEN[key]).to(dtype)
+def golden(key):
+    return torch.tensor(GOLDEN[key]).double()
 
 
 def test_golden_surrogate():
-    numbers = [golden(f"ppo/{name}", torch.float64) for name in ("log_prob", "log_prob_old", "advantages")]
+    numbers = [golden(f"ppo/{name}") for name in ("log_prob", "log_prob_old", "advantages")]
     loss = clipped_surrogate(*numbers, float(GOLDEN["ppo/clip_range"]))
-    torch.testing.assert_close(loss.mean(), golden("ppo/loss", torch.float64).mean(), rtol=1e-6, atol=0)
-    weighted = (loss * golden("ppo/weight", torch.float64)).mean()
-    torch.testing.assert_close(weighted, golden("ppo/weighted_loss", torch.float64).mean(), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(loss.mean(), golden("ppo/loss").mean(), rtol=1e-6, atol=0)
+    weighted = (loss * golden("ppo/weight")).mean()
+    torch.testing.assert_close(weighted, golden("ppo/weighted_loss").mean(), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize(("advantage", "log_ratio", "moves"), [(1, 0.5, 0), (1, -0.5, 1), (-1, -0.5, 0), (-1, 0.5, 1)])
@@ -54,10 +54,10 @@ def test_surrogate_stops_only_where_it_has_gone_far_enough_the_right_way(advanta
 
 
 def test_golden_kl_which_is_torchs():
-    mean, ref = golden("kl/mean", torch.float64), golden("kl/mean_ref", torch.float64)
-    std = golden("kl/noise_scale", torch.float64).expand(len(mean), 1, 1)
+    mean, ref = golden("kl/mean"), golden("kl/mean_ref")
+    std = golden("kl/noise_scale").expand(len(mean), 1, 1)
     kl = gaussian_kl(mean, ref, std)
-    torch.testing.assert_close(kl, golden("kl/gaussian", torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(kl, golden("kl/gaussian"), rtol=1e-6, atol=0)
     torch.testing.assert_close(kl, kl_divergence(Normal(mean, std), Normal(ref, std)).flatten(1).mean(1))
 
 
@@ -69,11 +69,11 @@ def test_the_entropy_of_a_gaussian_is_torchs():
 @pytest.mark.parametrize("key", [key for key in GOLDEN.files if key.startswith("step_weight/")])
 def test_golden_step_weights(key):
     _, schedule, eta, mode = key.split("/")
-    sigma = golden(f"sigmas/{schedule}", torch.float64)
+    sigma = golden(f"sigmas/{schedule}")
     below_one = torch.where(sigma == 1, sigma[1], sigma)
     std = float(eta) * torch.sqrt(sigma / (1 - below_one))[:-1] * torch.sqrt(-sigma.diff())
     weights = step_weights(std[:9].float(), mode)
-    torch.testing.assert_close(weights, golden(key), rtol=1e-5, atol=0)
+    torch.testing.assert_close(weights, golden(key).float(), rtol=1e-5, atol=0)
 
 
 def test_every_mode_of_the_settings_exists_and_no_other():
@@ -85,25 +85,25 @@ def test_every_mode_of_the_settings_exists_and_no_other():
 
 def guard(**changes):
     """GRPO-Guard's objective on the golden numbers, [12] float64."""
-    std = golden("guard/std_dev_t", torch.float64) * golden("guard/abs_dt", torch.float64).sqrt()
+    std = golden("guard/std_dev_t") * golden("guard/abs_dt").sqrt()
     numbers = dict(
-        log_prob=golden("ppo/log_prob", torch.float64),
-        old_log_prob=golden("ppo/log_prob_old", torch.float64),
-        mean=golden("guard/mean", torch.float64),
-        old_mean=golden("guard/mean_old", torch.float64),
+        log_prob=golden("ppo/log_prob"),
+        old_log_prob=golden("ppo/log_prob_old"),
+        mean=golden("guard/mean"),
+        old_mean=golden("guard/mean_old"),
         transition_std=std.expand(12, 1, 1),
-        dt=-golden("guard/abs_dt", torch.float64).expand(12, 1, 1),
-        advantages=golden("ppo/advantages", torch.float64),
+        dt=-golden("guard/abs_dt").expand(12, 1, 1),
+        advantages=golden("ppo/advantages"),
         clip_range=float(GOLDEN["guard/clip_range"]),
     )
     return guard_surrogate(**numbers | changes)
 
 
 def test_golden_guard():
-    torch.testing.assert_close(guard().mean(), golden("guard/loss", torch.float64).mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(guard().mean(), golden("guard/loss").mean(), rtol=1e-6, atol=0)
     minus_one = dict(advantages=-torch.ones(12, dtype=torch.float64), clip_range=1e9)
     ratio = guard(**minus_one) * float(GOLDEN["guard/abs_dt"])
-    torch.testing.assert_close(ratio, golden("guard/ratio", torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(ratio, golden("guard/ratio"), rtol=1e-9, atol=0)
 
 
 def test_guards_rows_may_stand_at_different_steps():
@@ -150,19 +150,18 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
 
 def nft(beta, **changes):
     names = dict(velocity="v_theta", old_velocity="v_old", x_0="x0", sigma="sigma", reward_prob="reward_prob")
-    numbers = {name: golden(f"nft/{beta}/{key}", torch.float64) for name, key in names.items()}
+    numbers = {name: golden(f"nft/{beta}/{key}") for name, key in names.items()}
     sigma = numbers["sigma"].view(-1, 1, 1)
-    numbers["x_t"] = (1 - sigma) * numbers["x_0"] + sigma * golden(f"nft/{beta}/noise", torch.float64)
+    numbers["x_t"] = (1 - sigma) * numbers["x_0"] + sigma * golden(f"nft/{beta}/noise")
     return nft_loss(**numbers | changes, beta=float(beta))
 
 
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])
 def test_golden_nft(beta):
-    torch.testing.assert_close(
-        5 * nft(beta).mean(), golden(f"nft/{beta}/policy_loss", torch.float64).mean(), rtol=1e-6, atol=0
-    )
-    found = nft_reward_prob(golden(f"nft/{beta}/advantages", torch.float64), 5.0)
-    torch.testing.assert_close(found, golden(f"nft/{beta}/reward_prob", torch.float64), rtol=1e-9, atol=0)
+    expected = golden(f"nft/{beta}/policy_loss").mean()
+    torch.testing.assert_close(5 * nft(beta).mean(), expected, rtol=1e-6, atol=0)
+    found = nft_reward_prob(golden(f"nft/{beta}/advantages"), 5.0)
+    torch.testing.assert_close(found, golden(f"nft/{beta}/reward_prob"), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("schedule", [1, 2])
@@ -178,9 +177,8 @@ def test_golden_decay_of_the_old_policy(schedule):
 def test_the_learning_rate_warms_up_and_falls_to_nothing():
     shares = [learning_rate_share(step, 8, "linear", warmup_updates=2) for step in range(9)]
     assert shares == pytest.approx([1 / 3, 7 / 8 * 2 / 3, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
-    assert [learning_rate_share(step, 8, "cosine", 0) for step in (0, 2, 4, 8)] == pytest.approx(
-        [1, (1 + math.sqrt(0.5)) / 2, 0.5, 0]
-    )
+    shares = [learning_rate_share(step, 8, "cosine", 0) for step in (0, 2, 4, 8)]
+    assert shares == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, 0])
 
 
 def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
@@ -198,7 +196,7 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])
 def test_an_average_image_does_not_move_nft_from_its_old_policy(beta):
     """With r = 1/2 and v = v_old both terms are one function, and pull in opposite directions."""
-    old = golden(f"nft/{beta}/v_old", torch.float64)
+    old = golden(f"nft/{beta}/v_old")
     for prob, still in ((0.5, True), (0.9, False)):
         velocity = old.clone().requires_grad_()
         nft(beta, velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
@@ -206,8 +204,8 @@ def test_an_average_image_does_not_move_nft_from_its_old_policy(beta):
 
 
 def test_nft_moves_towards_good_images_and_away_from_bad_ones():
-    old = golden("nft/1.0/v_old", torch.float64)
-    better = golden("nft/1.0/noise", torch.float64) - golden("nft/1.0/x0", torch.float64)  # the velocity of that image
+    old = golden("nft/1.0/v_old")
+    better = golden("nft/1.0/noise") - golden("nft/1.0/x0")  # the velocity of that image
     for prob, sign in ((1.0, -1), (0.0, 1)):
         velocity = old.clone().requires_grad_()
         nft("1.0", velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
@@ -229,8 +227,8 @@ def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
 
 
 def test_awms_gradient_at_the_old_policy_is_flow_matching_times_the_advantage():
-    old, x_0, noise = (golden(f"nft/1.0/{name}", torch.float64) for name in ("v_old", "x0", "noise"))
-    velocity, advantages = old.clone().requires_grad_(), golden("nft/1.0/advantages", torch.float64)
+    old, x_0, noise = (golden(f"nft/1.0/{name}") for name in ("v_old", "x0", "noise"))
+    velocity, advantages = old.clone().requires_grad_(), golden("nft/1.0/advantages")
     awm_loss(velocity, old, noise - x_0, advantages, 1e-3).sum().backward()
     pull = advantages.view(-1, 1, 1) * 2 * (old - (noise - x_0)) / old[0].numel()
     torch.testing.assert_close(velocity.grad, pull)
@@ -238,11 +236,9 @@ def test_awms_gradient_at_the_old_policy_is_flow_matching_times_the_advantage():
 
 def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
     names = dict(velocity="v_theta", old_velocity="v_old", x_t="x0", x_0="x0", noise="noise", sigma="sigma")
-    step = ForwardStep(**{key: golden(f"nft/1.0/{name}", torch.float64) for key, name in names.items()})
-    advantages, train = (
-        torch.linspace(-2, 2, 12, dtype=torch.float64),
-        ConfigDict(dict(clip_range=0.01, adv_clip_max=1)),
-    )
+    step = ForwardStep(**{key: golden(f"nft/1.0/{name}") for key, name in names.items()})
+    advantages = torch.linspace(-2, 2, 12, dtype=torch.float64)
+    train = ConfigDict(dict(clip_range=0.01, adv_clip_max=1))
     found = FORWARD_OBJECTIVES["awm"].function(step, advantages, train)
     expected = clipped_surrogate(found.log_ratio, torch.zeros(12), advantages.clamp(-1, 1), 0.01)
     torch.testing.assert_close(found.loss, expected)
@@ -250,14 +246,11 @@ def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
 
 @pytest.mark.parametrize("beta", [100.0, 2000.0])
 def test_golden_dpo(beta):
-    errors = [
-        golden(f"dpo/{name}", torch.float64) for name in ("win_error", "lose_error", "win_error_ref", "lose_error_ref")
-    ]
-    torch.testing.assert_close(
-        dpo_loss(*errors, beta).mean(), golden(f"dpo/{beta}/loss", torch.float64).mean(), rtol=1e-6, atol=0
-    )
-    win, lose, ref_win, ref_lose = errors
-    assert (win - ref_win < lose - ref_lose).double().mean() == golden(f"dpo/{beta}/accuracy", torch.float64)
+    names = "win_error", "lose_error", "win_error_ref", "lose_error_ref"
+    win, lose, ref_win, ref_lose = (golden(f"dpo/{name}") for name in names)
+    loss = dpo_loss(win, lose, ref_win, ref_lose, beta)
+    torch.testing.assert_close(loss.mean(), golden(f"dpo/{beta}/loss").mean(), rtol=1e-6, atol=0)
+    assert (win - ref_win < lose - ref_lose).double().mean() == golden(f"dpo/{beta}/accuracy")
 
 
 def test_dpos_gradient_at_the_reference_is_the_closed_form():
@@ -274,8 +267,8 @@ def test_dpos_gradient_at_the_reference_is_the_closed_form():
 
 
 def test_flow_matching_on_own_images_is_nft_of_an_image_that_counts_wholly_as_good():
-    noise, x_0, velocity = (golden(f"nft/1.0/{name}", torch.float64) for name in ("noise", "x0", "v_theta"))
-    sigma = golden("nft/1.0/sigma", torch.float64)
+    noise, x_0, velocity = (golden(f"nft/1.0/{name}") for name in ("noise", "x0", "v_theta"))
+    sigma = golden("nft/1.0/sigma")
     x_t = (1 - sigma.view(-1, 1, 1)) * x_0 + sigma.view(-1, 1, 1) * noise
     expected = nft("1.0", reward_prob=torch.ones_like(sigma))
     assert expected.shape == sigma.shape

@@ -139,7 +139,7 @@ def test_the_reference_is_guided_until_it_becomes_the_policy(shallow, tmp_path):
         assert torch.equal(state[f"reference/{name}"], state[f"model/{name}"])
 
 
-@pytest.mark.parametrize(("schedule", "rank"), [(0.25, 4), (0.25, 0), (1, 4), (2, 0)], ids=str)
+@pytest.mark.parametrize(("schedule", "rank"), [(1, 4), (0.25, 0)], ids=str)
 def test_the_old_policy_follows_its_schedule(schedule, rank, shallow, tmp_path):
     how = shallow | dict(lora__rank=rank, train__learning_rate=1e-3, save_freq=1, keep_checkpoints=9)
     how |= dict(train__old_decay_schedule=schedule)

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import re
-import shutil
 from contextlib import nullcontext
 
 import numpy as np
@@ -301,25 +300,18 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
             prepare(NAME, tmp_path / "parts", **how)
     assert files_of(tmp_path / "parts") == files_of(whole)
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
-    assert reports[0]["pairs"] == reports[1]["pairs"]
-    assert reports[0]["dropped"] == reports[1]["dropped"]
+    assert all(reports[0][key] == reports[1][key] for key in ("pairs", "dropped"))
 
 
 def test_two_ranks_make_the_files_of_one(tmp_path):
     data = few_prompts(tmp_path / "data")
     whole = prepare(NAME, tmp_path / "whole", dataset=data)
-    command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
-    command += [
-        f"--config.preferences.path={tmp_path / 'two'}",
-        f"--config.dataset={data}",
-        "--config.sample.batch_size=8",
-    ]
-    command += ["--part_size=8", "--validation_share=0.3"]
-    ranks = warm.torchrun(command)
-    assert (tmp_path / "two" / "report.json").exists(), [rank.stderr[-2000:] for rank in ranks]
-    assert {name: len(data) for name, data in files_of(tmp_path / "two").items()} == {
-        name: len(data) for name, data in files_of(whole).items()
-    }
+    two, command = tmp_path / "two", ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    command += [f"--config.preferences.path={two}", f"--config.dataset={data}", "--config.sample.batch_size=8"]
+    ranks = warm.torchrun([*command, "--part_size=8", "--validation_share=0.3"])
+    assert (two / "report.json").exists(), [rank.stderr[-2000:] for rank in ranks]
+    sizes = [{name: len(data) for name, data in files_of(folder).items()} for folder in (two, whole)]
+    assert sizes[0] == sizes[1]
 
 
 def picture(number, size=(80, 64)):
@@ -429,8 +421,6 @@ def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
         prepare(NAME, tmp_path / "pairs", preferences__source=str(images))
     with pytest.raises(ValueError, match="is not empty, and not made by this script"):
         prepare(NAME, images)
-    shutil.rmtree(images)
-    assert config_of(NAME).preferences.source == ""
 
 
 def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
@@ -440,7 +430,6 @@ def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"is writing to .*pairs: stop it or wait for its end"):
             prepare(NAME, tmp_path / "pairs")
-    prepare(NAME, tmp_path / "pairs", max_rows=8, validation_share=0.0)
 
 
 def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_folder_alone(tmp_path):

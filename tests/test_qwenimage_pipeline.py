@@ -53,14 +53,10 @@ def generators():
     return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
 
 
-def noise(model, size=SIZE):
-    return model.noise(size, generators())
-
-
-def velocity(model, prompts, guidance_scale=1.0, width=None, rows=slice(None)):
-    """Of PROMPTS' rows at different timesteps."""
+def velocity(model, prompts, guidance_scale=1.0, width=None):
+    """Of rows at different timesteps."""
     condition = model.encode(as_prompts(prompts), width=width, guided=guidance_scale > 1)
-    x, t = noise(model)[rows], torch.tensor([900.0, 500.0, 100.0])[rows]
+    x, t = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0])
     with torch.no_grad():
         return model.velocity(x, t, condition, guidance_scale, SIZE)
 

@@ -63,10 +63,8 @@ def test_the_first_steps_of_the_trace_are_kept_with_their_shapes():
     assert rollout.next_latents.shape == (4, STEPS, OUTCOMES, 2, 3)
     assert rollout.log_probs.shape == (4, STEPS, OUTCOMES)
     assert rollout.images.tolist() == [4, 5, 6, 7]
+    assert rollout.means.shape == rollout.latents.shape  # one for all outcomes
     torch.testing.assert_close(rollout.step_weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
-
-
-def test_weights_of_mean_one_are_over_the_trained_steps():
     torch.testing.assert_close(sampled(range(4), "mean_one").step_weights.mean(1), torch.ones(4))
 
 
@@ -108,6 +106,7 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
             assert torch.equal(part.next_latents, outcomes[:, None, None].expand(-1, 2, 3))
             assert torch.equal(part.log_probs, -outcomes)
             assert torch.equal(part.advantages, outcomes)
+            assert torch.equal(part.means, rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3))
             assert torch.equal(part.condition.text[:, 0, 0], image)
             assert part.condition.mask.shape == (len(rows), 5)
             assert part.step_weights.shape == part.log_probs.shape
@@ -125,16 +124,6 @@ def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
         [len(part.timesteps) for part in update] for update in shuffled_updates(sampled(range(BATCH)), PLAN, 0, 0, 0)
     ]
     assert sizes == [[4, 2], [4, 2]]
-
-
-def test_a_rows_mean_is_that_of_all_its_outcomes():
-    rollout = concat([sampled(range(BATCH)), sampled(range(BATCH, 2 * BATCH))])
-    assert rollout.means.shape == rollout.latents.shape
-    for update in shuffled_updates(rollout, PLAN, 0, 0, 0):
-        for part in update:
-            rows = part.row_ids[:, 0] + part.row_ids[:, 1] / 10
-            expected = rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3)
-            torch.testing.assert_close(part.means, expected)
 
 
 def test_a_window_that_is_cut_off_is_shared_out_like_a_whole_one():
@@ -216,8 +205,7 @@ def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_eac
 def test_an_epoch_draws_noise_of_its_own(tmp_path):
     """The same prompt under the same weights, with noise in every step."""
     how = dict(sample__num_prompts_per_epoch=1, sample__sde_window_size=0, train__learning_rate=0.0)
-    how |= dict(
-        num_epochs=2, eval_freq=0, dataset=few_prompts(tmp_path / "data", 1), reward_fn={"jpeg_compressibility": 1.0}
-    )
+    how |= dict(num_epochs=2, eval_freq=0, reward_fn={"jpeg_compressibility": 1.0})
+    how |= dict(dataset=few_prompts(tmp_path / "data", 1))
     first, second = lines_of(train("shapes_qwenimage", tmp_path / "runs", **how), "epoch")
     assert first["reward/avg"] != second["reward/avg"]
