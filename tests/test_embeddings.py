@@ -13,6 +13,7 @@ from small import MODELS, as_prompts, lines_of, loaded, train
 from flow_grpo.base import folders
 from flow_grpo.data.embedding_cache import Cache, remembered
 from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 TINY, CPU = "flow_grpo/assets/tiny_qwenimage", torch.device("cpu")
 PROMPTS = as_prompts(["a photo of a red circle", "two blue squares"])
@@ -80,16 +81,16 @@ def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):
     """One of as many bytes, too, as old as the one whose place it takes."""
     other, cache = tmp_path / "model", str(tmp_path / "cache")
     shutil.copytree(TINY, other)
-    first = loading.text_version(str(other), tmp_path / "digests.json")
-    assert first == loading.text_version(TINY)
+    first = FlowModel.text_version(str(other), tmp_path / "digests.json")
+    assert first == FlowModel.text_version(TINY)
     (file,) = (other / "text_encoder").glob("*.safetensors")
     status = file.stat()
     save_file({name: weight * 1.5 for name, weight in load_file(file).items()}, file, {"format": "pt"})
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert file.stat().st_size == status.st_size
-    second = loading.text_version(str(other), tmp_path / "digests.json")
+    second = FlowModel.text_version(str(other), tmp_path / "digests.json")
     (other / "tokenizer" / "added.json").write_text("{}")
-    versions = [first, second, loading.text_version(str(other), tmp_path / "digests.json")]
+    versions = [first, second, FlowModel.text_version(str(other), tmp_path / "digests.json")]
     places = {Cache(cache, version, width, CPU).folder for version in versions for width in (24, 32)}
     assert len(places) == 6
 

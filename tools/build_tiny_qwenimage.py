@@ -14,7 +14,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -33,7 +32,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from flow_grpo.base import rng
+from flow_grpo.base.pixels import to_pictures
 from flow_grpo.data import shapes
+from flow_grpo.monitoring import plots
 from flow_grpo.rewards import shapes as shapes_reward
 
 RESOLUTION, TEXT_DIM = 64, 64
@@ -331,19 +332,6 @@ def train_transformer(pipe: QwenImagePipeline, train: list[dict], test: list[dic
         next_evaluation = time.monotonic() - start + args.eval_every_s
 
 
-def contact_sheet(images: torch.Tensor, prompts: list[dict], path: Path) -> None:
-    """A PNG of all images, eight to a row, each below its prompt."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 2.5 * math.ceil(len(images) / 8)), layout="constrained")
-    for i, (image, prompt) in enumerate(zip(images.cpu(), prompts), start=1):
-        axes = figure.add_subplot(math.ceil(len(images) / 8), 8, i)
-        axes.imshow(image.permute(1, 2, 0).numpy())
-        axes.set_title(textwrap.fill(prompt["prompt"], 26), fontsize=8)
-        axes.axis("off")
-    figure.savefig(path, dpi=70)
-
-
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipeline")
@@ -393,7 +381,8 @@ def main(args) -> None:
     report(args.log, part="saved", no_cfg=accuracy(images, held_out), **totals)
     if args.sheet:
         shown = range(0, len(held_out), max(len(held_out) // 48, 1))[:48]
-        contact_sheet(images[list(shown)], [held_out[i] for i in shown], args.sheet)
+        pictures = [plots.fit(picture) for picture in to_pictures(images[list(shown)])]
+        plots.contact_sheet(pictures, [held_out[i]["prompt"] for i in shown], [""] * len(shown)).page.save(args.sheet)
 
 
 if __name__ == "__main__":

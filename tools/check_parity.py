@@ -3,7 +3,7 @@
     python tools/check_parity.py --config config/grpo.py:shapes_qwenimage_pr
     python tools/check_parity.py --config config/grpo.py:pickscore_sd3 --random_weights     one GPU, no download
 
-The first table compares real rollouts, by both engines, before and after a change of the weights, with the update's own
+The first table compares real rollouts, before and after a change of the weights, with the update's own
 forward over what they left behind. Where they differ it names the first thing that does, and the cause that explains it
 best. The second table says how much each possible cause would do: the update's forward against itself with one thing
 changed. Ends with status 1 where a rollout is off by over a tenth of train.clip_range; train.old_log_prob = "recompute"

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from flow_grpo.base import rng, shipped
+from flow_grpo.base import checksums, rng, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
@@ -95,8 +95,18 @@ class FlowModel(ABC):
 
     @staticmethod
     def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
-        """What tells a folder's text encoders from others; see loading.text_version."""
-        return loading.text_version(folder, memory)
+        """What tells the text encoders of a folder from others: the digests of their files; of a hub id its commit.
+
+        Args:
+            memory: where digests are remembered, see checksums.file_digests.
+        """
+        folder = shipped.find(folder)
+        if not Path(folder).is_dir():
+            return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
+        paths = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
+        files = sorted(path for path in paths if path.is_file())
+        names = [str(path.relative_to(folder)) for path in files]
+        return dict(zip(names, checksums.file_digests(files, memory)))
 
     @property
     def transformer(self) -> torch.nn.Module:

@@ -3,15 +3,13 @@
 import copy
 import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
-from huggingface_hub import snapshot_download
 
-from flow_grpo.base import checksums, shipped
+from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import in_one_line, quoted
@@ -27,21 +25,6 @@ def pipeline_name(folder: str) -> str:
     except OSError as error:
         why = in_one_line(error)
         raise UserError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
-
-
-def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
-    """What tells the text encoders of a folder from others: the digests of their files; of a hub id its commit.
-
-    Args:
-        memory: where digests are remembered, see checksums.file_digests.
-    """
-    folder = shipped.find(folder)
-    if not Path(folder).is_dir():
-        return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
-    paths = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
-    files = sorted(path for path in paths if path.is_file())
-    names = [str(path.relative_to(folder)) for path in files]
-    return dict(zip(names, checksums.file_digests(files, memory)))
 
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
