@@ -80,9 +80,8 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
     assert pairs.numbers.tolist() == list(range(8))
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
-def test_offline_its_first_update_knows_nothing_and_its_loss_falls(rank, pairs_folder, tmp_path):
-    how = dict(preferences__path=pairs_folder, lora__rank=rank, train__learning_rate=1e-3 if rank else 1e-4)
+def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder, tmp_path):
+    how = dict(preferences__path=pairs_folder, train__learning_rate=1e-3)
     folder = train(NAME, tmp_path, num_epochs=6, eval_freq=6, **how)
     updates, held_out = lines_of(folder, "update"), lines_of(folder, "validation")
     assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

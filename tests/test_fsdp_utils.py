@@ -19,7 +19,7 @@ from flow_grpo.kernels import compilation
 from flow_grpo.weights import fsdp_utils, offload, safetensors_reader
 from flow_grpo.weights.fsdp_utils import DTensor
 
-STEPS = range(3)
+STEPS = range(2)
 LAYOUTS = {
     "replicate": ("replicate", 2),
     "shard": ("shard", 2),

@@ -132,7 +132,7 @@ def test_an_image_with_a_window_of_its_own_is_named(compared, monkeypatch):
     assert all(one["first"].startswith("window: an image was noisy") for one in found.values())
 
 
-def test_a_merged_adapter_cannot_outlive_an_update(tmp_path):
+def test_a_merged_adapter_cannot_outlive_an_update():
     """Neither by an optimizer's step nor by a swap of weights."""
     transformer = QWEN.PIPELINE.from_pretrained("flow_grpo/assets/tiny_qwenimage").transformer
     policies.attach(transformer, config_of("shapes_qwenimage").lora, QWEN.LORA_TARGETS)

@@ -283,7 +283,7 @@ def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
 
 def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
     """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
-    how = dict(dataset=few_prompts(tmp_path / "data", 40), part_size=8, sample__num_images_per_prompt=2)
+    how = dict(dataset=few_prompts(tmp_path / "data"), part_size=8, sample__num_images_per_prompt=2)
     whole = prepare(NAME, tmp_path / "whole", **how)
     plain, left = prepare_preferences.write_part, []
 
