@@ -16,7 +16,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors import SafetensorError
-from small import flip_a_bit
+from small import flip_a_bit, record
 from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
 
 from config import grpo, nft
@@ -455,9 +455,7 @@ def read_checkpoint(folder):
 
 
 def write_best(folder, number):
-    figures = dict(value=0.5, figures={"avg": 0.5}, split="test", num_prompts=8, noises_per_prompt=1, num_steps=4)
-    figures |= dict(guidance_scale=1.0, best_by="avg", height=64, width=64, vae_precision="fp32")
-    best.write(folder, best.Evaluation(number, number, **figures), lambda to: (to / "x").write_text(str(number)))
+    best.write(folder, record(number), lambda to: (to / "x").write_text(str(number)))
 
 
 def read_best(folder):

@@ -15,7 +15,7 @@ from recorded import EPOCHS
 from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import ROOT, exported, few_prompts, lines_of, train
+from small import ROOT, exported, few_prompts, lines_of, record, train
 
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
@@ -25,12 +25,6 @@ from flow_grpo.monitoring import plots
 
 TINY, LORA_FILE = "flow_grpo/assets/tiny_qwenimage", "pytorch_lora_weights.safetensors"
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
-
-
-def record(epoch, value=0.5, **how):
-    how = dict(split="validation", num_prompts=8, noises_per_prompt=1, num_steps=4, guidance_scale=1.0) | how
-    how = dict(best_by="avg", height=64, width=64, vae_precision="fp32") | how
-    return best.Evaluation(epoch=epoch, step=2 * epoch, value=value, figures={"avg": value}, **how)
 
 
 def fill_with(epoch, count=20):

@@ -224,7 +224,7 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_i
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
     assert best.read(folder).value >= last.value
     os.link(folder / "best" / "README.md", tmp_path / "card")
-    put_folder(folder / "checkpoints" / ".tmp-epoch_000001")
+    (folder / "checkpoints" / ".tmp-epoch_000001" / "inside").mkdir(parents=True)
     train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]
     assert sums_of(backup) == before
@@ -327,10 +327,6 @@ def test_damage_is_named_and_costs_an_epoch_at_most(two_epochs, tmp_path, capfd)
     assert lines_of(folder, "update") == [line for line in before if line["kind"] == "update"]
     assert (folder / "best").is_dir()
     assert (folder / "samples.png").is_file()
-
-
-def put_folder(path):
-    (path / "inside").mkdir(parents=True)
 
 
 def put_file(path):

@@ -308,7 +308,7 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
     answer, why = BROKEN[kind]
     with http_server(answer) as (url, _):
         with pytest.raises(RewardFailed) as caught:
-            score(pool_of(url, timeout_s=1.0, retry_s=1.0))
+            score(pool_of(url, timeout_s=1.0, retry_s=0.3))
         assert why in str(caught.value)
         assert url in str(caught.value)
         assert "'prompt 0'" in str(caught.value)
