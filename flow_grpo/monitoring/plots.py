@@ -137,11 +137,8 @@ def evaluations(run_dir) -> dict[int, Path]:
 
 
 def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
-    """The pictures of a contact sheet with their captions and figures; of older runs the sheet itself."""
-    page, notes = Image.open(sheet).convert("RGB"), sheet.with_suffix(".json")
-    if not notes.exists():
-        return [(page, "", "")]
-    cells = json.loads(notes.read_text())["cells"]
+    """The pictures of a contact sheet with their captions and figures."""
+    page, cells = Image.open(sheet).convert("RGB"), json.loads(sheet.with_suffix(".json").read_text())["cells"]
     return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]
 
 

@@ -116,6 +116,8 @@ def _load(
     images, cache, missing = texts.drawn or evaluates(config), None, []
     if config.cache_dir and images:
         cache, missing = _open_cache(config, family, ranks.device, plan, texts)
+    # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
+    synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
     pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
     model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
     return Run(
@@ -129,7 +131,7 @@ def _load(
         pool=pool,
         **_load_learner(config, model, mesh, extra_policies, reference)._asdict(),
         inputs=place.inputs,
-        board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), _synchronize(ranks.device)),
+        board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), synchronize),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
@@ -285,8 +287,3 @@ def _embedder(
         loading.drop_text_encoders(model.pipeline)
     distributed.barrier()
     return embedding_cache.remembered(cache.read)
-
-
-def _synchronize(device: torch.device) -> Callable | None:
-    """Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile."""
-    return torch.cuda.current_stream(device).synchronize if device.type == "cuda" else None
