@@ -1,6 +1,7 @@
 """The shapes task: pictures show what their prompt asks for, the reward sees it, and is not fooled."""
 
 import io
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -284,6 +285,15 @@ PLACED = {
 )
 def test_grades_by_hand(detections, metadata, dense, strict):
     assert grade(detections, metadata) == (pytest.approx(dense), strict)
+
+
+def test_relations_point_the_right_way():
+    """Which no picture shows: what draws them reads the same table."""
+    places = {"left of": (0.2, 0.5), "right of": (0.8, 0.5), "above": (0.5, 0.2), "below": (0.5, 0.8)}
+    for (relation, (x, y)), name in itertools.product(places.items(), RELATIONS):
+        include = [{"class": "square", "count": 1}, {"class": "circle", "count": 1, "position": [name, 0]}]
+        strict = grade([seen("square"), seen("circle", "red", x, y)], {"include": include})[1]
+        assert strict == (name == relation)
 
 
 def circle(**clause):
