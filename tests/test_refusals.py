@@ -124,6 +124,8 @@ TRAINING = {  # a script's run -> its rows
         no("reward_fn", "'shape'", "shapes", reward_fn={"shape": 1.0}),
     ],
     NFT: [
+        no(train__old_decay_schedule=1.5),
+        no(train__nft_beta=0.0),
         no("clip_range is 0.001", "forward_objective 'nft'", train__clip_range=1e-3),
         no("reference_guidance_scale is 3.0", "train.beta set", train__beta=0.0),
         no(sample__num_images_per_prompt=1, sample__batch_size=2),
