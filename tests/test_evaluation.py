@@ -57,7 +57,7 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
         (tmp_path / f"checkpoint_{epoch}").mkdir()
         best.link(tmp_path, tmp_path / f"checkpoint_{epoch}")
     best.write(tmp_path, record(9), fill_with(9))
-    restore = lambda name, epoch: best.restore(tmp_path, tmp_path / name, record(epoch), rewinds=False)  # noqa: E731
+    restore = lambda name, epoch: best.restore(tmp_path, tmp_path / name, record(epoch))  # noqa: E731
     assert restore("checkpoint_7", 8) == (record(7), 0, "")
     assert content(tmp_path / "best") == 7
     assert restore("checkpoint_3", 3) == (record(3), 0, "")
@@ -68,22 +68,12 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     assert best.find(tmp_path) is None
 
 
-def test_a_best_of_epochs_that_the_user_gives_up_is_kept_under_another_name(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    for value in (0.7, 0.8, 0.8):
-        best.write(tmp_path, record(9, value), fill_with(9))
-        restored = best.restore(tmp_path, tmp_path / "checkpoint", record(2), rewinds=True)
-        assert restored.best is None
-    names = {path.name: json.loads((path / "evaluation.json").read_text())["value"] for path in tmp_path.glob("best*")}
-    assert names == {"best_epoch_000009": 0.7, "best_epoch_000009-2": 0.8, "best_epoch_000009-3": 0.8}
-
-
 def test_where_the_checkpoints_best_is_damaged_the_present_one_is_set_aside_with_a_line(tmp_path):
     best.write(tmp_path, record(9), fill_with(9))
     (tmp_path / "checkpoint").mkdir()
     best.link(tmp_path, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "best" / "3.txt").unlink()
-    kept, _, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8), rewinds=False)
+    kept, _, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8))
     assert kept is None
     assert f"{tmp_path / 'checkpoint' / 'best'} is damaged: " in notice
     assert (tmp_path / "best_damaged").is_dir()
@@ -100,7 +90,7 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
     best.write(tmp_path, record(4), fill_with(4))
     (tmp_path / "checkpoint").mkdir()
     best.link(tmp_path, tmp_path / "checkpoint")
-    found, since, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **change), rewinds=False)
+    found, since, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **change))
     assert (found, since) == (None, 8)
     assert content(tmp_path / "best_epoch_000004") == 4
     assert str(tmp_path / "best_epoch_000004") in notice

@@ -15,7 +15,7 @@ from two_ranks import launch
 
 from flow_grpo.base import folders
 from flow_grpo.checkpoints import best
-from flow_grpo.monitoring import health
+from flow_grpo.monitoring import health, trackers
 from flow_grpo.run import fingerprint, resume
 from flow_grpo.run import run as runs
 from flow_grpo.settings import checks
@@ -93,12 +93,7 @@ REFUSED = {  # commands in a folder that has RUN, and a resumed run's resume_fro
     "a renamed run": (f"cp -r {RUN} runs/renamed", f"runs/renamed/{LAST}", dict(run_name="renamed")),
     "a renamed run, latest": (f"cp -r {RUN} runs/renamed", "latest", dict(run_name="renamed")),
     "the name of a number": (f"cp -r {RUN} {RUN}-2", "latest", dict(run_name=f"{NAME}_smoke-2")),
-    "another run_name": ("", NEWEST, dict(run_name="other")),
-    "another run_name, all checkpoints": ("", f"{RUN}/checkpoints", dict(run_name="other")),
-    "another run_name, best": ("", f"{RUN}/best/checkpoint", dict(run_name="other")),
     "another output_dir": ("", NEWEST, dict(output_dir="new")),
-    "a name that begins alike": ("", NEWEST, dict(run_name="shapes")),
-    "a longer name": ("", NEWEST, dict(run_name=f"{NAME}_smoke-2-2")),
     "a run called best": (f"cp -r {RUN} runs/best", f"runs/best/{LAST}", {}),
     "a checkpoint in a checkpoint": ("", f"{NEWEST}/best/checkpoint", {}),
     "a checkpoint at the top": (f"cp -r {NEWEST} {RUN}", f"{RUN}/epoch_000002", {}),
@@ -113,7 +108,6 @@ REFUSED = {  # commands in a folder that has RUN, and a resumed run's resume_fro
     "best/ by a link": (
         f"cp -r runs new; rm -r new/*/best; ln -s $PWD/{RUN}/best new/{NAME}_smoke", "latest", dict(output_dir="new")
     ),
-    "a link to checkpoints elsewhere": (f"ln -s {RUN}/checkpoints ck", "ck", dict(run_name="other")),
     "a link out of the run": (
         f"mkdir disk; cp -r {NEWEST} disk/epoch_000009; ln -s $PWD/disk/epoch_000009 {RUN}/checkpoints",
         f"{RUN}/checkpoints/epoch_000009", {},
@@ -127,11 +121,13 @@ REFUSED = {  # commands in a folder that has RUN, and a resumed run's resume_fro
     "an empty folder called as a checkpoint": ("mkdir epoch_000002", "epoch_000002", {}),
     "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}),
     "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}),
+    "an older checkpoint": ("", f"{RUN}/checkpoints/epoch_000001", {}),
+    "another model": ("", NEWEST, dict(run_name="other", model="flow_grpo/assets/tiny_sd3")),
+    "another rank": ("", NEWEST, dict(run_name="other", lora__rank=2)),
     "an old run of another name in the way": (f"{RENAME_TO_B} {RUN}/config.json", "latest", {}),
 }  # fmt: skip
 GOES_ON = {  # and the folder that it goes on in
     "a checkpoint": ("", NEWEST, RUN),
-    "an older one": ("", f"{RUN}/checkpoints/epoch_000001", RUN),
     "all": ("", f"{RUN}/checkpoints", RUN),
     "a checkpoint's parent by ..": ("", f"{NEWEST}/..", RUN),
     "the best evaluation's": ("", f"{RUN}/best/checkpoint", RUN),
@@ -150,6 +146,15 @@ GOES_ON = {  # and the folder that it goes on in
         f"cp -r {RUN} {RUN}-2; sed -i 's/{NAME}_smoke/&-2/' {RUN}-2/config.json", "latest", RUN
     ),
 }  # fmt: skip
+
+BRANCHES = {  # resume_from, run_name and the epoch that the branch begins with
+    "the newest": (f"{RUN}/checkpoints", "other", 2),
+    "an older one": (f"{RUN}/checkpoints/epoch_000001", "other", 1),
+    "the best": (f"{RUN}/best/checkpoint", "other", 2),
+    "a name that begins alike": (NEWEST, "shapes", 2),
+    "a longer name": (NEWEST, f"{NAME}_smoke-2-2", 2),
+    "by a link": (f"ck/{LAST}", "other", 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +184,8 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(
     source, how = two_epochs
     before = prepared(source, tmp_path, commands, monkeypatch)
     config = config_of(NAME, **how | dict(resume_from=resume_from, output_dir="runs") | others)
-    with pytest.raises(ValueError, match=r"^config\.resume_from|link into another run's folder"):
+    checks.drop_unused_rewards(config)
+    with pytest.raises(ValueError, match=r"^config\.resume_from|link into another run's folder|cannot change"):
         resume.take_folder(config)
     changed = {path for path, content in sums_of(tmp_path).items() if before.get(path) != content}
     assert {path.name for path in changed} <= {folders.LOCK}
@@ -203,9 +209,52 @@ def test_a_run_goes_on_in_its_own_folder(two_epochs, tmp_path, commands, resume_
     folders.release(place.folder)
     assert place.folder == Path(goes_on_in)
     assert place.checkpoint.is_dir()
-    assert place.rewinds == (place.checkpoint.name == "epoch_000001")
     after = sums_of(tmp_path)
     assert {path.name for path in after if before.get(path) != after[path]} <= {folders.LOCK}
+
+
+@pytest.mark.parametrize(("resume_from", "name", "epoch"), BRANCHES.values(), ids=BRANCHES)
+def test_another_name_begins_a_branch_and_leaves_its_parent_as_it_is(
+    two_epochs, tmp_path, monkeypatch, resume_from, name, epoch
+):
+    source, how = two_epochs
+    before = prepared(source, tmp_path, f"ln -s {RUN} ck", monkeypatch)
+    changes = dict(run_name=name, train__learning_rate=1e-5)
+    for again in (resume_from, "latest"):  # as if it had been killed before its first checkpoint
+        config = config_of(NAME, "runs", **how | changes | dict(resume_from=again))
+        checks.drop_unused_rewards(config)
+        place = resume.take_folder(config)
+        folders.release(place.folder)
+        assert (place.folder, place.parent) == (Path("runs", name), tmp_path / RUN)
+        parent = json.loads((place.folder / folders.PARENT).read_text())
+        assert (parent["epoch"], [*parent["changed"]]) == (epoch, ["train.learning_rate"])
+        assert trackers.origin(place.folder) == f"{NAME}_smoke"
+    assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
+
+
+def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(two_epochs, tmp_path, monkeypatch):
+    source, how = two_epochs
+    before = prepared(source, tmp_path, "", monkeypatch)
+    how = how | dict(eval__num_prompts=1, run_name="branch")
+    branch = train(NAME, "runs", **how, resume_from=f"{RUN}/checkpoints/epoch_000001")
+    assert lines_of(branch) == lines_of(tmp_path / RUN)
+    ours, theirs = (sums_of(folder / LAST / "state") for folder in (branch, tmp_path / RUN))
+    assert [*ours.values()] == [*theirs.values()]
+    assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
+    folder = train(NAME, "runs", **how | dict(num_epochs=3), resume_from="latest")
+    assert (folder, len(lines_of(folder, "epoch"))) == (branch, 3)
+
+
+def test_a_branch_may_change_its_reward_and_algorithm(two_epochs, tmp_path, monkeypatch):
+    """Its best evaluation begins anew, and the policies that its parent had not are the loaded one."""
+    source, how = two_epochs
+    prepared(source, tmp_path, "", monkeypatch)
+    how = {key: value for key, value in how.items() if not key.startswith("reward")} | dict(num_epochs=3)
+    rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
+    how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank)
+    branch = train("shapes_qwenimage_nft", "runs", **how)
+    assert lines_of(branch, "epoch")[:2] == lines_of(tmp_path / RUN, "epoch")
+    assert best.read(branch).since == 2
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_it_is(two_epochs, tmp_path):
@@ -359,7 +408,7 @@ def test_a_folder_or_checkpoints_that_are_none_are_named(tmp_path):
 def test_latest_with_nothing_there_is_a_new_run(tmp_path):
     place = resume.take_folder(config_of(NAME, tmp_path, resume_from="latest"))
     folders.release(place.folder)
-    assert place[:3] == (tmp_path / f"{NAME}_smoke", None, False)
+    assert place[:3] == (tmp_path / f"{NAME}_smoke", None, None)
 
 
 def test_fp16_resumes_with_the_loss_scale_it_had(shallow, tmp_path, monkeypatch):

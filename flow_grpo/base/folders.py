@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from flow_grpo.base.errors import UserError
 
-LOCK, INPUTS, DIGESTS = ".lock", "inputs.json", "digests.json"
+LOCK, INPUTS, DIGESTS, PARENT = ".lock", "inputs.json", "digests.json", "parent.json"
 FOLDERS = ("images", "wandb", "tensorboard", "best", "transformer")  # in a run's folder, beside the checkpoints
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
 SCRATCH = ".scratch-"  # in the names of what is being written
@@ -243,7 +243,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_unused(folder: Path) -> bool:
     """Whether a folder holds no more than a run writes before it loads anything."""
-    return {path.name for path in folder.iterdir()} <= {LOCK, INPUTS, DIGESTS}
+    return {path.name for path in folder.iterdir()} <= {LOCK, INPUTS, DIGESTS, PARENT}
 
 
 @contextmanager

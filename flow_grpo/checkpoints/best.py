@@ -87,16 +87,15 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
         distributed.on_main(_describe, tmp, evaluation)
 
 
-def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation, rewinds: bool) -> Restored:
+def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> Restored:
     """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
 
     Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one.
 
     Args:
         wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
-        rewinds: whether the user gives up later epochs; then a best of theirs is kept under another name.
     """
-    best, stored, notice = distributed.on_main(_choose, run_folder, checkpoint, wanted.epoch, rewinds)
+    best, stored, notice = distributed.on_main(_choose, run_folder, checkpoint, wanted.epoch)
     if stored:
         with checkpoints.replaced(run_folder / NAME) as tmp:
             distributed.on_main(_copy, stored, tmp)
@@ -130,9 +129,7 @@ def _describe(tmp: Path, evaluation: Evaluation) -> None:
     checksums.write(tmp)
 
 
-def _choose(
-    run_folder: Path, checkpoint: Path, epoch: int, rewinds: bool
-) -> tuple[Evaluation | None, Path | None, str]:
+def _choose(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | None, Path | None, str]:
     """The best evaluation, the folder whose copy has to take the place of the present one, and what to tell the user.
 
     A present one that does not stay, and is not replaced, is gone.
@@ -143,9 +140,6 @@ def _choose(
     if checkpoint.resolve().is_relative_to(folder.resolve()) or (best and best.epoch <= epoch):
         stored = folder  # of the checkpoint's own weights, or of earlier ones
     else:
-        if best and rewinds:
-            aside = _set_aside(run_folder, f"{NAME}_epoch_{best.epoch:06d}")
-            notices.append(f"the best policy, of later epochs than the run goes on from, is now in {aside}")
         best, damage = _look(stored)
     if damage:
         aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""

@@ -98,18 +98,25 @@ def save(
     return checkpoint
 
 
-def load(checkpoint: Path | str, state: dict[str, Tensor]) -> Progress:
+def load(checkpoint: Path | str, state: dict[str, Tensor], exact: bool = True) -> Progress:
     """Fill `state` from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
 
     Args:
         state: from `training_state`.
+        exact: whether the checkpoint may hold nothing else.
     Raises:
         UserError: the checkpoint holds other tensors than `state`.
     """
     checkpoint = Path(checkpoint)
     progress = read_progress(checkpoint)
-    shards.read(state, checkpoint / STATE)
+    shards.read(state, checkpoint / STATE, exact)
     return progress
+
+
+def stored_of(checkpoint: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` without what a checkpoint of another algorithm lacks; what is learned stays, stored or not."""
+    stored = shards.read_index(checkpoint / STATE)
+    return {name: p for name, p in state.items() if name in stored or name.startswith(("model/", "optimizer/", "ema/"))}
 
 
 def read_progress(checkpoint: Path) -> Progress:

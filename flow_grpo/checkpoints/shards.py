@@ -96,19 +96,21 @@ def _parts(folder: Path) -> Iterator[Part]:
 
 
 @torch.no_grad()
-def read(state: dict[str, Tensor], folder: Path) -> None:
+def read(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
     """Fill `state`, bit for bit; each rank reads its own rows.
 
     Raises:
-        UserError: the folder holds other tensors than these.
+        UserError: the folder lacks some of these tensors, or, if `exact`, holds others.
     """
-    stored = read_index(folder)
+    stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     if stored != wanted:
         names = sorted({name for name, _ in stored.items() ^ wanted.items()})
         differ = ", ".join(f"{name} {_words(stored, name)} -> {_words(wanted, name)}" for name in names[:8])
         raise UserError(f"{folder} does not fit this run: {len(names)} tensors differ: {differ}")
     for part in _parts(folder):
+        if part.name not in state:
+            continue
         _fill(fsdp_utils.rows_of(state[part.name]), part)
 
 

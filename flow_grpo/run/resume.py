@@ -1,13 +1,14 @@
-"""Where a run writes, and what it goes on from."""
+"""Where a run writes, and what it goes on from: its own newest checkpoint, or, as a branch, one of another run."""
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from flow_grpo.base import folders
+from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
@@ -24,7 +25,7 @@ class Place(NamedTuple):
 
     folder: Path
     checkpoint: Path | None
-    rewinds: bool  # whether epochs that have checkpoints are given up
+    parent: Path | None  # folder of the run that this one branches off
     inputs: Inputs
 
 
@@ -32,47 +33,70 @@ class Source(NamedTuple):
     """What config.resume_from means."""
 
     folder: Path  # the run's
-    path: Path | None  # a checkpoint, or a folder of them; None = a new run
+    path: Path | None = None  # a checkpoint, or a folder of them; None = a new run
+    parent: Path | None = None  # folder of another run, whose checkpoint it is
+
+
+INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path"  # settings that a branch cannot change
 
 
 def take_folder(config: ConfigDict) -> Place:
-    """Where this run writes, locked, and what it resumes from. A new run never writes into the folder of an older one.
+    """Where this run writes, locked, and what it goes on from. A run never writes into the folder of another one: what
+    goes on from another run's checkpoint is a branch, with a folder of its own.
 
     Raises UserError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
-    not there, is damaged, or is of another config or another run. No other folder has been touched then.
+    not there, is damaged, or does not fit this config. No other folder has been touched then.
     """
     first = Path(config.output_dir, config.run_name or config.name)
-    folder, path = _source(first, config.resume_from)
-    notice = folders.lock(folder)
+    source = _source(first, config.resume_from)
+    dashboard.say(folders.lock(source.folder))
+    with folders.given_back(source.folder):
+        return _check_source(config, first, source)
+
+
+def _check_source(config: ConfigDict, first: Path, source: Source) -> Place:
+    """Raises UserError unless the run can go on from its source; notes in its folder what it reads."""
+    folder, path, parent = source
     folders.own_files(folder)
     checkpoint, lines = checkpoints.choose(path) if path else (None, [])
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
-    later, stored, epoch = [], None, 0
+    epoch, changed = 0, {}
     if checkpoint:
+        epoch, changed = checkpoints.read_progress(checkpoint).epoch, changed_settings(checkpoint, config)
+    if parent:
+        _check_inherited(checkpoint, changed)
+    elif checkpoint:
         _check_name(checkpoint / "config.json", first)
-        compare_configs(checkpoint, config)
-        stored, epoch = fingerprint.read(folder), checkpoints.read_progress(checkpoint).epoch
-        later = _later(folder, path, epoch)
-    read_now, changes = fingerprint.compare(stored, fingerprint.of(config, folder), epoch, config.accept_changes)
-    fingerprint.write(folder, read_now)
-    lines.append(f"the run {f'goes on from {checkpoint.name}' if checkpoint else 'begins'} in {folder}")
-    if later:
-        names = ", ".join(path.name for path in later)
-        lines.append(f"what came after {checkpoint.name} is given up: {names} and these epochs' lines of metrics.jsonl")
-    for line in [notice, *lines, *changes]:
+        _check_unchanged(checkpoint, changed)
+        _check_newest(folder, path, epoch)
+    inputs, notices = _inputs(config, source, epoch, changed)
+    if parent:
+        lines.append(_write_parent(folder, parent, checkpoint, epoch, changed))
+    fingerprint.write(folder, inputs)
+    begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
+    for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
-    return Place(folder, checkpoint, bool(later), read_now)
+    return Place(folder, checkpoint, parent, inputs)
+
+
+def _inputs(config: ConfigDict, source: Source, epoch: int, changed: dict[str, tuple]) -> tuple[Inputs, list[str]]:
+    """What the run reads, and what to tell the user. A branch may read other prompts and pairs than its parent."""
+    current = fingerprint.of(config, source.folder)
+    stored = fingerprint.read(source.parent or source.folder) if source.path else None
+    if source.parent and stored:
+        stored = stored._replace(dataset=current.dataset, preferences_path=current.preferences_path)
+    inputs, notices = fingerprint.compare(stored, current, epoch, config.accept_changes)
+    if any(key.startswith("reward") for key in changed):  # so that health compares no other rewards
+        inputs = inputs._replace(rewards_since=epoch)
+    return inputs, notices
 
 
 def _source(first: Path, resume_from: str) -> Source:
-    """Raises UserError unless config.resume_from is "", "latest", or a path in a folder of this very run."""
+    """Raises UserError unless config.resume_from is "", "latest", or a path in a folder of this run or of another."""
     if not resume_from:
-        return Source(folders.take(first), None)
-    for folder in folders.family(first):
-        if not folder.is_dir():
-            raise UserError(f"config.resume_from: {folder} is no folder")
-        _check_links(folder)
+        return Source(folders.take(first))
+    _check_folders(first)
     if resume_from == "latest":
         return _latest(first)
     path = Path(os.path.realpath(resume_from))
@@ -83,7 +107,24 @@ def _source(first: Path, resume_from: str) -> Source:
         if _holds(folder, path):
             _check_name(folder / "config.json", first)
             return Source(folder, path)
-    raise UserError(f"config.resume_from: {path} is {_description(path)}, but this run writes to {first}")
+    return _branch(first, path)
+
+
+def _check_folders(first: Path) -> None:
+    """Raises UserError unless all that has this run's name is a folder, without links into another run's."""
+    for folder in folders.family(first):
+        if not folder.is_dir():
+            raise UserError(f"config.resume_from: {folder} is no folder")
+        _check_links(folder)
+
+
+def _branch(first: Path, path: Path) -> Source:
+    """Raises UserError unless a checkpoint is in the folder of a run of another name."""
+    parents = [folder for folder in path.parents[:3] if _name(folder / "config.json") and _holds(folder, path)]
+    if parents and _name(parents[0] / "config.json") != first.name:
+        return Source(folders.take(first), path, parents[0])
+    place = _description(parents[0]) if parents else "in no folder that a run has written"
+    raise UserError(f"config.resume_from: {path} is {place}, but this run writes to {first}")
 
 
 def _latest(first: Path) -> Source:
@@ -98,7 +139,15 @@ def _latest(first: Path) -> Source:
     others = [folder for folder in family if folder not in begun]
     own = [folder for folder in others if family[folder] == first.name]
     own = own or [folder for folder in others if folders.is_unused(folder)]
-    return Source(own[-1] if own else folders.take(first), None)
+    return _begun(own[-1]) if own else Source(folders.take(first))
+
+
+def _begun(folder: Path) -> Source:
+    """Of a run without a checkpoint. A branch that was killed before it had one begins again from its parent."""
+    if not (file := folder / folders.PARENT).exists():
+        return Source(folder)
+    parent = folders.read_json(file)
+    return Source(folder, Path(parent["checkpoint"]), Path(parent["folder"]))
 
 
 def _holds(folder: Path, path: Path) -> bool:
@@ -144,47 +193,80 @@ def _check_name(config_file: Path, first: Path) -> None:
         )
 
 
-def _description(path: Path) -> str:
-    """Of what is in no folder of this run, with the way to go on from it, if there is one."""
-    for folder in path.parents[:3]:
-        if (name := _name(folder / "config.json")) and _holds(folder, path):
-            if folder in folders.family(folder.with_name(name)):
-                flags = f"--config.output_dir={folder.parent} --config.run_name={name}"
-                return f"of the run in {folder}, with which {flags} goes on"
-            return f"of the run {name}, whose folder was renamed to {folder}"
-    return "in no folder that a run has written"
+def _description(parent: Path) -> str:
+    """Of a run with this run's name in another folder, and the way to go on from it, if there is one."""
+    name = _name(parent / "config.json")
+    if parent in folders.family(parent.with_name(name)):
+        flags = f"--config.output_dir={parent.parent} --config.run_name={name}"
+        return f"of the run in {parent}, with which {flags} goes on"
+    return f"of the run {name}, whose folder was renamed to {parent}"
 
 
-def _later(folder: Path, path: Path, epoch: int) -> list[Path]:
-    """Checkpoints after the one that config.resume_from names; none where it leaves the choice."""
-    if os.path.realpath(path) == os.path.realpath(folder / "checkpoints"):
-        return []
-    return checkpoints.later(folder / "checkpoints", epoch)
-
-
-def compare_configs(checkpoint: Path, config: ConfigDict) -> None:
-    """Raises UserError with the keys in which a checkpoint's config differs, of those that must not. Settings that are
-    younger than the checkpoint had their defaults."""
+def changed_settings(checkpoint: Path, config: ConfigDict) -> dict[str, tuple]:
+    """Settings that a run of a checkpoint's config keeps, and this config does not: key -> (stored, wanted). Settings
+    that are younger than the checkpoint had their defaults."""
     file = checkpoint / "config.json"
     stored = table.flat(ConfigDict(older.with_defaults(folders.read_json(file), file)))
     current = table.flat(ConfigDict(json.loads(json.dumps(config.to_dict()))))
-    keys = [key for key in sorted(stored.keys() | current.keys()) if stored.get(key, ...) != current.get(key, ...)]
-    if keys := [key for key in keys if table.is_fixed(key)]:
-        changes = ", ".join(f"{key}: {stored.get(key, 'absent')} -> {current.get(key, 'absent')}" for key in keys)
-        advice = "restore these, or start a new run, for example from this run's LoRA by config.lora.path"
-        raise UserError(f"{checkpoint} comes from another config ({changes}); {advice}")
+    pairs = {key: (stored.get(key), current.get(key)) for key in sorted(stored.keys() | current.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and table.is_fixed(key)}
+
+
+def _words(changed: dict[str, tuple]) -> str:
+    return ", ".join(f"{key}: {before} -> {after}" for key, (before, after) in changed.items())
+
+
+def _check_unchanged(checkpoint: Path, changed: dict[str, tuple]) -> None:
+    if changed:
+        raise UserError(
+            f"{checkpoint} comes from another config ({_words(changed)}); restore these, or branch off: another "
+            f"--config.run_name with --config.resume_from={checkpoint}"
+        )
+
+
+def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
+    if fixed := {key: pair for key, pair in changed.items() if key in INHERITED}:
+        raise UserError(
+            f"a branch trains the weights of {checkpoint} with their base and adapter, so these cannot change: "
+            f"{_words(fixed)}; restore them, or start a new run, for example from a LoRA by config.lora.path"
+        )
+
+
+def _check_newest(folder: Path, path: Path, epoch: int) -> None:
+    """Raises UserError where config.resume_from names an older checkpoint: to go on from it in this folder would
+    destroy what came later."""
+    own = os.path.realpath(path) == os.path.realpath(folder / "checkpoints")
+    if later := [] if own else checkpoints.later(folder / "checkpoints", epoch):
+        raise UserError(
+            f"config.resume_from: {folder} has later checkpoints than {path}: {', '.join(p.name for p in later)}; "
+            "with another --config.run_name the same command branches off there"
+        )
+
+
+def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int, changed: dict[str, tuple]) -> str:
+    """Note where a branch comes from; the sentence for the user."""
+    record = dict(folder=str(parent), checkpoint=str(checkpoint), epoch=epoch, changed=changed)
+    folders.write_text(folder / folders.PARENT, json.dumps(record, indent=1))
+    return f"a branch of {parent} after {epoch} epochs" + (f", with {_words(changed)}" if changed else "")
 
 
 def resume(run: Run, place: Place) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
-    progress = load_state(run, place.checkpoint)
+    progress = load_state(run, place.checkpoint, exact=place.parent is None)
     run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
     run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
+    if place.parent:
+        distributed.on_main(_copy_metrics, place.parent, place.folder)
     if evaluates(run.config):
-        restored = best.restore(run.folder, place.checkpoint, best_candidate(run, run.epoch, {}), place.rewinds)
+        restored = best.restore(run.folder, place.checkpoint, best_candidate(run, run.epoch, {}))
         run.best_evaluation, run.evaluations_since = restored.best, restored.since
         run.board.say(restored.notice)
     health_actions.resume(run)
-    if place.rewinds:
-        save(run)  # the newest checkpoint; those of later epochs go with it
+    if place.parent:
+        save(run)  # so that from now on the branch resumes without its parent
+
+
+def _copy_metrics(parent: Path, folder: Path) -> None:
+    if (file := parent / "metrics.jsonl").exists():
+        shutil.copyfile(file, folder / file.name)

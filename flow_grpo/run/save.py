@@ -1,5 +1,6 @@
 """What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -131,7 +132,7 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
         width=size.width,
         vae_precision=run.config.vae_precision,
         since=run.evaluations_since,
-        inputs=run.inputs.of_figures(),
+        inputs=run.inputs.of_figures() | {"reward_fn": json.dumps(run.config.reward_fn.to_dict(), sort_keys=True)},
     )
 
 
@@ -154,9 +155,19 @@ def load_best_state(run: Run) -> str:
     return problem
 
 
-def load_state(run: Run, checkpoint: Path) -> checkpoints.Progress:
-    """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set."""
-    progress = checkpoints.load(checkpoint, state(run))
+def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Progress:
+    """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set.
+
+    Args:
+        exact: False for another run's checkpoint, which may lack the reference, extra policies and the loss scale, or
+            have some that this run does not need. Extra policies that it lacks become the loaded policy.
+    """
+    tensors = state(run)
+    stored = tensors if exact else checkpoints.stored_of(checkpoint, tensors)
+    progress = checkpoints.load(checkpoint, stored, exact)
+    for policy, ema in run.extra_policies.items():
+        if not any(name.startswith(f"{policy}/") for name in stored):
+            ema.move(1.0)
     if run.reference:
         moves, interval = progress.reference_moves, run.reference.interval
         run.reference.num_moves = moves if moves is not None else interval and progress.step // interval
