@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace as Record
 
 import pytest
 import torch
@@ -142,9 +143,18 @@ def test_an_epoch_is_summed_up_from_its_records():
 
 @pytest.mark.parametrize(("share", "grad_norm", "silent"), [(1.0, 1.0, True), (0.9, 1.0, False), (0.9, 0.0, True)])
 def test_an_epoch_has_no_signal_where_all_groups_score_alike_or_no_update_has_a_gradient(share, grad_norm, silent):
-    update = dict(kind="update", loss=grad_norm, grad_norm=grad_norm)
+    update = dict(kind="update", loss=1.0, grad_norm=grad_norm)
     line = {"kind": "epoch", "epoch": 0, "reward/zero_std_share": share}
     assert health.summarize([update, line], CONFIG).no_signal == silent
+
+
+def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_with():
+    kinds = {"eval": {"eval/avg": 0.6}, "epoch": {"reward/avg": 0.4}}
+    lines = [dict(kind=kind, epoch=i) | figures for i in range(4) for kind, figures in kinds.items()]
+    run = Record(board=Record(history=lambda: lines), inputs=Record(rewards_since=1), evaluations_since=2, epoch=3)
+    run.config = CONFIG
+    health_actions.resume(run)
+    assert [(e.reward, e.evaluation) for e in run.history] == [(None, None), (0.4, None), (0.4, 0.6)]
 
 
 def test_an_action_is_followed_by_a_pause():
@@ -252,6 +262,7 @@ def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_o
         line for line in lines_of(whole) if line["kind"] not in ends
     ]
     assert lines_of(parts, "eval")[-1] == lines_of(whole, "eval")[-1]
+    assert checkpoints.read_progress(parts / "checkpoints" / "epoch_000003").num_roll_backs == 1
 
 
 def test_an_evaluation_says_its_standard_error(recorded):

@@ -94,7 +94,7 @@ def summarize(records: list[dict], config) -> Epoch:
     losses = _values(updates, "policy_loss")
     distances = _values(updates, "reference_distance") or _values(updates, "kl_reference")
     grad_norms = _values(updates, "grad_norm")
-    flat = bool(grad_norms) and not any(grad_norms) and not any(_values(updates, "loss"))
+    flat = bool(grad_norms) and not any(grad_norms)
     return Epoch(
         number=int(epoch["epoch"]),
         reward=epoch.get("reward/avg"),
