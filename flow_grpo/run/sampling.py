@@ -83,16 +83,15 @@ def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) 
     multiple = run.config.sample.text_multiple
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in batches(run, epoch):
-        noisy = noisy_steps(batch)
         generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
-        shared = run.config.sample.same_latent and not num_branches and len(noisy)
+        shared = run.config.sample.same_latent
         latents = None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
             of_group = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
             latents = run.model.noise(run.size, of_group)
         yield from prepare_encode(
             SamplingJob(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size),
-            noisy=noisy,
+            noisy=noisy_steps(batch),
             names=[(batch, row) for row in range(len(batch.images))],
             num_branches=num_branches,
             scheduler=run.scheduler,
