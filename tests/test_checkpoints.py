@@ -11,6 +11,7 @@ import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import best, checkpoints, exports, shards
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.run import resume
+from flow_grpo.run import save as saving
 from flow_grpo.settings.table import default_config
 from flow_grpo.weights import fsdp_utils, offload
 
@@ -356,6 +358,14 @@ def test_what_halving_left_of_the_learning_rate_is_in_the_checkpoint(tmp_path):
     fields = dict(learning_rate_factor=0.1, num_roll_backs=2, reference_moves=3)
     checkpoint = small(tmp_path, 1, **fields)
     assert checkpoints.read_progress(checkpoint) == checkpoints.Progress(1, 1, **fields)
+
+
+def test_a_checkpoint_without_the_references_moves_has_those_of_its_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "state", lambda run: TENSORS)
+    for interval, moves in ((2, 3), (0, 0)):
+        run = SimpleNamespace(reference=SimpleNamespace(interval=interval), extra_policies={})
+        saving.load_state(run, small(tmp_path, 7))
+        assert run.reference.num_moves == moves
 
 
 def test_a_state_of_many_files_is_the_same(tmp_path, monkeypatch):

@@ -159,7 +159,9 @@ def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
 
 def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
     sigmas = torch.linspace(1, 0, 51)
-    assert len(DPMSolver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps) == 29
+    timesteps = DPMSolver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps
+    assert len(timesteps) == 29
+    assert timesteps[1] == 1000 * sigmas[2], "the nearest to 50 / 29 steps"
 
 
 def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():
@@ -169,6 +171,7 @@ def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():
     assert asked_steps(1, 10, 0.7) == [1, 2, 3, 4, 6, 8]
     assert asked_steps(1, 10, 0.6) == [1, 2, 4, 6, 8]
     assert asked_steps(1, 10, 0.5) == [1, 3, 5, 7]
+    assert asked_steps(2, 10, 0.5) == [2, 4, 6, 8]
     assert asked_steps(1, 10, 0.3) == [1, 3, 6]
     assert asked_steps(8, 10, 0.5) == asked_steps(8, 10, 0.1) == [8]
     assert asked_steps(9, 10, 0.1) == [9]

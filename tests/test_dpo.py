@@ -95,6 +95,17 @@ def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder,
     assert lines_of(folder, "eval")[-1]["eval/avg"] > 0
 
 
+def test_held_out_pairs_are_judged_at_the_same_noises_after_every_epoch(started):
+    run, source, _ = started
+    move(run.parameters)
+    run.ema.move(1.0)
+    for epoch in (0, 6):
+        script.validate(run, source, epoch)
+    first, last = lines_of(run.folder, "validation")
+    assert first | dict(epoch=6) == last
+    assert first["validation/winner_error_gap"] != 0
+
+
 def test_online_the_reference_becomes_the_policy_every_few_updates(recorded):
     """Every 4: after the second epoch, before the third."""
     folder = recorded("online dpo").folder

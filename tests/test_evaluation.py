@@ -20,8 +20,10 @@ from small import ROOT, exported, few_prompts, lines_of, record, train
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
-from flow_grpo.evaluation import estimates, evaluation
+from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.monitoring import plots
+from flow_grpo.run.evaluate import due
+from flow_grpo.settings.table import default_config
 
 TINY, LORA_FILE = "flow_grpo/assets/tiny_qwenimage", "pytorch_lora_weights.safetensors"
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
@@ -83,7 +85,10 @@ def test_where_the_checkpoints_best_is_damaged_the_present_one_is_set_aside_with
 
 @pytest.mark.parametrize(
     "change",
-    [dict(split="test"), dict(num_prompts=9), dict(noises_per_prompt=2), dict(height=128), dict(vae_precision="bf16")],
+    [
+        *(dict(split="test"), dict(num_prompts=9), dict(noises_per_prompt=2), dict(num_steps=5), dict(best_by="other")),
+        *(dict(guidance_scale=2.0), dict(height=128), dict(width=128), dict(vae_precision="bf16")),
+    ],
     ids=str,
 )
 def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
@@ -94,6 +99,21 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
     assert (found, since) == (None, 8)
     assert content(tmp_path / "best_epoch_000004") == 4
     assert str(tmp_path / "best_epoch_000004") in notice
+
+
+def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the_config_says():
+    config = default_config()
+    for config.eval_freq, config.eval.test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):
+        both = set() if kinds is None else {"eval", "test"}
+        assert [due(config, epoch) for epoch in range(3)] == [both, set(), kinds or set()]
+        assert due(config, 3, last=True) == both
+
+
+def test_a_run_is_evaluated_by_its_own_settings(tmp_path):
+    changes = dict(height=96, width=32, precision="bf16", base_precision="nf4", vae_precision="bf16", text_tokens=9)
+    (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict() | changes))
+    config = policies_to_compare.run_config(tmp_path)
+    assert {name: config[name] for name in changes} == changes
 
 
 @pytest.fixture
@@ -138,10 +158,12 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
 
 
 def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
-    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1, **shallow)
+    how = dict(eval__best_by="jpeg_incompressibility", eval__rewards=("jpeg_incompressibility",))  # which falls
+    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1, **shallow | how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     assert best.read(folder).split == "test"
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
+    assert tests[-1]["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
     for line, test in zip(evals, tests[:-1], strict=True):
         assert {key.replace("test/", "eval/"): value for key, value in test.items()} | {"kind": "eval"} == {
             key: value for key, value in line.items() if key != "eval/std_error"
@@ -342,9 +364,9 @@ def test_standard_errors_are_of_prompts_not_of_noises():
 
 
 def test_scores_that_failed_are_left_out_and_categories_keep_their_order():
-    values = torch.tensor([[0.0, float("nan"), 1.0], [1.0, float("nan"), 1.0]])
-    assert estimates.mean(values) == pytest.approx((0.75, 0.25, 2))
-    assert estimates.best_of(values, 2)[::2] == pytest.approx((1.0, 2))
+    values = torch.tensor([[0.0, float("nan"), 1.0], [1.0, float("nan"), float("nan")]])
+    assert estimates.mean(values) == pytest.approx((2 / 3, 0.25, 2))
+    assert estimates.best_of(values, 2)[::2] == pytest.approx((1.0, 1))
     found = estimates.by_category(values, ["two", "one", "two"])
     assert list(found) == ["two", "one"]
     assert (found["two"].num_prompts, found["one"].num_prompts) == (2, 0)

@@ -116,16 +116,21 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
         seen[len(x) == 3].add(text.num_tokens)
         return model.velocity(x, t, text, guidance_scale, size)
 
-    def walked(short):
+    def prepared(**how):
         noise = [rng.generator(0, "noise", n) for n in range(3)]
-        branching = dict(noisy=range(1, 4), num_branches=2, names=range(3), short=short)
-        requests = prepare_encode(SamplingJob(model, condition, noise, params, SIZE), **branching)
+        return prepare_encode(SamplingJob(model, condition, noise, params, SIZE), names=range(3), **how)
+
+    def walked(short):
+        requests = prepared(noisy=range(1, 4), num_branches=2, short=short)
         return joined(sorted(denoise(velocity, requests, Batching(3, 8)), key=lambda request: request.name))
 
     plain, trace = walked(None)
     assert seen == {True: {20}, False: {20}}
     seen[False].clear()
-    found, of_short = walked([condition.take(slice(n, n + 1)).trimmed(4) for n in range(3)])
+    short = [condition.take(slice(n, n + 1)).trimmed(4) for n in range(3)]
+    prefixes = prepared(noisy=range(1, 4), short=short, groups=[0, 0, 1])
+    assert [prefix.short for prefix in prefixes] == [short[0], short[2]]
+    found, of_short = walked(short)
     widths = {-(-length // 4) * 4 for length in condition.mask.sum(1).tolist()}
     assert seen == {True: {20}, False: widths}, "of branches, and of the trunks' step before the noise"
     torch.testing.assert_close(found, plain, rtol=0, atol=rounding(size=16))  # of velocities of up to 16

@@ -64,6 +64,7 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     wanted = [49, 3, 20, 19, 3]
     found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
     stored = torch.float32 if dtype == "float32" else torch.bfloat16
+    assert preferences.dtype_of("fp32" if dtype == "float32" else "bf16") == dtype
     for name, values in dict(
         winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text
     ).items():
@@ -167,8 +168,8 @@ def test_a_damaged_report_of_a_part_or_of_the_settings_is_named(content, tmp_pat
 def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
     embeds = Condition(torch.arange(8.0).view(8, 1, 1))
-    scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.3, 0.3, 0.35, 0.3])
-    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, 0.1)
+    scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.25, 0.25, 0.375, 0.25])
+    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, margin=0.125)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.loss_weight.tolist() == [1, 0]
@@ -319,6 +320,11 @@ def picture(number, size=(80, 64)):
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "png")
     return file.getvalue()
+
+
+def test_a_picture_is_made_smaller_by_averaging():
+    large, small = (image_pairs.load_image(picture(0, (side, side)), Size(64, 64)) for side in (512, 64))
+    assert large.std() < 0.1 < 0.25 < small.std()
 
 
 def test_a_photograph_is_turned_upright():

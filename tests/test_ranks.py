@@ -137,7 +137,7 @@ def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
     how = dict(
         reward_fn__shapes=0,
         reward_fn__brightness=1,
-        reward__max_masked_share=0.9,
+        reward__max_masked_share=0.5,  # just what is masked
         eval__best_by="brightness",
     )
     folder = on_two_ranks("shapes_qwenimage", tmp_path, ENV | {"DARK_RANK": "0"}, eval__batch_size=2, **how)

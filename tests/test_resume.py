@@ -426,6 +426,7 @@ def test_fp16_resumes_with_the_loss_scale_it_had(shallow, tmp_path, monkeypatch)
     train("shapes_qwenimage", tmp_path / "parts", num_epochs=1, **how)
     parts = train("shapes_qwenimage", tmp_path / "parts", num_epochs=2, resume_from="latest", **how)
     assert lines_of(whole, "update")[0]["grad_norm"] == "inf"
+    assert lines_of(whole, "update")[1]["grad_norm"] < 100, "it is that of the loss before it was scaled by 2**15"
     assert lines_of(whole) == lines_of(parts)
     scales = [stored(folder, epoch=2)["loss_scale"] for folder in (whole, parts)]
     assert scales[0] == scales[1]

@@ -48,7 +48,7 @@ def drawn(sde_type, index=3, rows=2, dtype=torch.float32):
     x, v, noise = torch.randn(3, rows, 4, 3, generator=torch.Generator().manual_seed(0))
     t = scheduler.timesteps[index].expand(rows)
     how = dict(noise_level=0.7, sde_type=sde_type)
-    arguments = scheduler, v.to(dtype), t, x.to(dtype)
+    arguments = scheduler, v.to(dtype).requires_grad_(), t, x.to(dtype)
     return arguments, how, sde_step_with_logprob(*arguments, noise=noise, **how)
 
 
@@ -62,8 +62,15 @@ def test_log_prob_is_the_normal_density_of_the_step(sde_type):
 @pytest.mark.parametrize("sde_type", ["sde", "dance", "cps"])
 def test_scoring_what_was_drawn_gives_the_same_bits(sde_type):
     arguments, how, step = drawn(sde_type)
-    replayed = sde_step_with_logprob(*arguments, prev_sample=step.prev_sample, **how)
+    replayed = sde_step_with_logprob(*arguments, prev_sample=step.prev_sample.detach(), **how)
     assert torch.equal(replayed.log_prob, step.log_prob)
+    assert torch.equal(*(torch.autograd.grad(one.log_prob.sum(), arguments[1])[0] for one in (replayed, step)))
+
+
+def test_no_order_of_a_latents_elements_shows_in_its_log_prob():
+    (scheduler, v, t, x), how, step = drawn("sde", rows=1000)
+    turned = sde_step_with_logprob(scheduler, v.flip(1), t, x.flip(1), prev_sample=step.prev_sample.flip(1), **how)
+    assert torch.equal(turned.log_prob, step.log_prob)
 
 
 @pytest.mark.parametrize("sde_type", SDE_TYPES)
