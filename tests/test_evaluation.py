@@ -200,6 +200,8 @@ def test_one_noise_more_leaves_the_first_ones_images(shallow, tmp_path):
     assert lines_of(one, "eval")[0]["eval/avg"] != lines_of(two, "eval")[0]["eval/avg"]
     sheets = [plots.evaluations(folder)[0] for folder in (one, two)]
     first, second = (np.stack([picture for picture, _, _ in plots.panel_pictures(s)]).astype(float) for s in sheets)
+    rewards = [[float(reward) for _, _, reward in plots.panel_pictures(sheet)] for sheet in sheets]
+    assert rewards[0] == pytest.approx(rewards[1], abs=2e-3)
     assert np.abs(first - second).max() < 8  # levels of 256, of which other batches move a pixel by one
 
 

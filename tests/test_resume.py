@@ -276,6 +276,7 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_i
     (folder / "checkpoints" / ".tmp-epoch_000001" / "inside").mkdir(parents=True)
     train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]
+    assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]  # the last one made again
     assert sums_of(backup) == before
     assert not (folder / "best" / "README.md").samefile(tmp_path / "card")  # written again, and not in place
 
