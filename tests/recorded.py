@@ -89,10 +89,11 @@ def run_of(root, kind):
 
 
 def go_on(run, folder, **more):
-    """A copy of a run in `folder` that has gone on from the checkpoint of its first epoch."""
-    shutil.copytree(run.folder, folder / run.folder.name)
-    checkpoint = folder / run.folder.name / "checkpoints" / "epoch_000001"
-    return train(run.name, folder, **run.how | dict(resume_from=str(checkpoint)) | more)
+    """A copy of a run in `folder` that has gone on from the checkpoint of its first epoch, its last one."""
+    copy = shutil.copytree(run.folder, folder / run.folder.name)
+    for later in copy.glob("checkpoints/epoch_00000[2-9]"):
+        shutil.rmtree(later)
+    return train(run.name, folder, **run.how | dict(resume_from="latest") | more)
 
 
 def assert_same(folder, other, epoch=EPOCHS):
