@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import warm
-from small import FEW, config_of, flip_a_bit, lines_of, stored, train
+from small import FEW, config_of, few_prompts, flip_a_bit, lines_of, stored, train
 from two_ranks import launch
 
 from flow_grpo.base import folders
-from flow_grpo.checkpoints import best
+from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import health, trackers
 from flow_grpo.run import fingerprint, resume
 from flow_grpo.run import run as runs
@@ -240,21 +240,43 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(two_epochs, tmp_path
     assert lines_of(branch) == lines_of(tmp_path / RUN)
     ours, theirs = (sums_of(folder / LAST / "state") for folder in (branch, tmp_path / RUN))
     assert [*ours.values()] == [*theirs.values()]
+    assert (branch / "checkpoints/epoch_000001").is_dir(), "from its start it resumes without its parent"
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
     folder = train(NAME, "runs", **how | dict(num_epochs=3), resume_from="latest")
     assert (folder, len(lines_of(folder, "epoch"))) == (branch, 3)
 
 
-def test_a_branch_may_change_its_reward_and_algorithm(two_epochs, tmp_path, monkeypatch):
-    """Its best evaluation begins anew, and the policies that its parent had not are the loaded one."""
+def test_a_branch_may_change_its_reward_rate_and_algorithm(two_epochs, tmp_path, monkeypatch):
+    """What is compared with its parent's begins anew, and the policies that its parent had not are the loaded one."""
     source, how = two_epochs
+    read_progress = checkpoints.read_progress
+    halved = lambda checkpoint: read_progress(checkpoint)._replace(learning_rate_factor=0.5)  # noqa: E731
+    monkeypatch.setattr(checkpoints, "read_progress", halved)
     prepared(source, tmp_path, "", monkeypatch)
     how = {key: value for key, value in how.items() if not key.startswith("reward")} | dict(num_epochs=3)
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
-    how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank)
+    how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, train__learning_rate=1e-4)
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[:2] == lines_of(tmp_path / RUN, "epoch")
-    assert best.read(branch).since == 2
+    assert best.read(branch).since == fingerprint.read(branch).rewards_since == 2
+    assert best.read(branch).inputs["reward_fn"] != best.read(tmp_path / RUN).inputs["reward_fn"]
+    assert {line["epoch"] for line in lines_of(branch, "eval") + lines_of(branch, "test")} == {2, 3}
+    assert lines_of(branch, "update")[-2]["old_distance"] == 0 < lines_of(branch, "update")[-1]["old_distance"]
+    assert lines_of(branch, "epoch")[-1]["health/learning_rate_factor"] == 1
+    how |= dict(run_name="back", resume_from=str(branch / "checkpoints"), dataset=few_prompts(tmp_path / "data"))
+    back = train(NAME, "runs", **how)  # without the old policy; no epoch is left
+    assert "train.shared_noise" in json.loads((back / folders.PARENT).read_text())["changed"]
+    assert best.read(back).inputs["dataset"] != best.read(branch).inputs["dataset"]
+
+
+def test_a_branch_that_never_began_is_no_new_run(two_epochs, tmp_path, monkeypatch):
+    source, how = two_epochs
+    prepared(source, tmp_path, f"cp -r {RUN} gone; mkdir runs/b", monkeypatch)
+    record = dict(folder="gone", checkpoint="gone/checkpoints/epoch_000009")
+    Path("runs/b", folders.PARENT).write_text(json.dumps(record))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"never began, and its checkpoint gone/.* is there no more"):
+            resume.take_folder(config_of(NAME, "runs", **how | dict(run_name="b", resume_from="latest")))
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_a_backup_stays_as_it_is(two_epochs, tmp_path):

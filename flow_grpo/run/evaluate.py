@@ -121,9 +121,9 @@ def conclude(run: Run) -> None:
         figures = score_test(run)
     logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": chosen.epoch}
     lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
-    before = lines[0].get(f"test/{name}", math.nan) if lines else math.nan
+    before = f"{lines[0].get(f'test/{name}', math.nan):.4g} before, " if lines else ""
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
     run.board.say(
         f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; {name} on the test prompts: "
-        f"{before:.4g} before, {run.test_figures[name]:.4g} last, {figures[name]:.4g} best"
+        f"{before}{run.test_figures[name]:.4g} last, {figures[name]:.4g} best"
     )

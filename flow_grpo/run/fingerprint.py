@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     lora_path: dict[str, str]
     preferences_path: dict[str, str]
     rewards: dict[str, str]  # name of a reward -> digest of its file
-    rewards_since: int = 0  # epochs completed when a reward's file changed last
+    rewards_since: int = 0  # epochs completed when a reward's file, or a branch's settings, changed last
 
     def of_figures(self) -> dict[str, str]:
         """What decides the figures of an evaluation, but for the policy: name -> digest."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import dashboard
+from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.run import fingerprint, health_actions
 from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
@@ -27,6 +27,7 @@ class Place(NamedTuple):
     checkpoint: Path | None
     parent: Path | None  # folder of the run that this one branches off
     inputs: Inputs
+    changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
 
 
 class Source(NamedTuple):
@@ -37,6 +38,7 @@ class Source(NamedTuple):
     parent: Path | None = None  # folder of another run, whose checkpoint it is
 
 
+TRAINING = "update", "epoch"  # kinds of lines of metrics.jsonl that are no evaluation
 INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path"  # settings that a branch cannot change
 
 
@@ -70,26 +72,25 @@ def _check_source(config: ConfigDict, first: Path, source: Source) -> Place:
         _check_name(checkpoint / "config.json", first)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, epoch)
-    inputs, notices = _inputs(config, source, epoch, changed)
+    inputs, notices = _inputs(config, source, epoch)
+    if changed:  # so that health compares no rewards of other settings
+        inputs = inputs._replace(rewards_since=epoch)
     if parent:
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed))
     fingerprint.write(folder, inputs)
     begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
-    return Place(folder, checkpoint, parent, inputs)
+    return Place(folder, checkpoint, parent, inputs, changed)
 
 
-def _inputs(config: ConfigDict, source: Source, epoch: int, changed: dict[str, tuple]) -> tuple[Inputs, list[str]]:
+def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
     """What the run reads, and what to tell the user. A branch may read other prompts and pairs than its parent."""
     current = fingerprint.of(config, source.folder)
     stored = fingerprint.read(source.parent or source.folder) if source.path else None
     if source.parent and stored:
         stored = stored._replace(dataset=current.dataset, preferences_path=current.preferences_path)
-    inputs, notices = fingerprint.compare(stored, current, epoch, config.accept_changes)
-    if any(key.startswith("reward") for key in changed):  # so that health compares no other rewards
-        inputs = inputs._replace(rewards_since=epoch)
-    return inputs, notices
+    return fingerprint.compare(stored, current, epoch, config.accept_changes)
 
 
 def _source(first: Path, resume_from: str) -> Source:
@@ -147,7 +148,9 @@ def _begun(folder: Path) -> Source:
     if not (file := folder / folders.PARENT).exists():
         return Source(folder)
     parent = folders.read_json(file)
-    return Source(folder, Path(parent["checkpoint"]), Path(parent["folder"]))
+    if checkpoints.find(checkpoint := Path(parent["checkpoint"])) is None:
+        raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
+    return Source(folder, checkpoint, Path(parent["folder"]))
 
 
 def _holds(folder: Path, path: Path) -> bool:
@@ -254,19 +257,21 @@ def resume(run: Run, place: Place) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     progress = load_state(run, place.checkpoint, exact=place.parent is None)
     run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
-    run.learning_rate_factor = progress.learning_rate_factor
+    if "train.learning_rate" not in place.changed:
+        run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
-    if place.parent:
-        distributed.on_main(_copy_metrics, place.parent, place.folder)
     if evaluates(run.config):
         restored = best.restore(run.folder, place.checkpoint, best_candidate(run, run.epoch, {}))
         run.best_evaluation, run.evaluations_since = restored.best, restored.since
         run.board.say(restored.notice)
+    if place.parent:
+        distributed.on_main(_copy_metrics, place, run.evaluations_since)
     health_actions.resume(run)
     if place.parent:
         save(run)  # so that from now on the branch resumes without its parent
 
 
-def _copy_metrics(parent: Path, folder: Path) -> None:
-    if (file := parent / "metrics.jsonl").exists():
-        shutil.copyfile(file, folder / file.name)
+def _copy_metrics(place: Place, since: int) -> None:
+    """Those of a branch's parent, but for evaluations of before `since`, which the branch's cannot be compared with."""
+    lines = [line for line in read_metrics(place.parent) if line["kind"] in TRAINING or line["epoch"] >= since]
+    folders.write_text(place.folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

@@ -168,9 +168,9 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     for policy, ema in run.extra_policies.items():
         if not any(name.startswith(f"{policy}/") for name in stored):
             ema.move(1.0)
-    if run.reference:
-        moves, interval = progress.reference_moves, run.reference.interval
-        run.reference.num_moves = moves if moves is not None else interval and progress.step // interval
+    if run.reference and run.reference.interval:
+        moves = progress.reference_moves
+        run.reference.num_moves = moves if moves is not None else progress.step // run.reference.interval
     return progress
 
 

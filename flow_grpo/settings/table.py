@@ -45,7 +45,8 @@ SETTINGS = (
     Setting("logger", "wandb", 'Tracker that also shows the curves. "none" writes report.html at every evaluation.',
             choices=("wandb", "tensorboard", "none"), resumable=True),
     Setting("resume_from", "",
-            '"" starts a new run; "latest" resumes the newest checkpoint of this run; else a checkpoint\'s folder.',
+            '"" starts a new run; "latest" resumes the newest checkpoint of this run; else a checkpoint\'s folder: '
+            "another run's begins a branch.",
             resumable=True),
     Setting("accept_changes", False,
             "Resume even if files of the data set, model, lora.path or pairs have changed.", resumable=True),
