@@ -360,11 +360,11 @@ def test_what_halving_left_of_the_learning_rate_is_in_the_checkpoint(tmp_path):
     assert checkpoints.read_progress(checkpoint) == checkpoints.Progress(1, 1, **fields)
 
 
-def test_a_checkpoint_without_the_references_moves_has_those_of_its_steps(tmp_path, monkeypatch):
+def test_a_reference_has_its_checkpoints_moves_or_those_of_its_steps_or_none_where_it_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "state", lambda run: TENSORS)
-    for interval, moves in ((2, 3), (0, 0)):
-        run = SimpleNamespace(reference=SimpleNamespace(interval=interval), extra_policies={})
-        saving.load_state(run, small(tmp_path, 7))
+    for interval, stored, moves in ((2, None, 3), (2, 5, 5), (0, None, 0), (0, 5, 0)):
+        run = SimpleNamespace(reference=SimpleNamespace(interval=interval, num_moves=0), extra_policies={})
+        saving.load_state(run, small(tmp_path, 7, reference_moves=stored))
         assert run.reference.num_moves == moves
 
 
