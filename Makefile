@@ -2,6 +2,7 @@
 # `make quick` takes 15 seconds: the tests that compute without training a run or starting a process.
 PYTHON ?= python3
 VENV := .venv/bin/python
+export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwenimage_nft
 
 # One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish. Memory that
@@ -36,7 +37,7 @@ test-isa: .venv/ready  ## the tests that compare floats, under every instruction
 
 test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any machine; fetches Triton, 1 GB
 	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton==3.9.0
-	PYTHONPATH=.venv/triton TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
+	PYTHONPATH=.venv/triton:$(PYTHONPATH) TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
 
 test-gpu: .venv/ready  ## what compares floats or takes a kernel, on a GPU; with its kernels: .venv/bin/pip install -e '.[flash4]'
 	$(VENV) -m pytest --gpu -p no:cacheprovider $(ON_GPU:%=tests/test_%.py) $(ARGS)
@@ -57,8 +58,8 @@ bench: .venv/ready  ## seconds per phase and memory, one JSON line
 .venv/ready: requirements.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo $(NO_VENV) >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(VENV) -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	test -x $(VENV) || $(PYTHON) -m venv .venv
+	test -L .venv || $(VENV) -m pip install --quiet --disable-pip-version-check -e '.[test]'  # a link is another clone's
 	@touch $@
 
 TOO_OLD := "flow_grpo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 demo"

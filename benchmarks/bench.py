@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
@@ -181,7 +181,7 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
         family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
         config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
-        family, config = registry.by_name(name), config_of(f"shapes_{suffix}", kind)
+        family, config = model_classes.by_name(name), config_of(f"shapes_{suffix}", kind)
     changes = dict(text.split("=", 1) for text in args.set)
     config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
     return f"train_qwenimage_{kind}".rstrip("_"), family, config

@@ -28,7 +28,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import quoted
 from flow_grpo.data import embedding_cache, prompts
-from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
@@ -104,7 +104,7 @@ def check(args, compared, config, split):
     families = []
     for candidate in compared:
         check_values(candidate.config)
-        families.append(registry.resolve(candidate.config))
+        families.append(model_classes.resolve(candidate.config))
         policies_to_compare.check(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)
         light.check(split.prompts, candidate.config.text_tokens)

@@ -16,7 +16,7 @@ from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.base import shipped
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, pipeline_with_logprob
@@ -64,7 +64,7 @@ def add_gradients(model: FlowModel, condition: Condition, sampled: Samples, adva
 def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
     """The mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
     pipeline = QwenImagePipeline.from_pretrained(shipped.find("flow_grpo/assets/tiny_qwenimage"))
-    model, score = registry.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
+    model, score = model_classes.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
     optimizer = torch.optim.AdamW(pipeline.transformer.parameters(), LEARNING_RATE)
     prompts = load_prompts("dataset/shapes", "train")[:num_prompts]
     prompts = [prompt for prompt in prompts for _ in range(group_size)]

@@ -34,7 +34,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences, prompts
 from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
@@ -81,9 +81,8 @@ class Maker(NamedTuple):
 
 def check(config):
     """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    checks.drop_unused_rewards(config)
     checks.check(config, PREPARES)
-    load_weights.check(config, family := registry.resolve(config))
+    load_weights.check(config, family := model_classes.resolve(config))
     if not config.preferences.path:
         raise UserError("config.preferences.path is empty: it names the folder to write")
     light = family.without_weights(config.model)
@@ -356,5 +355,5 @@ def flags(words: list[str]) -> tuple[Options, list[str]]:
 
 if __name__ == "__main__":
     options, words = flags(sys.argv[1:])
-    default, on_stop = "config/dpo.py:shapes_qwenimage_dpo", "the same command goes on with it"
-    command_line.run(partial(main, options=options), default, words, after_stop=on_stop)
+    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", arguments=words)
+    command_line.run(partial(main, options=options), config, after_stop="the same command goes on with it")

@@ -3,9 +3,10 @@
 torchrun --nproc_per_node=8 scripts/train_flux.py --config config/grpo.py:pickscore_flux
 """
 
-import train_qwenimage
-
-from flow_grpo.settings import command_line
+from flow_grpo.settings import checks, command_line
 
 if __name__ == "__main__":
-    command_line.run(train_qwenimage.main, "config/grpo.py:pickscore_flux")
+    config = command_line.parse("config/grpo.py:pickscore_flux", checks.GRPO)  # before torch is imported
+    import train_qwenimage
+
+    command_line.run(train_qwenimage.main, config)

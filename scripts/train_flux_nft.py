@@ -3,9 +3,10 @@
 torchrun --nproc_per_node=8 scripts/train_flux_nft.py --config config/nft.py:pickscore_flux_nft
 """
 
-import train_qwenimage_nft
-
-from flow_grpo.settings import command_line
+from flow_grpo.settings import checks, command_line
 
 if __name__ == "__main__":
-    command_line.run(train_qwenimage_nft.main, "config/nft.py:pickscore_flux_nft")
+    config = command_line.parse("config/nft.py:pickscore_flux_nft", checks.NFT)  # before torch is imported
+    import train_qwenimage_nft
+
+    command_line.run(train_qwenimage_nft.main, config)

@@ -3,9 +3,10 @@
 torchrun --nproc_per_node=8 scripts/train_flux_pr.py --config config/grpo.py:pickscore_flux_pr
 """
 
-import train_qwenimage_pr
-
-from flow_grpo.settings import command_line
+from flow_grpo.settings import checks, command_line
 
 if __name__ == "__main__":
-    command_line.run(train_qwenimage_pr.main, "config/grpo.py:pickscore_flux_pr")
+    config = command_line.parse("config/grpo.py:pickscore_flux_pr", checks.PR)  # before torch is imported
+    import train_qwenimage_pr
+
+    command_line.run(train_qwenimage_pr.main, config)

@@ -7,6 +7,11 @@ Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GR
 are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py is shorter.
 """
 
+from flow_grpo.settings import checks, command_line
+
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/grpo.py:shapes_qwenimage", checks.GRPO)
+
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses, windows
@@ -22,7 +27,6 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.settings import checks, command_line
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
@@ -78,4 +82,4 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/grpo.py:shapes_qwenimage")
+    command_line.run(main, config)

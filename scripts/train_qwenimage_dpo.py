@@ -8,6 +8,11 @@ Papers: Diffusion-DPO, arXiv:2311.12908, for flows arXiv:2501.13918. Offline, th
 trains the shipped tiny model online.
 """
 
+from flow_grpo.settings import checks, command_line
+
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo,online", checks.DPO)
+
 from typing import NamedTuple
 
 import torch
@@ -15,12 +20,11 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.batch_plan import plan_pairs
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.data import preferences
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import spread, turns
 from flow_grpo.run import rewards, sampling
@@ -30,7 +34,6 @@ from flow_grpo.run.optimization import backward, optimizer_step
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import check_settings, start
-from flow_grpo.settings import checks, command_line
 
 HELD_OUT_PAIRS = 256  # that are judged, evenly spread
 NOISES_PER_PAIR = 4  # noises and levels at which each is judged, always the same
@@ -53,13 +56,13 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     check_settings(config, checks.DPO)
     files = stored_pairs(config) if config.preferences.path else {}
     texts = files["train"].prompts if files else None
-    run = start(config, checks.DPO, make_plan=plan_pairs, reference=True, stored_prompts=texts)
+    run = start(config, checks.DPO, reference=True, stored_prompts=texts)
     return run, Source(files.get("train"), files.get("validation"), run.model.schedule(1000, run.size).timesteps)
 
 
 def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
     """The pairs of config.preferences.path by split. Raises UserError where an epoch needs more of them."""
-    light, size = registry.resolve(config).without_weights(config.model), training_size(config)
+    light, size = model_classes.resolve(config).without_weights(config.model), training_size(config)
     light.check_size(size)
     folder, shapes = config.preferences.path, light.row_shapes(size, config.text_tokens)
     files = preferences.open_pairs(folder, shapes, config.model, size)
@@ -189,4 +192,4 @@ def main(config: ConfigDict, update=update) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/dpo.py:shapes_qwenimage_dpo,online")
+    command_line.run(main, config)

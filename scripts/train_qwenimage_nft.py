@@ -7,14 +7,20 @@ trained towards good images; its reflection about the old policy (2 v_old - v at
 no log-probs, so any solver may sample. Without arguments it trains the shipped tiny model.
 """
 
+from flow_grpo.settings import checks, command_line
+
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/nft.py:shapes_qwenimage_nft", checks.NFT)
+
 import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics
 from flow_grpo.algorithms.flow_matching import noised
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
+from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
@@ -24,7 +30,6 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.settings import checks, command_line
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
@@ -115,4 +120,4 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/nft.py:shapes_qwenimage_nft")
+    command_line.run(main, config)

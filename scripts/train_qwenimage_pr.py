@@ -8,6 +8,11 @@ their rewards rank it, and steps are weighted by how noisy they are. The loss an
 whose rows have several outcomes here. Without arguments it trains the shipped tiny model.
 """
 
+from flow_grpo.settings import checks, command_line
+
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/grpo.py:shapes_qwenimage_pr", checks.PR)
+
 import torch
 import train_qwenimage
 from ml_collections import ConfigDict
@@ -19,7 +24,6 @@ from flow_grpo.algorithms.rollout import Rollout, concat
 from flow_grpo.run import rewards
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
-from flow_grpo.settings import checks, command_line
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
@@ -49,4 +53,4 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
 
 
 if __name__ == "__main__":
-    command_line.run(main, "config/grpo.py:shapes_qwenimage_pr")
+    command_line.run(main, config)

@@ -4,9 +4,10 @@ torchrun --nproc_per_node=8 scripts/prepare_preferences.py --config config/dpo.p
 torchrun --nproc_per_node=8 scripts/train_sd3_dpo.py --config config/dpo.py:pickscore_sd3_dpo
 """
 
-import train_qwenimage_dpo
-
-from flow_grpo.settings import command_line
+from flow_grpo.settings import checks, command_line
 
 if __name__ == "__main__":
-    command_line.run(train_qwenimage_dpo.main, "config/dpo.py:pickscore_sd3_dpo")
+    config = command_line.parse("config/dpo.py:pickscore_sd3_dpo", checks.DPO)  # before torch is imported
+    import train_qwenimage_dpo
+
+    command_line.run(train_qwenimage_dpo.main, config)

@@ -14,7 +14,7 @@ TRAINING = re.compile(r"scripts/(train_\w+|prepare_preferences)\.py$")
 SOURCES = {
     "scripts/serve_reward.py": ROOT / "flow_grpo/reward_server/serve.py"
 }  # where flags are read, if not in the file
-DEFAULT = re.compile(r'command_line\.run\([\w.]+, "([^"]+)"\)')
+DEFAULT = re.compile(r'command_line\.parse\(\s*"([^"]+)"')
 
 
 def blocks(page):

@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.monitoring.metrics import explain
 from flow_grpo.settings import checks, config_files, table
 
 ROOT = Path(__file__).parents[1]
 CHECKS = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}  # by algorithm
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
-MODELS = {name: registry.by_name(name) for name in registry.names()}
+MODELS = {name: model_classes.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 # of `config_of`: it evaluates little, writes little, and saves at the end alone
 FEW = dict(eval__num_prompts=4, lora__rank=4, lora__alpha=8, save_freq=0)

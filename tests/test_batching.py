@@ -43,11 +43,14 @@ def assert_planned_or_explained(name, world_size):
     if message:
         numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, sample.batch_size}
         assert numbers <= {int(number) for number in re.findall(r"\d+", message)}, cell
-        works = []
+        works, batch_size = [], sample.batch_size
         for sample.batch_size in range(1, images + 1):
             works += [sample.batch_size] if not problem(config, world_size) else []
-        (named,) = re.findall(r"(\[[\d, ]+\]|none)$", message)
+        (named,) = re.findall(r"batch sizes that do: (\[[\d, ]+\]|none);", message)
         assert json.loads(named.replace("none", "[]")) == works, cell
+        counts = json.loads(re.search(r"numbers of GPUs that do[\w ]*: (\[.+\])", message)[1])
+        assert counts, cell
+        assert all(images % (batch_size * count) == 0 for count in counts) == (images % batch_size == 0), cell
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell

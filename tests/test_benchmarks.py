@@ -7,7 +7,7 @@ from flops import row_flops
 from small import CHECKS, MODELS, as_prompts, config_of, loaded, plan
 
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import optimization, startup
 
@@ -52,4 +52,4 @@ def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(scrip
     assert plan(config).batches_per_epoch >= 1
     assert name == script.replace("flux", "qwenimage").replace("sd3", "qwenimage")
     with random_model.registered(family, "Random"):
-        assert registry.model_class(config.model) is family
+        assert model_classes.of_folder(config.model) is family

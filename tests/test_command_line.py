@@ -18,6 +18,7 @@ from flow_grpo.run import startup
 from flow_grpo.settings import checks, command_line
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
+CONFIG = command_line.config_of([], DEFAULT)
 MINE = '''"""My experiments."""
 from neighbour import RATE
 
@@ -155,11 +156,11 @@ def test_what_is_no_bug_is_one_sentence_with_its_status_and_a_bug_keeps_its_trac
     monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
-        command_line.run(fails(error), DEFAULT, [])
+        command_line.run(fails(error), CONFIG)
     assert ended.value.code == status
     assert capsys.readouterr().err == f"train_qwenimage.py{f', rank {rank}' if rank != '0' else ''}: {says}\n"
     with pytest.raises(ValueError, match="invalid literal"):
-        command_line.run(lambda config: int(config.name), DEFAULT, [])
+        command_line.run(lambda config: int(config.name), CONFIG)
 
 
 def plain_interrupt(config):
@@ -188,7 +189,7 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, say
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     try:
         with pytest.raises(SystemExit) as ended:
-            command_line.run(main, DEFAULT, [])
+            command_line.run(main, CONFIG)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process at once
     finally:
         signal.signal(signal.SIGINT, before)

@@ -9,8 +9,8 @@ from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
 from flow_grpo import rewards
+from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
-from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES
 from flow_grpo.monitoring import health
 from flow_grpo.scoring.settings import RewardSettings
 from flow_grpo.settings import checks, table

@@ -12,7 +12,7 @@ import torch
 from small import config_of
 
 from config import grpo
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.flash_attention import NAME, attend_first, attend_first_backward, check_capability
 from flow_grpo.run import startup
@@ -83,7 +83,7 @@ def test_a_run_gives_it_to_every_block(compiles, monkeypatch):
     """On a CPU, where the operation needs no package."""
     monkeypatch.setattr(flash_attention, "package_problem", lambda *_: "")
     config = config_of("shapes_qwenimage", precision="bf16", attention=NAME, lora__rank=4, compile=compiles)
-    family = registry.model_class(config.model)
+    family = model_classes.of_folder(config.model)
     model = family.load(config.model, torch.device("cpu"), alone=True)
     startup._load_learner(config, model, None, (), False)
     assert all(block.attn.processor.attention == NAME for block in model.transformer.transformer_blocks)

@@ -11,7 +11,7 @@ from small import FEW, lines_of, stored, train
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
-from flow_grpo.run import health_actions
+from flow_grpo.run import loop
 from flow_grpo.settings.table import BY_KEY, default_config
 
 LIMITS = default_config().health
@@ -153,7 +153,7 @@ def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_wit
     lines = [dict(kind=kind, epoch=i) | figures for i in range(4) for kind, figures in kinds.items()]
     run = Record(board=Record(history=lambda: lines), inputs=Record(rewards_since=1), evaluations_since=2, epoch=3)
     run.config = CONFIG
-    health_actions.resume(run)
+    loop.resume_history(run)
     assert [(e.reward, e.evaluation) for e in run.history] == [(None, None), (0.4, None), (0.4, 0.6)]
 
 
@@ -197,7 +197,7 @@ def alarmed(monkeypatch):
 
 
 def test_every_action_may_be_chosen():
-    assert BY_KEY["health.action"].choices == tuple(health_actions.ACTIONS)
+    assert BY_KEY["health.action"].choices == tuple(loop.ACTIONS)
 
 
 def test_a_run_with_an_alarm_says_so_and_goes_on(shallow, tmp_path, capsys, alarmed):
@@ -215,7 +215,7 @@ def test_a_run_with_an_alarm_says_so_and_goes_on(shallow, tmp_path, capsys, alar
 def test_a_run_that_is_to_stop_or_may_not_roll_back_any_more_stops_with_everything_saved(
     action, shallow, tmp_path, alarmed, monkeypatch
 ):
-    monkeypatch.setattr(health_actions, "MAX_ROLL_BACKS", 0)
+    monkeypatch.setattr(loop, "MAX_ROLL_BACKS", 0)
     folder = train(NAME, tmp_path, num_epochs=4, health__action=action, **shallow)
     assert len(lines_of(folder, "epoch")) == 1
     assert (folder / "checkpoints" / "epoch_000001").is_dir()

@@ -27,7 +27,8 @@ from flow_grpo.algorithms.losses import (
     own_flow_matching_loss,
     step_weights,
 )
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
+from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.run.optimization import learning_rate
 from flow_grpo.settings.table import BY_KEY
 

@@ -20,10 +20,10 @@ MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decisi
     "weights": {"base", "diffusers_patch", "kernels"},
     "checkpoints": {"base", "weights"},
     "rewards": {"base", "data"},
-    "settings": {"algorithms", "base", "diffusers_patch", "rewards"},
+    "settings": {"algorithms", "base", "diffusers_patch"},
     "scoring": {"base", "rewards", "settings", "weights"},
     "reward_server": {"base", "rewards", "settings"},
-    "monitoring": {"base", "checkpoints", "settings", "weights"},
+    "monitoring": {"base", "checkpoints", "rewards", "settings", "weights"},
     "evaluation": {"base", "checkpoints", "data", "diffusers_patch", "scoring", "settings", "weights"},
     "run": {
         *("algorithms", "base", "checkpoints", "data", "diffusers_patch", "evaluation", "kernels", "monitoring"),

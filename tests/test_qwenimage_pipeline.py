@@ -14,7 +14,7 @@ from rounding import rounding
 from small import as_prompts, loaded
 
 from flow_grpo.base import rng
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
@@ -198,14 +198,14 @@ def test_a_prompt_that_the_pipeline_would_cut_is_refused(model, width):
 
 
 def test_a_folders_pipeline_says_which_model_it_is(tmp_path):
-    assert registry.model_class(TINY) is QwenImage
+    assert model_classes.of_folder(TINY) is QwenImage
     with pytest.raises(ValueError, match="no diffusers folder"):
-        registry.model_class(str(tmp_path))
+        model_classes.of_folder(str(tmp_path))
     shutil.copy(Path(TINY, "model_index.json"), tmp_path)
     index = tmp_path / "model_index.json"
     index.write_text(index.read_text().replace('"QwenImagePipeline"', '"WanPipeline"'))
     with pytest.raises(ValueError, match="holds a WanPipeline; there are QwenImagePipeline, "):
-        registry.model_class(str(tmp_path))
+        model_classes.of_folder(str(tmp_path))
 
 
 def test_lora_targets_are_a_blocks_twelve_linear_layers(model):

@@ -85,7 +85,7 @@ TRAINING = {  # a script's run -> its rows
         no("dataset", "'nowhere'", dataset="nowhere"),
         no("resume_from", "nowhere", resume_from="nowhere"),
         no("cache_dir", "/proc/nowhere", cache_dir="/proc/nowhere"),
-        no("a prompt has", "text_tokens = 8", "'a photo", text_tokens=8),
+        no("prompts have", "text_tokens = 8", "has 20", text_tokens=8),
         no("best_by", "'beauty'", "avg", eval__best_by="beauty"),
         no("text_multiple is 8", "padding", sample__text_multiple=8, model="flow_grpo/assets/tiny_sd3"),
         no("text_multiple is 8", "padding", sample__text_multiple=8, model="flow_grpo/assets/tiny_flux"),
@@ -250,8 +250,8 @@ COMMAND_LINES = [
     ("--config=config/dgx.py:pickscore_qwenimage_pr", "pickscore_qwenimage_pr", "config/grpo.py"),
     ("--config=config/grpo.py:shapes_qwenimag", "'shapes_qwenimag'", "nearest: shapes_qwenimage"),
     ("--config=config/grpo.py:pickscore", "'pickscore'", "pickscore_sd3"),
-    ("--config=config/grpo.py:shapes_qwenimage,smok", "'shapes_qwenimage,smok'", "smoke"),
-    ("--config=config/grpo.py:,smoke", "',smoke'", "shapes_qwenimage"),
+    ("--config=config/grpo.py:shapes_qwenimage,smok", "'smok'", "smoke"),
+    ("--config=config/grpo.py:,smoke", "run ''", "shapes_qwenimage"),
 ]
 
 

@@ -18,7 +18,7 @@ from small import ENV, ROOT, SCRIPTS, config_of, file_of, lines_of, stored, trai
 
 from flow_grpo.base import rng
 from flow_grpo.data import prompts
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.evaluation.evaluation import NUM_SHOWN, spread
 from flow_grpo.monitoring import plots
@@ -185,7 +185,7 @@ def test_the_saved_lora_makes_the_evaluations_images_again(recorded):
         pipeline.set_progress_bar_config(disable=True)
         sampled = pipeline_with_logprob(
             pipeline,
-            registry.of_pipeline(pipeline).encode(rows, width=config.text_tokens),
+            model_classes.of_pipeline(pipeline).encode(rows, width=config.text_tokens),
             [rng.generator(0, "eval validation", i) for i in range(len(rows))],
             window=range(0),
             noise_level=0.0,

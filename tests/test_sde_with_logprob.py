@@ -9,7 +9,8 @@ import torch
 from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES, sde_step_with_logprob
+from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
+from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
 STEPS = sorted({key.rsplit("/", 1)[0] for key in GOLDEN.files if key.startswith("step/")})

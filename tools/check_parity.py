@@ -302,4 +302,4 @@ if __name__ == "__main__":
     random_weights = {"--random_weights"} & set(sys.argv)  # the model in its published size
     words = [word for word in sys.argv[1:] if word not in random_weights]
     run = lambda config: sys.exit(main(config, bool(random_weights)))  # noqa: E731
-    command_line.run(run, "config/grpo.py:shapes_qwenimage_pr", words)
+    command_line.run(run, command_line.parse("config/grpo.py:shapes_qwenimage_pr", arguments=words))

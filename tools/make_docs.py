@@ -5,6 +5,7 @@ the text of MAKERS[NAME]; words after NAME are its arguments.
 """
 
 import ast
+import json
 import re
 import sys
 from contextlib import suppress
@@ -16,10 +17,11 @@ sys.path[:0] = [str(ROOT)]
 from config import dpo, grpo, nft  # noqa: E402
 from flow_grpo import rewards  # noqa: E402
 from flow_grpo.algorithms import batch_plan  # noqa: E402
-from flow_grpo.diffusers_patch import registry  # noqa: E402
+from flow_grpo.diffusers_patch import model_classes, registry  # noqa: E402
 from flow_grpo.monitoring import metrics  # noqa: E402
+from flow_grpo.run import dry_run  # noqa: E402
 from flow_grpo.settings import table as settings  # noqa: E402
-from flow_grpo.settings.setting import LARGEST, Setting  # noqa: E402
+from flow_grpo.settings.setting import Setting  # noqa: E402
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo}
@@ -62,7 +64,7 @@ def size(config) -> tuple[str, str]:
 
 def family_of(config) -> type:
     """The model class of config.model, without a download."""
-    return registry.model_class(registry.tiny_like(config.model))
+    return model_classes.of_folder(registry.tiny_like(config.model))
 
 
 def gpu_counts(config) -> str:
@@ -100,11 +102,30 @@ def model_files() -> str:
     """Every model of the registry."""
     rows, configs = [], [run() for module in CONFIGS.values() for run in module.RUNS]
     for name in registry.names():
-        family = registry.by_name(name)
+        family = model_classes.by_name(name)
         used = sorted({config.model for config in configs if family_of(config) is family})
         hub, file = ", ".join(f"`{model}`" for model in used), family.__module__.replace(".", "/")
-        rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", f"{family.GUIDANCE_SCALE:g}"])
-    return table(["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default"], rows)
+        entry = registry.entry(name)
+        facts = [f"{family.GUIDANCE_SCALE:g}", f"{entry.licence}; {entry.download_gb} GB"]
+        rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", *facts])
+    head = ["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default", "licence, download"]
+    return table(head, rows)
+
+
+def measured_runs() -> str:
+    """Every row of assets/measured.json, with the images of the run's epoch."""
+    rows, configs = [], {run.__name__: run for module in CONFIGS.values() for run in module.RUNS}
+    for row in json.loads(dry_run.MEASURED.read_text()):
+        sample = configs[f"pickscore_{row['run'].partition(',')[0]}"]().sample
+        steps = sample.num_steps - 1 if sample.num_branches > 1 else 1
+        images = sample.num_prompts_per_epoch * sample.num_images_per_prompt * sample.num_branches * steps
+        changes = " ".join(f"{key}={value}" for key, value in row["settings"].items())
+        name = f"`train_{row['run']}`" + (f" `{changes}`" if changes else "")
+        figures = (
+            [f"{row['gib']:g}", f"{row['images_per_s']:g}", f"{images:,}"] if row["gib"] else ["out of memory", "", ""]
+        )
+        rows.append([row["card"], name, *figures])
+    return table(["smallest card", "run", "GiB of each", "images/s of each, on an H200", "images per epoch"], rows)
 
 
 def metrics_table() -> str:
@@ -117,26 +138,19 @@ def settings_tables() -> str:
     """All settings, a table for each section."""
     head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
     for section, title in settings.SECTIONS.items():
-        rows = [setting_row(setting) for setting in settings.SETTINGS if setting.key.rpartition(".")[0] == section]
+        rows = [setting_row(setting) for setting in settings.SETTINGS if setting.section == section]
         parts.append(f"## {section or 'config'}: {title}\n\n{table(head, rows)}")
     return "\n\n".join(parts)
 
 
 def setting_row(setting: Setting) -> list[str]:
     """What its entry says of it."""
-    needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in setting.when]
-    facts = [setting.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
-    facts += [f"One of {', '.join(f'`{choice!r}`' for choice in setting.choices)}." if setting.choices else ""]
-    limits = f"at least {setting.min:.7g}" if setting.min > -LARGEST else ""
-    limits = f"from {setting.min:.7g} to {setting.max:.7g}" if setting.max < LARGEST else limits
-    facts += [f"{setting.unit}, {limits}.".strip(", ").capitalize() if setting.unit or limits else ""]
     scripts = [f"`{settings.SCRIPTS[name]}`" for name in setting.used_by]
     resume = "yes" if setting.resumable else ""
-    meaning = " ".join(filter(None, facts))
     return [
         f"`{setting.key}`",
         f"`{setting.default!r}`",
-        meaning,
+        setting.description(),
         "all" if len(scripts) == 4 else ", ".join(scripts),
         resume,
     ]
@@ -156,6 +170,7 @@ def code(file: str, *names: str) -> str:
 
 MAKERS = {
     "settings": settings_tables,
+    "measured": measured_runs,
     "metrics": metrics_table,
     "experiments": experiments,
     "variants": variants,

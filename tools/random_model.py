@@ -12,13 +12,13 @@ from pathlib import Path
 import build_random_pipeline as random_pipeline
 import torch
 
-from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 
 def random_model(name: str) -> type[FlowModel]:
     """The model with weights of the published size, which are random and never on a disk."""
-    family, build = registry.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
+    family, build = model_classes.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
 
     class Random(family):
         @classmethod

@@ -1,9 +1,12 @@
 """From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flow_grpo.base.errors import UserError
+
+MOST_GPUS = 64  # that a refusal offers
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,11 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         raise UserError(f"timestep_fraction {share} leaves no denoising step to train, {whole}")
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if images % (sample.batch_size * world_size):
-        share = _divisors(images // world_size) if images % world_size == 0 else []
+        ways_out = _ways_out(images, sample.batch_size, world_size, lambda size: size * steps % updates == 0)
         raise UserError(
             f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
             f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {world_size} GPUs x sample.batch_size "
-            f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: "
-            f"{[size for size in share if size * steps % updates == 0] or 'none'}"
+            f"{sample.batch_size} = {sample.batch_size * world_size}; {ways_out}"
         )
     if moves(config) and sample.batch_size % updates:
         raise UserError(
@@ -70,6 +72,19 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     )
 
 
+def _ways_out(images: int, batch_size: int, world_size: int, fits: Callable[[int], bool]) -> str:
+    """Batch sizes that divide an epoch over this number of GPUs, and numbers of GPUs over which this one does.
+
+    Args:
+        fits: whether an epoch's updates divide a batch of a size.
+    """
+    sizes = list(filter(fits, _divisors(images // world_size))) if images % world_size == 0 else []
+    counts = [count for count in range(1, MOST_GPUS + 1) if images % (batch_size * count) == 0]
+    of_size = f" with {batch_size}" if counts else ""
+    counts = counts or [count for count in _divisors(images) if count <= MOST_GPUS]
+    return f"batch sizes that do: {sizes or 'none'}; numbers of GPUs that do{of_size}: {counts}"
+
+
 def plan_pairs(config, world_size: int) -> BatchPlan:
     """The same for preference pairs, one per prompt, of which a forward holds sample.batch_size // 2.
 
@@ -86,7 +101,8 @@ def plan_pairs(config, world_size: int) -> BatchPlan:
         raise UserError(
             f"{sample.num_prompts_per_epoch} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
             f"{world_size} GPUs x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
-            f"train.updates_per_epoch {updates} = {world_size * batch // group * updates}"
+            f"train.updates_per_epoch {updates} = {(unit := world_size * batch // group * updates)}; "
+            f"{max(unit, sample.num_prompts_per_epoch // unit * unit)} do"
         )
     return BatchPlan(sample.num_prompts_per_epoch, group, batch, batches * updates, 1, 1, updates)
 

@@ -1,32 +1,18 @@
 """What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
 
 A record says which settings it reads, what it asks of a config, and what settings.md and model cards say of it, so
-that nothing else compares its name. To add one: a formula in losses.py, a function and an entry here, a config that
-names it.
+that nothing else compares its name. To add one: a formula in losses.py, a function in surrogates.py, an entry here, and
+a config that names it. The command line reads this module before torch is imported.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from ml_collections import ConfigDict
-from torch import Tensor
 
-from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.flow_matching import velocity_error
-from flow_grpo.algorithms.rollout import Minibatch
 from flow_grpo.base.errors import UserError
-from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
-
-
-@dataclass(frozen=True)
-class Surrogate:
-    """What an objective makes of R * J outcomes."""
-
-    loss: Tensor  # [R * J], before the weights of steps and images
-    log_ratio: Tensor | None = None  # [R * J], what it clips the exponential of; 0 on policy; None = it has no ratio
-    beyond: Tensor | None = None  # [R * J] bool, outside of its trust region; None = of train.clip_range
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # of its own, [R * J] each
 
 
 def fits(config: ConfigDict) -> None:
@@ -35,54 +21,22 @@ def fits(config: ConfigDict) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of noisy steps; train.objective names it."""
+    """A loss that train.objective (of noisy steps) or train.forward_objective (of finished images) names."""
 
-    function: Callable[[SDEStep, Minibatch, Tensor, ConfigDict], Surrogate]  # of step, rows, advantages, config.train
+    # Of (SDEStep, Minibatch, advantages, config.train), or of finished images (ForwardStep, advantages, config.train)
+    # -> Surrogate; or MODULE:FUNCTION, which is imported when it is needed.
+    loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
     check: Callable[[ConfigDict], None] = fits  # of config; raises UserError for what it cannot be trained with
 
-
-class ForwardStep(NamedTuple):
-    """R finished images, noised, and what the policies say of them. [R, ...] float32 but for sigma."""
-
-    velocity: Tensor  # of the trained policy, with gradients
-    old_velocity: Tensor  # of the policy that sampled
-    x_t: Tensor
-    x_0: Tensor
-    noise: Tensor
-    sigma: Tensor  # [R]
-
-
-@dataclass(frozen=True)
-class ForwardObjective:
-    """A loss of finished images on the forward process; train.forward_objective names it."""
-
-    function: Callable[[ForwardStep, Tensor, ConfigDict], Surrogate]  # of step, advantages [R], config.train
-    card: str
-    reads: tuple[str, ...] = ()
-    check: Callable[[ConfigDict], None] = fits
-
-
-def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """PPO's clipped ratio (Flow-GRPO, arXiv:2505.05470, eq. 5)."""
-    loss = losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
-    return Surrogate(loss, step.log_prob - rows.log_probs)
-
-
-def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
-    densities = step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
-    loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
-    return Surrogate(loss, losses.guard_log_ratio(*densities))
-
-
-def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
-    means = step.prev_sample_mean, rows.means, step.transition_std
-    loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
-    beyond = losses.gaussian_kl(*means) > train.kl_limit
-    return Surrogate(loss, step.log_prob - rows.log_probs, beyond)
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The loss itself."""
+        if not isinstance(self.loss, str):
+            return self.loss
+        module, _, name = self.loss.partition(":")
+        return getattr(import_module(module), name)
 
 
 def needs_gaussian(config: ConfigDict) -> None:
@@ -92,24 +46,6 @@ def needs_gaussian(config: ConfigDict) -> None:
             f"config.train.objective {config.train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' "
             "does not have; 'cps_gaussian' is the same step with them"
         )
-
-
-def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
-    good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
-    loss = losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta)
-    if train.flow_matching_weight:
-        loss = loss + train.flow_matching_weight * losses.own_flow_matching_loss(step.velocity, *images)
-    return Surrogate(5 * loss)
-
-
-def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
-    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    target = step.noise - step.x_0
-    loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
-    error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
-    return Surrogate(loss, old_error - error)
 
 
 def needs_sampler(config: ConfigDict) -> None:
@@ -127,14 +63,18 @@ def needs_sampler(config: ConfigDict) -> None:
         )
 
 
+OURS = "flow_grpo.algorithms.surrogates:"
 OBJECTIVES = {
-    "clip": Objective(clip, "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
-    "guard": Objective(guard, "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
-    "dppo": Objective(dppo, "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
+    "clip": Objective(OURS + "clip", "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
+    "guard": Objective(OURS + "guard", "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
+    "dppo": Objective(OURS + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
 }
 FORWARD_OBJECTIVES = {
-    "nft": ForwardObjective(nft, "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
-    "awm": ForwardObjective(
-        awm, "advantage-weighted matching (AWM, arXiv:2509.25050)", reads=("clip_range",), check=needs_sampler
+    "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
+    "awm": Objective(
+        OURS + "awm",
+        "advantage-weighted matching (AWM, arXiv:2509.25050)",
+        reads=("clip_range",),
+        check=needs_sampler,
     ),
 }

@@ -23,8 +23,8 @@ def pipeline_name(folder: str) -> str:
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
-        why = in_one_line(error)
-        raise UserError(f"config.model {quoted(folder)} is no diffusers folder and no hub id: {why}") from error
+        places = "a folder here, in the Hugging Face cache or on the hub"
+        raise UserError(f"config.model {quoted(folder)} is no model {places}: {in_one_line(error)}") from error
 
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
@@ -107,11 +107,13 @@ def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeli
 
 
 def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: int | None, most: int) -> None:
-    """Raises UserError for a prompt whose `length` in tokens is over `width`; without a width, over `most`."""
+    """Raises UserError for prompts whose `length` in tokens is over `width`; without a width, over `most`."""
     limit = f"the {most} that its pipeline reads" if width is None else f"config.text_tokens = {width}"
-    for prompt in prompts:
-        if (tokens := length(prompt.text)) > (width or most):
-            raise UserError(f"a prompt has {tokens} tokens, over {limit}: {quoted(prompt.text)}")
+    too_long = {prompt.text: tokens for prompt in prompts if (tokens := length(prompt.text)) > (width or most)}
+    if too_long:
+        longest = max(too_long, key=too_long.get)
+        most_tokens = f"the longest has {too_long[longest]}: {quoted(longest)}"
+        raise UserError(f"{len(too_long)} prompts have more tokens than {limit}; {most_tokens}")
 
 
 def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool):

@@ -1,18 +1,6 @@
-"""Which models there are: the only list of them."""
+"""Which models there are: the only list of them. model_classes.py imports their classes, and so torch."""
 
-import hashlib
-import importlib
-import inspect
-import sys
-from pathlib import Path
-from typing import NamedTuple
-
-from diffusers import DiffusionPipeline
-from ml_collections import ConfigDict
-
-from flow_grpo.base.errors import UserError
-from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.loading import pipeline_name
+from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
@@ -21,105 +9,45 @@ class Entry(NamedTuple):
     file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
     hub_id: str  # of the published weights
+    licence: str  # of these
+    download_gb: int
 
 
-MODELS: dict[str, Entry | type[FlowModel]] = {  # class of the diffusers pipeline -> model, or where its class is
-    "QwenImagePipeline": Entry("qwenimage", "QwenImage", "Qwen/Qwen-Image"),
-    "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3", "stabilityai/stable-diffusion-3.5-medium"),
-    "FluxPipeline": Entry("flux", "Flux", "black-forest-labs/FLUX.1-dev"),
+MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowModel, or where its class is
+    "QwenImagePipeline": Entry(
+        file="qwenimage", name="QwenImage", hub_id="Qwen/Qwen-Image", licence="Apache-2.0", download_gb=57
+    ),
+    "StableDiffusion3Pipeline": Entry(
+        file="sd3",
+        name="StableDiffusion3",
+        hub_id="stabilityai/stable-diffusion-3.5-medium",
+        licence="Stability AI Community License (free below 1 million USD of yearly revenue)",
+        download_gb=16,
+    ),
+    "FluxPipeline": Entry(
+        file="flux",
+        name="Flux",
+        hub_id="black-forest-labs/FLUX.1-dev",
+        licence="FLUX.1 [dev] Non-Commercial License",
+        download_gb=34,
+    ),
 }
-
-
-def model_class(folder: str) -> type[FlowModel]:
-    """Of a diffusers folder or hub id: what config.model names.
-
-    Raises:
-        UserError: it is none, or its pipeline is not among the models.
-    """
-    name = pipeline_name(folder)
-    if name not in MODELS:
-        raise UserError(f"config.model {folder!r} holds a {name}; there are {', '.join(MODELS)}")
-    return _load(MODELS[name])
-
-
-def resolve(config: ConfigDict) -> type[FlowModel]:
-    """The class of config.model, or the one that config.model_class names, which gets its source's digest there.
-
-    Raises:
-        UserError: there is none, it is for another pipeline, or its source is not the one of a digest there.
-    """
-    if not config.model_class:
-        return model_class(config.model)
-    name, _, stored = config.model_class.partition("@")
-    family = _imported(name)
-    if family.PIPELINE.__name__ != (pipeline := pipeline_name(config.model)):
-        raise UserError(
-            f"config.model_class {name!r} is for a {family.PIPELINE.__name__}; config.model {config.model!r} holds a "
-            f"{pipeline}"
-        )
-    digest = hashlib.sha256(Path(inspect.getfile(family)).read_bytes()).hexdigest()[:16]
-    if stored and stored != digest:
-        raise UserError(
-            f"config.model_class {name!r} was stored with the digest {stored}, but {inspect.getfile(family)} has "
-            f"{digest}: put the old source there, or set model_class={name} to take the new one"
-        )
-    config.model_class = f"{name}@{digest}"
-    return family
-
-
-def _imported(name: str) -> type[FlowModel]:
-    """MODULE:CLASS from Python's path or the working directory."""
-    module, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty name
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name):
-            raise
-        raise UserError(
-            f"config.model_class is {name!r}, but Python finds no module {module!r}; it is MODULE:CLASS, in a folder "
-            "of PYTHONPATH or in the working directory"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, FlowModel)):
-        raise UserError(f"config.model_class is {name!r}, but {attribute!r} is no FlowModel of module {module!r}")
-    return found
-
-
-def by_name(name: str) -> type[FlowModel]:
-    """Of a name in configs and tools, such as the first word of a model's file."""
-    return _load(_entry(name))
-
-
-def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
-    """A pipeline that someone else has loaded.
-
-    Raises:
-        UserError: it is not among the models.
-    """
-    name = type(pipeline).__name__
-    if name not in MODELS:
-        raise UserError(f"the pipeline is a {name}; there are {', '.join(MODELS)}")
-    return _load(MODELS[name])(pipeline, pipeline.transformer.device)
 
 
 def hub_id(name: str) -> str:
     """Of a model's published weights."""
-    return _entry(name).hub_id
+    return entry(name).hub_id
 
 
 def tiny_folder(name: str) -> str:
     """A diffusers folder of a model at toy size, as it is shipped."""
-    return f"flow_grpo/assets/tiny_{_entry(name).file}"
+    return f"flow_grpo/assets/tiny_{entry(name).file}"
 
 
 def tiny_like(model: str) -> str:
     """The shipped folder of what config.model names: of published weights the same model's, else Qwen-Image's."""
-    return tiny_folder(next((name for name in names() if hub_id(name) == model), names()[0]))
-
-
-def _entry(name: str) -> Entry:
-    return next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name)
+    known = published(model)
+    return tiny_folder(known.file if known else names()[0])
 
 
 def names() -> list[str]:
@@ -127,7 +55,11 @@ def names() -> list[str]:
     return [entry.file for entry in MODELS.values() if isinstance(entry, Entry)]
 
 
-def _load(entry: Entry | type[FlowModel]) -> type[FlowModel]:
-    if isinstance(entry, type):
-        return entry
-    return getattr(importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}"), entry.name)
+def entry(name: str) -> Entry:
+    """Of a name in configs and tools, such as the first word of a model's file."""
+    return next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name)
+
+
+def published(model: str) -> Entry | None:
+    """What config.model names, if these are published weights."""
+    return next((entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.hub_id == model), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, TracedStep, Velocity, denoise, joined
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -157,7 +157,7 @@ def pipeline_with_logprob_perstep(
 
 
 def _guidance_scale(pipeline: DiffusionPipeline, chosen: float | None) -> float:
-    return registry.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
+    return model_classes.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
 
 
 def _checked_job(
@@ -170,7 +170,7 @@ def _checked_job(
     name: str,
 ) -> SamplingJob:
     """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
-    model, count = registry.of_pipeline(pipeline), _num_rows(prompts)
+    model, count = model_classes.of_pipeline(pipeline), _num_rows(prompts)
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")

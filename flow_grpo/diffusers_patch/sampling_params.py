@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.diffusers_patch.sde_with_logprob import SDE_TYPES, check_noise_level
+from flow_grpo.diffusers_patch.noise_level import SDE_TYPES, check_noise_level
 from flow_grpo.diffusers_patch.solvers import SOLVERS
 
 

@@ -1,15 +1,18 @@
-"""What every script's loop calls around its own lines: after an epoch, and at the end of a run."""
+"""What every script's loop calls around its own lines: after an epoch, when it judges the run, and at its end."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from flow_grpo.base import distributed, folders
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
-from flow_grpo.monitoring import model_card
-from flow_grpo.run import evaluate, health_actions
+from flow_grpo.monitoring import health, model_card, provenance
+from flow_grpo.run import evaluate, optimization
 from flow_grpo.run.run import Run
-from flow_grpo.run.save import export, save
+from flow_grpo.run.save import export, load_best_state, save
 from flow_grpo.weights import fsdp_utils, lora_files
+
+MAX_ROLL_BACKS = 3  # each halves the learning rate
 
 
 def is_due(interval: int, epoch: int) -> bool:
@@ -26,11 +29,79 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
     run.epoch_metrics["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
-    health_actions.watch(run, epoch)
+    watch(run, epoch)
     seconds_left = distributed.broadcast_object(run.seconds_left)  # of the main rank: all end after the same epoch
     run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left)
     run.epoch_metrics, run.num_forwards, run.on_policy = {}, 0, True
     run.stopped = run.stopped or seconds_left <= 0
+
+
+def watch(run: Run, epoch: int) -> None:
+    """Judge the epoch; where a sign of health exceeds its limit, do what health.action says."""
+    verdict = distributed.broadcast_object(_judge(run, epoch) if distributed.is_main() else None)
+    action = run.config.health.action
+    done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
+    if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
+        sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
+        run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
+    run.alarms = verdict.alarms
+    run.epoch_metrics |= {f"health/{name}": value for name, value in verdict.figures.items()}
+    run.epoch_metrics |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
+    run.epoch_metrics["health/learning_rate_factor"] = run.learning_rate_factor
+
+
+def resume_history(run: Run) -> None:
+    """Take up the history of metrics.jsonl, without figures that later ones cannot be compared with."""
+    lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
+    lines = [line for line in lines if line["kind"] != "eval" or line["epoch"] >= run.evaluations_since]
+    history = health.by_epoch(lines, run.config)
+    run.history = [e._replace(reward=None) if e.number < run.inputs.rewards_since else e for e in history]
+
+
+def _judge(run: Run, epoch: int) -> health.Verdict:
+    """On the main rank: enter the epoch into the history, and judge it."""
+    line = {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}
+    run.history.append(health.summarize([*run.board.since_epoch, line], run.config))
+    verdict = health.judge(run.history, run.config.health)
+    run.history[-1] = run.history[-1]._replace(acted=verdict.act)
+    return verdict
+
+
+def _only_say(run: Run) -> str:
+    return "nothing, training goes on"
+
+
+def _lower_learning_rate(run: Run) -> str:
+    run.learning_rate_factor /= 2
+    return f"it halves the learning rate, to {optimization.learning_rate(run):.3g}"
+
+
+def _stop(run: Run) -> str:
+    run.stopped = True
+    return "it saves a checkpoint and ends the run"
+
+
+def _roll_back(run: Run) -> str:
+    """Weights, averages and optimizer become those of the best evaluation; epochs and updates go on counting, so that
+    what follows draws other prompts and other noise than what went wrong."""
+    if run.best_evaluation is None or run.num_roll_backs >= MAX_ROLL_BACKS:
+        reason = (
+            f"it has gone back {MAX_ROLL_BACKS} times" if run.best_evaluation else "no evaluation was a finite number"
+        )
+        return f"{reason}, so {_stop(run)}"
+    if problem := load_best_state(run):
+        return f"{problem}, so {_stop(run)}"
+    run.num_roll_backs += 1
+    run.epoch_metrics["health/rolled_back_to"] = run.best_evaluation.epoch
+    return f"it goes back to the best policy, of epoch {run.best_evaluation.epoch}; {_lower_learning_rate(run)}"
+
+
+ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each says what it does
+    "log": _only_say,
+    "lower_learning_rate": _lower_learning_rate,
+    "stop": _stop,
+    "roll_back": _roll_back,
+}
 
 
 def _complete(run: Run) -> None:
@@ -56,6 +127,7 @@ def finish(run: Run) -> None:
     if run.pool:
         run.pool.close()
     run.board.finish()
+    distributed.on_main(provenance.end, run.folder)
     distributed.on_main(_complete, run)
     run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
     distributed.close()

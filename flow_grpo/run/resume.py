@@ -13,7 +13,7 @@ from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import dashboard
 from flow_grpo.monitoring.plots import read_metrics
-from flow_grpo.run import fingerprint, health_actions
+from flow_grpo.run import fingerprint, loop
 from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
@@ -266,7 +266,7 @@ def resume(run: Run, place: Place) -> None:
         run.board.say(restored.notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)
-    health_actions.resume(run)
+    loop.resume_history(run)
     if place.parent:
         save(run)  # so that from now on the branch resumes without its parent
 

@@ -1,8 +1,9 @@
 """The start of a run: all that a user can get wrong is refused, then weights are loaded, then it resumes."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from ml_collections import ConfigDict
@@ -15,16 +16,16 @@ from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data import embedding_cache, prompts
-from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import evaluates, part_of
 from flow_grpo.kernels import compilation, flash_attention, fused_mlp
-from flow_grpo.monitoring import trackers
-from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.monitoring import provenance, trackers
+from flow_grpo.monitoring.dashboard import Dashboard, say
 from flow_grpo.monitoring.metrics import Meter
-from flow_grpo.run import evaluate, resume
+from flow_grpo.run import dry_run, evaluate, resume
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -58,7 +59,6 @@ def start(
     config: ConfigDict,
     script: checks.Script,
     *,
-    make_plan: Callable[[ConfigDict, int], batch_plan.BatchPlan] = batch_plan.plan_batches,
     extra_policies: tuple[str, ...] = (),
     reference: bool = False,
     stored_prompts: list[Prompt] | None = None,
@@ -67,7 +67,6 @@ def start(
 
     Args:
         script: what it asks of a config.
-        make_plan: how an epoch divides over the ranks, from batch_plan.py.
         extra_policies: names for policies that the script keeps beside the trained one, see Run.extra_policies.
         reference: whether to keep the first policy even where train.beta is 0.
         stored_prompts: to train on in the place of the data set's, with images that exist already.
@@ -76,26 +75,40 @@ def start(
         UserError: before any weight is loaded, for all that a user can get wrong.
     """
     check_settings(config, script)
-    family = registry.resolve(config)
+    family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
+    evaluated = [*{split.name: split for split in (texts.choosing, texts.test)}.values()] if evaluates(config) else []
+    if config.dry_run:
+        _end_dry_run(config, script, family, texts, evaluated)
     ranks = distributed.init_distributed()
     quantisation.check_device(config, ranks.device)
     flash_attention.check_device(config.attention, ranks.device)
-    plan = make_plan(config, ranks.world_size)
+    plan = script.plan(config, ranks.world_size)
     place = distributed.on_main(resume.take_folder, config)
     with folders.given_back(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
+    run.board.say(dry_run.overlap(texts.train, evaluated))
+    distributed.on_main(provenance.begin, run.folder, config, run.world_size, run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
     return run
 
 
+def _end_dry_run(
+    config: ConfigDict, script: checks.Script, family: type[FlowModel], texts: Prompts, evaluated: list[prompts.Split]
+) -> NoReturn:
+    """Say what the run would be, and end the process."""
+    plan = script.plan(config, config.dry_run)
+    if int(os.environ.get("RANK", "0")) == 0:
+        say(dry_run.describe(config, plan, family, texts.train, evaluated))
+    raise SystemExit(0)
+
+
 def check_settings(config: ConfigDict, script: checks.Script) -> None:
     """Raises UserError for what no file is needed to refuse."""
-    checks.drop_unused_rewards(config)
     checks.check(config, script)
     trackers.check(config.logger)
 

@@ -6,10 +6,11 @@ from pathlib import PurePath
 
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
-from flow_grpo.diffusers_patch.sde_with_logprob import check_noise_level
+from flow_grpo.diffusers_patch.noise_level import check_noise_level
 from flow_grpo.settings import older, table
 from flow_grpo.settings.setting import Setting
 
@@ -29,14 +30,16 @@ class Script:
     algorithm: str  # config.algorithm of the configs that are for it
     check: Callable[[ConfigDict], None]  # of config.sample
     ignored: tuple[str, ...]  # settings that it does not read
+    plan: Callable[[ConfigDict, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
 
 
 def check(config: ConfigDict, script: Script) -> None:
-    """Refuse what cannot be meant.
+    """Refuse what cannot be meant; rewards of weight 0 leave config.reward_fn.
 
     Raises:
         UserError: with the setting, its value, and what it may be.
     """
+    drop_unused_rewards(config)
     if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
         raise UserError(
             f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
@@ -196,4 +199,4 @@ def check_forward(sample) -> None:
 GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
 PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
 NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
-DPO = Script(table.DPO, check_groups, table.ignored_by(table.DPO))
+DPO = Script(table.DPO, check_groups, table.ignored_by(table.DPO), plan_pairs)

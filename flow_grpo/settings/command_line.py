@@ -14,10 +14,10 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flow_grpo.base import folders
+from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line
-from flow_grpo.settings import config_files, older, table
+from flow_grpo.settings import answers, checks, config_files, older, table
 
 LONGEST = 2000  # characters of a sentence
 ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
@@ -25,27 +25,60 @@ FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
-def run(
-    main: Callable[[ConfigDict], None],
-    default: str,
-    arguments: Sequence[str] | None = None,
-    after_stop: str = "",
-) -> None:
-    """Call a script's main with the config that the command line names.
+def parse(default: str, script: checks.Script | None = None, arguments: Sequence[str] | None = None) -> ConfigDict:
+    """The config of a command line, for a script's first lines: what this module imports takes a tenth of a second, so
+    --help, --list and mistakes are answered before the script imports torch. Ends the process where it answers.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
+        script: what the script asks of a config; None = nothing is asked yet.
         arguments: those of the command line, by default.
-        after_stop: how to go on after Ctrl-C; "" = what the run's folder says.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "--help"} & set(words):
-        sys.stdout.write(f"{sys.modules['__main__'].__doc__}\n--config FILE:NAME,VARIANT (default: {default})\n")
-        sys.stdout.write("--config.KEY=VALUE for any setting of docs/reference/settings.md\n")
-        return
+    with sentences():
+        _check_checkout()
+        file, others = _split(words, default)
+        if answer := answers.to(others, file, default):
+            sys.stdout.write(f"{answer}\n")
+            raise SystemExit(0)
+        config = config_of(words, default)
+        if os.environ.get("RANK", "0") == "0":
+            lines = answers.replaced(file, config) + (
+                [answers.changed_settings(file, config)] if config.dry_run else []
+            )
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+        if script:
+            _check(config, script, file)
+        return config
+
+
+def _check_checkout() -> None:
+    """Raises UserError for a script of one checkout that imports flow_grpo from another one."""
+    checkout, imported = Path(sys.argv[0]).resolve().parent.parent, shipped.PACKAGE.parent.resolve()
+    if (checkout / shipped.PACKAGE.name / "settings").is_dir() and checkout != imported:
+        ways_out = f"set PYTHONPATH={checkout}, or run pip install -e {checkout}"
+        raise UserError(f"{sys.argv[0]} imports flow_grpo from {imported}: {ways_out}")
+
+
+def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
+    """Raises UserError, which names the variant that is to blame."""
+    try:
+        checks.check(config, script)
+        script.plan(config, config.dry_run or _world_size())
+    except UserError as error:
+        raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
+
+
+def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str = "") -> None:
+    """Call a script's main; errors that are no bug are sentences.
+
+    Args:
+        after_stop: how to go on after Ctrl-C; "" = what the run's folder says.
+    """
     try:
         with sentences(after_stop):
-            main(config_of(words, default))
+            main(config)
     except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
         raise _stopped(after_stop) from None
 
@@ -115,15 +148,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     Raises:
         UserError: a word that means nothing, a setting that there is not (with the nearest), a value of another type.
     """
-    file, others = default, []
-    words = iter(arguments)
-    for word in words:
-        if re.fullmatch("--?config", word):
-            file = next(words, "")
-        elif re.match("--?config=", word):
-            file = word.partition("=")[2]
-        else:
-            others.append(word)
+    file, others = _split(arguments, default)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
     older.check_keys(keys)
     config = config_files.load(file)
@@ -131,6 +156,26 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     _refuse_unknown(config, keys)
     _override(config, others)
     return config
+
+
+def _split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
+    """The config file that a command line names, and its other words, of which --dry_run is spelt out."""
+    file, others = default, []
+    words = iter(arguments)
+    for word in words:
+        if re.fullmatch("--?config", word):
+            file = next(words, "")
+        elif re.match("--?config=", word):
+            file = word.partition("=")[2]
+        elif match := re.fullmatch(r"--?dry_run(?:=(.*))?", word):
+            others.append(f"--config.dry_run={match[1] or _world_size()}")
+        else:
+            others.append(word)
+    return file, others
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
@@ -167,8 +212,14 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
             table.value_of(config, key)
         except (KeyError, TypeError) as error:
             near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
-            advice = f"nearest: {near}" if near else "docs/reference/settings.md lists all there are"
+            advice = f"nearest: {near}" if near else f"--help {_section_of(key)} lists all of its section"
             raise UserError(f"there is no setting config.{key}; {advice}") from error
+
+
+def _section_of(key: str) -> str:
+    """The section that a dotted key seems to mean, as --help takes it."""
+    section = key.partition(".")[0]
+    return section if section in answers.SECTIONS else "config"
 
 
 def _nearest(key: str, names: Sequence[str]) -> list[str]:

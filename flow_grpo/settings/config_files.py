@@ -10,7 +10,6 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.settings import older
 
@@ -31,17 +30,15 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
     """
     runs, words = {run.__name__: run for run in runs}, name.split(",")
     variants = {variant.__name__: variant for variant in variants}
-    if words[0] not in runs or set(words[1:]) - set(variants):
-        near = ", ".join(difflib.get_close_matches(words[0], runs, cutoff=0) or runs)
-        offered = f"; each also with variants of it, as NAME,VARIANT: {', '.join(variants)}" if variants else ""
-        raise UserError(f"no run {name!r} in {file}; nearest: {near}{offered}")
+    for kind, known, wanted in (("run", runs, words[:1]), ("variant", variants, words[1:])):
+        for wrong in (word for word in wanted if word not in known):
+            near = difflib.get_close_matches(wrong, known, cutoff=0) or known
+            raise UserError(f"no {kind} {wrong!r} in {file}; nearest: {', '.join(near)}; --list shows all")
     chosen = [variant for variant in variants if variant in words[1:]]
     config = _made(runs[words[0]], (), file)
     for variant in chosen:
         config = _made(variants[variant], (config,), file)
     config.name = "_".join([words[0], *chosen])
-    weights = dict.fromkeys(rewards.known(), 0.0)  # so that any can be set on the command line
-    config.reward_fn = weights | dict(config.reward_fn)
     return config
 
 
@@ -72,22 +69,14 @@ def _raised_by(error: BaseException, package: str) -> bool:
 
 
 def load(text: str) -> ConfigDict:
-    """The config that FILE or FILE:NAME,VARIANT,... names.
-
-    A relative FILE is looked up in the current directory, then in the checkout of the running script. What lies beside
-    it can be imported, and config/ as `config`.
+    """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE.
 
     Raises:
         UserError: no such file, or one without get_config(), or whose get_config() looks at no variants.
     """
     file, _, name = text.partition(":")
-    checkout = Path(sys.argv[0]).resolve().parent.parent
-    path = next((path for path in (Path(file), checkout / file) if path.is_file()), None)
-    if path is None:
-        where = f"{Path.cwd()} or {checkout}"
-        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(checkout, name)}")
-    sys.path += [str(checkout)] if str(checkout) not in sys.path else []
-    get_config = getattr(_module(path.resolve()), "get_config", None)
+    path = find(file, name)
+    get_config = getattr(module_of(path), "get_config", None)
     if get_config is None:
         raise UserError(f"{path} has no get_config(name); docs/howto/own_config.md shows a whole file")
     config = get_config(name) if name else get_config()
@@ -99,6 +88,23 @@ def load(text: str) -> ConfigDict:
     return config
 
 
+def find(file: str, name: str = "") -> Path:
+    """A config file. A relative path is looked up in the current directory, then in the checkout of the running script.
+
+    Args:
+        name: NAME,VARIANT,..., to say in which other file there is such a run.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    checkout = Path(sys.argv[0]).resolve().parent.parent
+    path = next((path for path in (Path(file), checkout / file) if path.is_file()), None)
+    if path is None:
+        where = f"{Path.cwd()} or {checkout}"
+        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(checkout, name)}")
+    return path
+
+
 def _elsewhere(checkout: Path, name: str) -> str:
     """In which file of the checkout a run of this name is, or which files there are."""
     files = [path for path in sorted((checkout / "config").glob("*.py")) if path.stem != "__init__"]
@@ -108,9 +114,12 @@ def _elsewhere(checkout: Path, name: str) -> str:
     return f"{run} is in {names}" if having else f"published configs are in {names}"
 
 
-def _module(path: Path) -> ModuleType:
-    """A config file as a module, which imports its neighbours as any script does."""
-    sys.path.insert(0, str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent))
+def module_of(path: Path) -> ModuleType:
+    """A config file as a module. What lies beside it can be imported, and config/ of the checkout as `config`."""
+    checkout, path = str(Path(sys.argv[0]).resolve().parent.parent), path.resolve()
+    sys.path += [checkout] if checkout not in sys.path else []
+    folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
+    sys.path[:0] = [folder] if folder not in sys.path else []
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -29,6 +29,21 @@ class Setting:
     resumable: bool = False  # a resumed run may change it, since it does not change the mathematics
     when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
 
+    @property
+    def section(self) -> str:
+        """The part of its key before the last dot."""
+        return self.key.rpartition(".")[0]
+
+    def description(self) -> str:
+        """Its meaning, what else it takes, and which values it allows."""
+        needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in self.when]
+        facts = [self.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
+        facts += [f"One of {', '.join(f'`{choice!r}`' for choice in self.choices)}." if self.choices else ""]
+        limits = f"at least {self.min:.7g}" if self.min > -LARGEST else ""
+        limits = f"from {self.min:.7g} to {self.max:.7g}" if self.max < LARGEST else limits
+        facts += [f"{self.unit}, {limits}.".strip(", ").capitalize() if self.unit or limits else ""]
+        return " ".join(filter(None, facts))
+
     def check(self, value: Any, key: str) -> None:
         """Raises UserError, which names the value by `key`, unless the entry allows it."""
         if not _is_like(value, self.default):

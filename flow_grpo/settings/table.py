@@ -50,6 +50,9 @@ SETTINGS = (
             resumable=True),
     Setting("accept_changes", False,
             "Resume even if files of the data set, model, lora.path or pairs have changed.", resumable=True),
+    Setting("dry_run", 0, "Say what the run would be on this number of GPUs, without loading its weights; 0 = train. "
+            "--dry_run stands for the number that torchrun starts, --dry_run=8 for eight.", min=0, max=10**5,
+            resumable=True),
     Setting("custom", {}, "Settings of your own, which a config file of your own adds and no check looks at."),
     Setting("seed", 42, "Seed of every random draw of the run.", min=-(2**63), max=2**63 - 1),
     Setting("num_epochs", 100, "Number of epochs, each a rollout and an update.", min=1, resumable=True),

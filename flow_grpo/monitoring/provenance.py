@@ -1,0 +1,94 @@
+"""What made a run: run.json in its folder, with an entry for each start, and copies of the user's own files in source/.
+
+Nothing of it is published but the commit, the versions, the kind of GPU and the duration, which a model card names.
+"""
+
+import json
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from ml_collections import ConfigDict
+
+from flow_grpo import rewards
+from flow_grpo.base import folders, shipped
+
+FILE, SOURCE = "run.json", "source"
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+MOST_DIFF = 2**20  # characters of source/changes.diff
+
+
+@lru_cache
+def _git(*words: str) -> str:
+    """What git says of the checkout that is running; "" where it says nothing. Asked once a process."""
+    command = ["git", "-C", str(shipped.PACKAGE.parent), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _this_start(world_size: int, epoch: int) -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "start": _now(),
+        "epoch": epoch,
+        "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],  # a query of an address may be a secret
+        "host": socket.gethostname(),
+        "gpus": gpus,
+        "ranks": world_size,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "commit": _git("rev-parse", "HEAD").strip(),
+        "changed_files": _git("status", "--porcelain", "--untracked-files=no").splitlines(),
+    }
+
+
+def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
+    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package."""
+    folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), _this_start(world_size, epoch)]}))
+    source = run_folder / SOURCE
+    source.mkdir(exist_ok=True)
+    for file in _own_files(config):
+        shutil.copy(file, source / file.name)
+    if diff := _git("diff", "HEAD"):
+        (source / "changes.diff").write_text(diff[:MOST_DIFF])
+
+
+def end(run_folder: Path) -> None:
+    """Note the end of the last start."""
+    entries = starts(run_folder)
+    if entries:
+        entries[-1]["end"] = _now()
+        folders.write_text(run_folder / FILE, json.dumps({"starts": entries}))
+
+
+def starts(run_folder: Path) -> list[dict[str, Any]]:
+    """The entries of run.json, oldest first; [] where there is none that can be read."""
+    try:
+        return folders.read_json(run_folder / FILE)["starts"]
+    except (ValueError, KeyError):
+        return []
+
+
+def _own_files(config: ConfigDict) -> list[Path]:
+    """The config file of the command line, and the files of local rewards, where they lie outside of the package."""
+    words = [word for before, word in zip(sys.argv, sys.argv[1:]) if before in ("--config", "-config")]
+    words += [word.partition("=")[2] for word in sys.argv if re.match("--?config=", word)]
+    files = [Path(word.partition(":")[0]) for word in words]
+    files += [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.source(name))]
+    return [file for file in files if file.is_file() and shipped.PACKAGE not in file.resolve().parents]

@@ -1,0 +1,157 @@
+"""What a run would be, said without loading the weights that it trains: --dry_run."""
+
+import json
+import math
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.base import shipped
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import quoted
+from flow_grpo.data.prompts import Split
+from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.evaluation.evaluation import evaluates, part_of
+from flow_grpo.settings import table
+from flow_grpo.weights import policies
+
+MEASURED = (
+    shipped.PACKAGE / "assets" / "measured.json"
+)  # full-size runs on one H200, random weights; see will_it_fit.md
+GB = 1e9
+
+
+def describe(
+    config: ConfigDict,
+    plan: BatchPlan,
+    family: type[FlowModel],
+    train: list[Prompt],
+    evaluated: list[Split],
+) -> str:
+    """Sections of lines: the epoch, the evaluation, GPU and hours, memory and disk, and what to know beforehand.
+
+    Args:
+        plan: for config.dry_run GPUs.
+        train: its prompts.
+        evaluated: the splits that are evaluated, each once.
+    """
+    sections = {
+        f"an epoch on {config.dry_run} GPUs": _epoch(config, plan, family),
+        "evaluation": _evaluation(config, evaluated),
+        "GPU": _gpu(config, plan),
+        "host memory and disk": _memory(config, family, train, evaluated),
+        "know": [*_licence(config), *_overlap(train, evaluated)],
+    }
+    return "\n".join(
+        line for title, lines in sections.items() if lines for line in [f"{title}:", *(f"  {text}" for text in lines)]
+    )
+
+
+def _images(plan: BatchPlan) -> int:
+    """Of an epoch, trunks not counted."""
+    steps = plan.num_trained_steps if plan.num_branches > 1 else 1
+    return plan.num_groups * plan.group_size * plan.num_branches * steps
+
+
+def _epoch(config: ConfigDict, plan: BatchPlan, family: type[FlowModel]) -> list[str]:
+    branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches" if plan.num_branches > 1 else ""
+    updates = plan.updates_per_epoch * config.train.inner_epochs
+    rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
+    guided = 2 if family.is_guided(config.sample.guidance_scale) else 1
+    return [
+        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {_images(plan):,} images, at "
+        f"{training_size(config)} pixels (height x width)",
+        f"{plan.batches_per_epoch} batches of {plan.batch_size} on each GPU",
+        f"{updates} updates of {rows:,} rows each",
+        f"at most {guided * _rollout_rows(config, plan):,} rows through the transformer in the rollout",
+        f"{config.num_epochs} epochs: {config.num_epochs * _images(plan):,} images, {config.num_epochs * updates:,} "
+        "updates",
+    ]
+
+
+def _rollout_rows(config: ConfigDict, plan: BatchPlan) -> int:
+    """Forwards without guidance, where the noise comes as late as it may."""
+    num_steps, ratio = config.sample.num_steps, config.sample.flash_ratio or 1.0
+    if plan.num_branches == 1:
+        return plan.num_groups * plan.group_size * num_steps
+    left = [max(1, math.floor((num_steps - step - 1) * ratio)) for step in range(plan.num_trained_steps)]
+    return plan.num_groups * plan.group_size * (plan.num_trained_steps + plan.num_branches * sum(left))
+
+
+def _evaluation(config: ConfigDict, evaluated: list[Split]) -> list[str]:
+    if not evaluates(config):
+        return ["none: eval_freq or eval.num_prompts is 0"]
+    noises, steps = config.eval.noises_per_prompt, config.eval.num_steps
+    counts = ", ".join(f"{len(part_of(split, config).prompts)} {split.name}" for split in evaluated)
+    return [f"every {config.eval_freq} epochs: {counts} prompts x {noises} noises x {steps} steps"]
+
+
+def measured(config: ConfigDict) -> dict[str, Any] | None:
+    """The row of assets/measured.json for a config's run and variants, that of most settings; None for none."""
+    named = [
+        row for row in json.loads(MEASURED.read_text()) if config.name == f"pickscore_{row['run'].replace(',', '_')}"
+    ]
+    fitting = [
+        row for row in named if all(table.value_of(config, key) == row["settings"][key] for key in row["settings"])
+    ]
+    return max(fitting, key=lambda row: len(row["settings"]), default=None)
+
+
+def _gpu(config: ConfigDict, plan: BatchPlan) -> list[str]:
+    row, source = measured(config), "docs/reference/will_it_fit.md"
+    if row is None:
+        return [f"this run was not measured; {source} has others"]
+    if row["images_per_s"] is None:
+        return [f"out of memory on {row['card']} ({source})"]
+    hours = config.num_epochs * _images(plan) / row["images_per_s"] / 3600 / config.dry_run
+    return [
+        f"{row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200, so {hours:.3g} hours without "
+        f"evaluations and rewards with a model ({source})"
+    ]
+
+
+def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]) -> list[str]:
+    transformer = family.empty_transformer(config.model)
+    num_weights = sum(p.numel() for p in transformer.parameters())
+    policies.attach(transformer, config.lora, family.LORA_TARGETS)
+    num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    stored = 4 * num_trained  # float32
+    checkpoint = (4 if not config.lora.rank else 5) * stored  # weights, two moments, their average; a LoRA beside them
+    disk = (config.keep_checkpoints + 1) * checkpoint + (2 if not config.lora.rank else 4) * stored
+    lines = [
+        f"transformer: {num_weights / 1e9:.3g} billion weights; {num_trained / 1e6:,.4g} million are trained",
+        f"checkpoints: {checkpoint / GB:.2g} GB each, {disk / GB:.2g} GB while one is written, the best and the last "
+        "weights included",
+    ]
+    if config.cache_dir:
+        texts = {prompt.digest for split in evaluated for prompt in split.prompts} | {prompt.digest for prompt in train}
+        numbers = math.prod(family.without_weights(config.model).text_shapes(config.text_tokens)["text"])
+        lines.append(
+            f"{config.cache_dir}: at most {2 * numbers * len(texts) / GB:.2g} GB of {len(texts):,} prompts in bf16"
+        )
+    return lines
+
+
+def _licence(config: ConfigDict) -> list[str]:
+    known = registry.published(config.model)
+    if known is None:
+        return (
+            [] if config.model.startswith("flow_grpo/assets/") else [f"{shipped.find(config.model)}: see its licence"]
+        )
+    return [f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB"]
+
+
+def overlap(train: list[Prompt], evaluated: list[Split]) -> str:
+    """What a run says where it trains on prompts that it evaluates; "" where it does not."""
+    digests = {prompt.digest for prompt in train}
+    shared = {split.name: [p.text for p in split.prompts if p.digest in digests] for split in evaluated}
+    found = {name: texts for name, texts in shared.items() if texts and name != "train"}
+    parts = [f"{len(texts)} {name} prompts, such as {quoted(texts[0])}" for name, texts in found.items()]
+    return f"prompts that are evaluated are also trained on: {'; '.join(parts)}" if parts else ""
+
+
+def _overlap(train: list[Prompt], evaluated: list[Split]) -> list[str]:
+    return list(filter(None, [overlap(train, evaluated)]))

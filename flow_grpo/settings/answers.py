@@ -1,0 +1,136 @@
+"""What the command line says without starting a run: --help, --list, and where a config's values come from."""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.settings import config_files, table
+
+WIDTH = 120  # characters of a line
+HIDDEN = ("name", "dry_run")  # settings that say nothing of the experiment
+SECTIONS = {section or "config": section for section in table.SECTIONS}  # as they are typed
+
+
+def to(words: Sequence[str], file: str, default: str) -> str:
+    """The answer to a command line that asks for one; "" for one that starts a run.
+
+    Args:
+        file: FILE:NAME,VARIANT that the command line names; `default` without one.
+
+    Raises:
+        UserError: --help names a section that there is not, or --list a file that has no list.
+    """
+    if "--list" in words:
+        return _list(file)
+    asked = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
+    if asked is None:
+        return ""
+    return "\n".join(map(_section, words[asked + 1 :])) if words[asked + 1 :] else _help(default)
+
+
+def _help(default: str) -> str:
+    usage = {
+        "--config FILE:NAME,VARIANT": f"the run, and changes to it; without it {default}",
+        "--config.KEY=VALUE": "any setting",
+        "--list": "the runs and variants of FILE",
+        "--dry_run, --dry_run=8": "what the run would be on the GPUs that there are, or on 8; loads no weights",
+        "--help SECTION": f"the settings of a section: {', '.join(SECTIONS)}",
+    }
+    lines = [f"{words:<28}{meaning}" for words, meaning in usage.items()]
+    return "\n".join([sys.modules["__main__"].__doc__ or "", *lines])
+
+
+def _section(name: str) -> str:
+    """The settings of a section, or one setting."""
+    name = name.removeprefix("config.")
+    chosen = [setting for setting in table.SETTINGS if setting.key == name or setting.section == SECTIONS.get(name)]
+    if not chosen:
+        raise UserError(f"--help {quoted(name)}: there is no such section or setting; sections: {', '.join(SECTIONS)}")
+    lines = [f"\n{name}: {table.SECTIONS[SECTIONS[name]]}"] if name in SECTIONS else []
+    for setting in chosen:
+        lines += ["", f"--config.{setting.key}={setting.default!r}", _indented(setting.description())]
+    return "\n".join(lines)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _list(file: str) -> str:
+    """Runs and variants of a config file, with the first paragraph of what they say of themselves."""
+    path = config_files.find(file.partition(":")[0])
+    module = config_files.module_of(path)
+    parts = []
+    for title, name in (("runs", "RUNS"), ("variants, of any of them: NAME,VARIANT,...", "VARIANTS")):
+        parts += ["", f"{path}, {title}", *map(_entry, getattr(module, name, ()))]
+    if len(parts) == 4:
+        raise UserError(f"--list: {path} has no RUNS and no VARIANTS; docs/howto/own_config.md shows a whole file")
+    return "\n".join(parts)
+
+
+def _entry(function: Callable) -> str:
+    paragraph = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    return textwrap.fill(f"{function.__name__:<26}{paragraph}", WIDTH, initial_indent="  ", subsequent_indent=" " * 28)
+
+
+def origins(file: str, config: ConfigDict) -> dict[str, str]:
+    """Which function, variant or flag has set each setting whose value is not the default.
+
+    Args:
+        file: FILE:NAME,VARIANT,... of the command line.
+        config: as it is in the end.
+    """
+    path, _, name = file.partition(":")
+    words = name.split(",") if name else []
+    made = [("the default", table.default_config())]
+    made += [(words[i], config_files.load(f"{path}:{','.join(words[: i + 1])}")) for i in range(len(words))]
+    made += [] if words else [(path, config_files.load(path))]
+    stages = [(stage, table.flat(values)) for stage, values in [*made, ("the command line", config)]]
+    changes = {}
+    for (_, before), (stage, after) in pairwise(stages):
+        changes |= {key: stage for key, value in after.items() if value != before.get(key)}
+    default = stages[0][1]
+    return {
+        key: stage for key, stage in changes.items() if key not in HIDDEN and stages[-1][1][key] != default.get(key)
+    }
+
+
+def changed_settings(file: str, config: ConfigDict) -> str:
+    """Every setting whose value is not the default, and what has set it. Arguments as of `origins`."""
+    default, values = table.flat(table.default_config()), table.flat(config)
+    lines = [
+        f"  {f'{key} = {values[key]!r}':<64}  {stage}; the default is {default.get(key)!r}"
+        for key, stage in origins(file, config).items()
+    ]
+    return "\n".join(["settings that are not the defaults:", *lines])
+
+
+def replaced(file: str, config: ConfigDict) -> list[str]:
+    """What the variant smoke, which puts what is on this machine into the place of what is not, has replaced."""
+    path, _, name = file.partition(":")
+    if "smoke" not in name.split(",")[1:]:
+        return []
+    others = ",".join(word for word in name.split(",") if word != "smoke")
+    before, after = (config_files.load(f"{path}:{words}") for words in (others, name))
+    keys = [
+        key for key in ("model", "dataset", "reward_fn", "height", "width", "precision") if before[key] != after[key]
+    ]
+    return [f"smoke replaces {key} {_plain(before[key])} by {_plain(after[key])}" for key in keys]
+
+
+def _plain(value: object) -> object:
+    return value.to_dict() if isinstance(value, ConfigDict) else value
+
+
+def culprit(error: UserError, file: str, config: ConfigDict) -> str:
+    """What has set a setting that an error names, where it is not the command line; "" for nothing to say."""
+    stages = origins(file, config)
+    named = [key for key in re.findall(r"config\.([\w.]*\w)", str(error)) if key in stages]
+    return f"; {stages[named[0]]} has set {named[0]}" if named and stages[named[0]] != "the command line" else ""

@@ -1,0 +1,139 @@
+"""What is said without training: --help, --list, --dry_run and mistakes; and what a run notes of how it was made."""
+
+import subprocess
+import sys
+
+import pytest
+from small import ROOT, as_prompts, config_of, train
+
+from flow_grpo.data.prompts import Split
+from flow_grpo.monitoring import provenance
+from flow_grpo.run import dry_run
+from flow_grpo.settings import answers, checks, command_line, config_files
+
+MINE = """from config import grpo
+from flow_grpo.settings.config_files import select
+
+def mine():
+    '''Mine.
+
+    Not shown.'''
+    config = grpo.pickscore_qwenimage()
+    config.dataset, config.reward_fn, config.text_tokens = DATASET, {"mine": 1.0, "pickscore": 1.0}, 77
+    return config
+
+RUNS, VARIANTS = (mine,), grpo.VARIANTS
+
+def get_config(name="mine"):
+    return select(name, RUNS, VARIANTS, __file__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("--help", 0, ["Flow-GRPO on Qwen-Image", "--list", "train"]),
+        ("--help sample train.beta", 0, ["sample.noise_level", "train.beta"]),
+        ("--help nothing", 2, ["'nothing'", "sample"]),
+        ("--list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
+        ("--config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
+        ("--config.train.lrr=1", 2, ["train.lrr"]),
+        ("--config config/grpo.py:shapes_qwenimage,mixgpro", 2, ["'mixgpro'", "mixgrpo"]),
+        ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["algorithm"]),
+        ("--config.sample.batch_size=7", 2, ["[1, 2, 4, 8, 16"]),
+        ("--dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
+    ],
+)
+def test_a_command_line_is_answered_before_torch_is_imported(words, status, says, tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin"}
+    command = [sys.executable, ROOT / "scripts" / "train_qwenimage.py", *words.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done
+    assert all(word in (done.stderr if status else done.stdout) for word in says), done
+
+
+def test_a_script_of_another_checkout_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "flow_grpo" / "settings").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "train_qwenimage.py")])
+    with pytest.raises(SystemExit):
+        command_line.parse("config/grpo.py:shapes_qwenimage")
+
+
+def test_every_changed_setting_has_its_origin():
+    words = ["--config.seed=7", "--config.train.beta=0.5"]
+    file = "config/grpo.py:shapes_qwenimage_pr,dppo"
+    config = command_line.config_of(["--config", file, *words], file)
+    origins = answers.origins(file, config)
+    assert (origins["seed"], origins["train.objective"]) == ("the command line", "dppo")
+    assert origins["sample.num_branches"] == "shapes_qwenimage_pr"
+    assert "num_epochs = 28" in answers.changed_settings(file, config)
+    assert "train.adam_betas" not in origins
+
+
+def test_a_refusal_names_the_variant_that_is_to_blame():
+    words = ["--config", "config/grpo.py:shapes_qwenimage_pr,fast"]
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse("config/grpo.py:shapes_qwenimage_pr", checks.PR, words)
+    assert str(ended.value.__cause__).endswith("fast has set sample.same_latent")
+
+
+def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(tmp_path, monkeypatch):
+    (tmp_path / "prompts").mkdir()
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.replace("DATASET", repr(str(tmp_path / "prompts"))))
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage.py")])
+    config = command_line.config_of([f"--config={file}:mine,smoke"], "")
+    assert (config.dataset, config.text_tokens) == (str(tmp_path / "prompts"), 77)
+    assert (config.model, config.height, config.precision) == ("flow_grpo/assets/tiny_qwenimage", 64, "fp32")
+    assert config.reward_fn.to_dict() == {"mine": 1.0}  # a file of one's own stays, one with hub weights goes
+    lines = answers.replaced(f"{file}:mine,smoke", config)
+    assert [line.split()[2] for line in lines] == ["model", "reward_fn", "height", "width", "precision"]
+    assert answers.replaced(f"{file}:mine", config) == []
+
+
+def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train("shapes_qwenimage_pr", tmp_path / "runs", dry_run=2, lora__rank=32)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "an epoch on 2 GPUs" in said
+    assert "0.5898 million are trained" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_measured_row_is_found_by_run_variants_and_settings():
+    config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage")
+    assert dry_run.measured(config)["gib"] == 58.6
+    config.lora.rank, config.lora.alpha, config.sample.batch_size = 16, 32, 2
+    assert dry_run.measured(config)["card"] == "48 GB"
+    config.name = "mine"
+    assert dry_run.measured(config) is None
+
+
+def test_prompts_that_are_trained_on_and_evaluated_are_named():
+    train_prompts, others = as_prompts(["a", "b", "c"]), as_prompts(["d"])
+    splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
+    assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
+    assert dry_run.overlap(train_prompts, splits[:1]) == ""
+
+
+def test_a_run_notes_what_made_it(recorded):
+    folder = recorded("window").folder
+    (start,) = provenance.starts(folder)
+    assert start["start"] <= start["end"]
+    assert (start["epoch"], start["ranks"]) == (0, 1)
+    assert {"command", "host", "commit", "changed_files", "versions", "gpus"} <= start.keys()
+
+
+def test_a_users_own_files_are_copied_and_queries_of_addresses_left_out(tmp_path, monkeypatch):
+    (file := tmp_path / "mine.py").write_text("# mine")
+    words = ["train.py", "--config", f"{file}:a,b", "--config.reward.args.ocr.url=http://h/x?key=SECRET"]
+    monkeypatch.setattr(sys, "argv", words)
+    (run_folder := tmp_path / "run").mkdir()
+    for epoch in (0, 3):
+        provenance.begin(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch)
+        provenance.end(run_folder)
+    assert (run_folder / "source" / "mine.py").read_text() == "# mine"
+    assert [start["epoch"] for start in provenance.starts(run_folder)] == [0, 3]
+    assert "SECRET" not in (run_folder / provenance.FILE).read_text()
