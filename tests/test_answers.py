@@ -6,6 +6,8 @@ import sys
 import pytest
 from small import ROOT, as_prompts, config_of, train
 
+from flow_grpo.base import alerts
+from flow_grpo.base.errors import UserError
 from flow_grpo.data.prompts import Split
 from flow_grpo.monitoring import provenance
 from flow_grpo.run import dry_run
@@ -137,3 +139,26 @@ def test_a_users_own_files_are_copied_and_queries_of_addresses_left_out(tmp_path
     assert (run_folder / "source" / "mine.py").read_text() == "# mine"
     assert [start["epoch"] for start in provenance.starts(run_folder)] == [0, 3]
     assert "SECRET" not in (run_folder / provenance.FILE).read_text()
+
+
+def test_whom_config_alert_names_is_told_of_the_end_and_of_a_crash_but_not_of_ctrl_c(tmp_path, shallow, monkeypatch):
+    told, program = tmp_path / "told", tmp_path / "tell.py"
+    program.write_text(f"import sys\nopen({str(told)!r}, 'a').write(sys.argv[1] + chr(10))")
+    command = f"{sys.executable} {program}"
+    train("shapes_qwenimage", tmp_path / "runs", alert=command, num_epochs=1, eval_freq=0, **shallow)
+    config = command_line.config_of([f"--config.alert={command}"], "config/grpo.py:shapes_qwenimage")
+    for error in (KeyboardInterrupt(), UserError("config.seed is 7")):
+        with pytest.raises(SystemExit):
+            command_line.run(lambda config, error=error: raising(error), config)
+    lines = told.read_text().splitlines()
+    assert len(lines) == 2
+    assert "has ended after 1 epochs" in lines[0]
+    assert "shapes_qwenimage has failed: UserError: config.seed is 7" in lines[1]
+    monkeypatch.setenv("RANK", "1")
+    assert alerts.send("false", "said by rank 0 alone") == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "failed" in alerts.send("false", "a command that fails ends no run")
+
+
+def raising(error):
+    raise error

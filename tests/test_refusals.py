@@ -85,6 +85,8 @@ TRAINING = {  # a script's run -> its rows
         no("dataset", "'nowhere'", dataset="nowhere"),
         no("resume_from", "nowhere", resume_from="nowhere"),
         no("cache_dir", "/proc/nowhere", cache_dir="/proc/nowhere"),
+        no("alert", alert="ntfy 'x"),
+        no("alert", "logger", alert="wandb", logger="none"),
         no("prompts have", "text_tokens = 8", "has 20", text_tokens=8),
         no("best_by", "'beauty'", "avg", eval__best_by="beauty"),
         no("text_multiple is 8", "padding", sample__text_multiple=8, model="flow_grpo/assets/tiny_sd3"),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from flow_grpo.base import distributed, folders
+from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
@@ -43,11 +43,17 @@ def watch(run: Run, epoch: int) -> None:
     done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
     if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
-        run.board.say(f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
+        _tell(run, f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
     run.alarms = verdict.alarms
     run.epoch_metrics |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_metrics |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
     run.epoch_metrics["health/learning_rate_factor"] = run.learning_rate_factor
+
+
+def _tell(run: Run, text: str) -> None:
+    """Say it here, and to whom config.alert names."""
+    run.board.say(text)
+    run.board.say(alerts.send(run.config.alert, f"{run.folder.name}: {text}"))
 
 
 def resume_history(run: Run) -> None:
@@ -126,10 +132,13 @@ def finish(run: Run) -> None:
         evaluate.conclude(run)
     if run.pool:
         run.pool.close()
+    run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
     run.board.finish()
     distributed.on_main(provenance.end, run.folder)
     distributed.on_main(_complete, run)
     run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
+    if run.config.logger != "none":
+        run.board.say(f"python -m flow_grpo.monitoring.report {run.folder} writes a page of it")
     distributed.close()
     folders.release(run.folder)
 

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.noise_level import check_noise_level
@@ -55,6 +56,9 @@ def check(config: ConfigDict, script: Script) -> None:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
     _check_run_name(config.run_name)
+    alerts.check(config.alert)
+    if config.alert == "wandb" and config.logger != "wandb":
+        raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
     _check_loss(config, script)
     _check_meaning(config)
     _check_steps(config)

@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line
 from flow_grpo.settings import answers, checks, config_files, older, table
@@ -81,6 +81,19 @@ def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str 
             main(config)
     except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
         raise _stopped(after_stop) from None
+    except BaseException as error:
+        if problem := _tell(config, error):
+            _say(problem)
+        raise
+
+
+def _tell(config: ConfigDict, error: BaseException) -> str:
+    """Send an alert where a run did not come to its end, unless its user has stopped it."""
+    if isinstance(error, SystemExit):
+        if error.code in (0, None, 128 + signal.SIGINT):
+            return ""
+        error = error.__cause__ or error
+    return alerts.send(config.alert, f"{config.name} has failed: {type(error).__name__}: {error}")
 
 
 @contextmanager

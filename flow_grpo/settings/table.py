@@ -44,6 +44,8 @@ SETTINGS = (
     Setting("output_dir", "runs", "Folder in which run folders are made.", resumable=True),
     Setting("logger", "wandb", 'Tracker that also shows the curves. "none" writes report.html at every evaluation.',
             choices=("wandb", "tensorboard", "none"), resumable=True),
+    Setting("alert", "", 'Who is told of alarms, the end and a crash: "wandb" = its own alerts; else a command that '
+            'gets a sentence as its last argument, such as "ntfy publish my_runs"; "" = nobody.', resumable=True),
     Setting("resume_from", "",
             '"" starts a new run; "latest" resumes the newest checkpoint of this run; else a checkpoint\'s folder: '
             "another run's begins a branch.",
