@@ -22,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 from tqdm import tqdm
 
@@ -41,14 +42,13 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks, command_line
+from flow_grpo.settings import checks, command_line, table
 from flow_grpo.settings.older import with_defaults
-from flow_grpo.settings.table import DPO, is_fixed
 from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 
-PREPARES = checks.Script(DPO, checks.check_groups, ignored=())
+PREPARES = checks.Script(table.DPO, checks.check_groups, ignored=())
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
-MADE_BY += ("lora", "sample", "model_class")
+MADE_BY += ("lora", "sample", "model_class", "preferences", "options")
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
 
 
@@ -236,25 +236,16 @@ def is_held_out(options: Options, prompt: str) -> bool:
 
 
 def made_by(config, options: Options) -> dict:
-    """The settings that the files depend on, as JSON has them."""
-    return decisive(json.loads(json.dumps(config.to_dict() | dict(options=options._asdict()))), Path("config"))
+    """What the files are made with, as JSON has it."""
+    return json.loads(json.dumps(config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}))
 
 
-def decisive(stored: dict, file: Path) -> dict:
-    """Those of a config's, with defaults of settings that are younger than the file."""
-    before = stored.pop("options", None) or stored["preferences"]  # older folders have the options among the settings
-    options = {key: before.get(key, default) for key, default in DEFAULTS._asdict().items()}
-    whole = with_defaults(stored, file)
-    chosen = {key: fixed(key, whole[key]) for key in (*MADE_BY, "preferences")}
-    return chosen | {"options": options | {"max_dropped_share": None}}
-
-
-def fixed(key: str, value: Any) -> Any:
-    """A setting's value; of a section, what may not be changed."""
-    if not isinstance(value, dict):
-        return value
-    parts = {name: f"{key}.{name}" for name in value}
-    return {name: fixed(part, value[name]) for name, part in parts.items() if is_fixed(part)}
+def changed(before: dict, current: dict, file: Path) -> list[str]:
+    """Dotted keys of what the files depend on and is another one in `file`. Settings that are younger than the file
+    had their defaults."""
+    stored, current = table.flat(ConfigDict(with_defaults(before, file))), table.flat(ConfigDict(current))
+    keys = [key for key in sorted(stored | current) if key.split(".")[0] in MADE_BY and table.is_fixed(key)]
+    return [key for key in keys if stored.get(key) != current.get(key)]
 
 
 def claim(config, options: Options, folder: Path) -> bool:
@@ -262,28 +253,25 @@ def claim(config, options: Options, folder: Path) -> bool:
 
     Raises UserError if it was made with other settings, or if another process is at work there.
     """
-    unfinished, report, scratch = folder / "unfinished", folder / "report.json", folder / "scratch"
+    unfinished, report = folder / "unfinished", folder / "report.json"
     if not folders.make(folder, "config.preferences.path") and not folder.is_dir():
         raise UserError(f"config.preferences.path: {folder} is no folder")
-    begun = unfinished.exists() or report.exists()
-    if not begun and {path.name for path in folder.iterdir()} - {scratch.name, folders.LOCK}:
+    complete = report.exists() and not unfinished.exists()
+    if not complete and not unfinished.exists() and {path.name for path in folder.iterdir()} - {folders.LOCK}:
         raise UserError(f"{folder} is not empty, and not made by this script")
-    if (unfinished.exists() or not begun) and (notice := folders.lock(folder)):
+    if not complete and (notice := folders.lock(folder)):
         print(notice)
-    if unfinished.exists() or report.exists():
-        source = report if report.exists() else unfinished / "settings.json"
+    source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
+    if source.exists():
         before = folders.read_json(source).get("made_by")
-        if not isinstance(before, dict) or not isinstance(before.get("preferences"), dict):
+        if not isinstance(before, dict):
             raise UserError(f"{source} does not say with which settings {folder} was begun; choose another folder")
-        before = decisive(before, source)
-        differ = [key for key, value in made_by(config, options).items() if before[key] != value]
-        if differ:
+        if differ := changed(before, current, source):
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
-        return unfinished.exists()
-    scratch.mkdir(exist_ok=True)
-    (scratch / "settings.json").write_text(json.dumps({"made_by": made_by(config, options)}))
-    scratch.rename(unfinished)
-    return True
+    else:
+        unfinished.mkdir(exist_ok=True)
+        folders.write_text(source, json.dumps({"made_by": current}))
+    return not complete
 
 
 def read_part(path: Path) -> dict:

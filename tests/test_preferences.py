@@ -1,10 +1,12 @@
 """Preference pairs: what is stored is what is read, what is wrong is named, and preparing them can be killed."""
 
+import copy
 import fcntl
 import io
 import itertools
 import json
 import re
+import shutil
 from contextlib import nullcontext
 
 import numpy as np
@@ -16,8 +18,9 @@ import torch
 import warm
 from PIL import Image
 from refused import assert_refused
-from small import MODELS, as_prompts, config_of, few_prompts, file_of, loaded, prepare
+from small import MODELS, as_prompts, config_of, few_prompts, loaded, prepare
 
+from flow_grpo import rewards
 from flow_grpo.base import rng
 from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
@@ -26,7 +29,6 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.scoring.scorers import RewardFailed
-from flow_grpo.settings import config_files
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
@@ -95,25 +97,15 @@ def change_table(change):
     return step
 
 
-def with_nothing_in_row_2(table):
-    column = table.column("text").combine_chunks()
-    holes = pa.array(
-        [None if i == 2 else value for i, value in enumerate(column.storage.to_pylist())], column.storage.type
-    )
-    place = table.column_names.index("text")
-    return table.set_column(place, "text", pa.ExtensionArray.from_storage(column.type, holes))
-
-
 WRONG = {  # what makes a folder of pairs, and words of the sentence
     "NaN": (change_rows(winner_latents=nan_at(7)), "row 7", "'winner_latents'"),
     "model": (change_rows(model=[TINY] * 4 + ["other"] * 5), "'model'", "'other'", TINY),
     "height": (change_rows(height=[64] * 8 + [512]), "'height'", "512", "64"),
     "width": (change_rows(width=[64] * 8 + [96]), "'width'", "96", "64"),
-    "missing": (change_table(lambda table: table.drop_columns(["mask", "loser_latents"])), "'loser_latents', 'mask'"),
-    "unknown": (change_table(lambda table: table.append_column("seed", pa.array(range(9)))), "['seed']"),
+    "missing": (change_table(lambda table: table.drop_columns("loser_latents")), "'loser_latents'", "nothing"),
+    "unknown": (change_table(lambda table: table.append_column("seed", pa.array(range(9)))), "'seed'", "nothing"),
     "empty": (change_table(lambda table: table.slice(0, 0)), "row"),
     "type": (change_table(lambda table: table.set_column(0, "prompt", pa.array(range(9)))), "'prompt'", "int64"),
-    "a hole, when it is read": (change_table(with_nothing_in_row_2),),  # an older pyarrow refuses it without its row
     "no parquet": (lambda folder: (folder / "train_00000.parquet").write_bytes(b"not parquet"), "parquet"),
 }
 
@@ -226,27 +218,49 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
 
 
-def test_pairs_of_own_rollouts(tmp_path):
-    folder = prepare(NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data", 48), preferences__min_margin=0.1)
-    report = json.loads((folder / "report.json").read_text())
-    pairs = open_folder(folder)
-    assert len(pairs["train"]) == report["pairs"]["train"] > 0
-    assert len(pairs["validation"]) == report["pairs"]["validation"] > 0
-    texts = [{prompt.text for prompt in pairs[split].prompts} for split in preferences.SPLITS]
+def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):
+    """Decoded and scored again, latents get the scores beside them, up to a few bytes of a JPEG of 1e-3 each."""
+    how = dict(dataset=few_prompts(tmp_path / "data", 48), reward_fn={"jpeg_compressibility": 1.0})
+    how |= dict(preferences__min_margin=0.1)
+    folder = prepare(NAME, tmp_path / "pairs", **how)
+    report, pairs, model = json.loads((folder / "report.json").read_text()), open_folder(folder), loaded("qwenimage")
+    scorer = rewards.load("jpeg_compressibility", CPU)
+    for split, files in pairs.items():
+        assert len(files) == report["pairs"][split] > 0
+        table = [row for path in sorted(folder.glob(f"{split}_*")) for row in pq.read_table(path).to_pylist()]
+        assert all(row["winner_score"] - row["loser_score"] > 0.1 for row in table)
+        read = files.read(list(range(len(table))), list(range(len(table))), CPU)
+        for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
+            images = model.decode(latents, SIZE)
+            scores = scorer(images, [""] * len(images), [{}] * len(images))
+            torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-2)
+    assert sum(report["pairs"].values()) + report["reasons"]["no preference"] == 48
+    texts = [{prompt.text for prompt in files.prompts} for files in pairs.values()]
     assert not texts[0] & texts[1]
-    rows = [row for path in folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
-    assert all(row["winner_score"] - row["loser_score"] > 0.1 for row in rows)
-    assert len(rows) + report["reasons"]["no preference"] == 48
-    before = files_of(folder)
-    prepare(NAME, folder, dataset=str(tmp_path / "data"), preferences__min_margin=0.1)  # complete: nothing to do
-    assert files_of(folder) == before
-    with pytest.raises(ValueError, match=r"begun with other settings \(seed\)"):
-        prepare(NAME, folder, dataset=str(tmp_path / "data"), preferences__min_margin=0.1, seed=7)
+
+
+def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs_folder, tmp_path):
+    folder = shutil.copytree(pairs_folder, tmp_path / "pairs")
+    files, report = files_of(folder), json.loads((folder / "report.json").read_text())
+    report["made_by"]["preferences"]["path"] = str(folder)
+
+    def again(change=lambda made_by: None, **how):
+        made_by = copy.deepcopy(report["made_by"])
+        change(made_by)
+        (folder / "report.json").write_text(json.dumps(report | {"made_by": made_by}))
+        prepare(NAME, folder, **dict(dataset=report["made_by"]["dataset"]) | how)
+
+    again()  # complete: nothing to do
+    again(lambda made_by: made_by["sample"].pop("rollout_weights"))  # a setting that is younger than the folder
+    again(sample__completion_batch_size=128)  # one that changes no file
+    assert files_of(folder) == files
+    refused = [("seed", lambda: again(seed=7), ["(seed)"])]
+    refused.append(("rows", lambda: again(max_rows=20), ["(options.max_rows)"]))
+    refused.append(("section", lambda: again(lambda made_by: made_by.update(sample=5)), ["report.json", "'sample'"]))
+    assert_refused(refused)
 
 
 def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_done(tmp_path, monkeypatch):
-    from flow_grpo import rewards
-
     def brightness(images, prompts, metadata):
         if dead or len(images) > 1 or next(calls) % 5 == 0:  # alone, every fifth image has no score
             raise RuntimeError("away")
@@ -266,25 +280,9 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
     assert sum(map(len, open_folder(folder).values())) == 24 - sum(reasons.values()) > 0
 
 
-def test_a_stored_winner_is_the_image_that_was_scored(tmp_path):
-    """Decoded and scored again, latents get the scores that stand beside them."""
-    from flow_grpo import rewards
-
-    folder = prepare(
-        NAME, tmp_path / "pairs", dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0}
-    )
-    model = loaded("qwenimage")
-    table = pq.read_table(folder / "train_00000.parquet").to_pylist()
-    read = open_folder(folder)["train"].read(list(range(len(table))), list(range(len(table))), CPU)
-    for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
-        images = model.decode(latents, SIZE)
-        scores = rewards.load("jpeg_compressibility", CPU)(images, [""] * len(images), [{}] * len(images))
-        torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-4)
-
-
 def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
     """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
-    how = dict(dataset=few_prompts(tmp_path / "data"), part_size=8, sample__num_images_per_prompt=2)
+    how = dict(dataset=few_prompts(tmp_path / "data"), max_rows=20, part_size=8, sample__num_images_per_prompt=2)
     whole = prepare(NAME, tmp_path / "whole", **how)
     plain, left = prepare_preferences.write_part, []
 
@@ -302,6 +300,7 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
     assert files_of(tmp_path / "parts") == files_of(whole)
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
     assert all(reports[0][key] == reports[1][key] for key in ("pairs", "dropped"))
+    assert sum(reports[0]["pairs"].values()) + len(reports[0]["dropped"]) == 20, "of the first prompts alone"
 
 
 def test_two_ranks_make_the_files_of_one(tmp_path):
@@ -322,18 +321,13 @@ def picture(number, size=(80, 64)):
     return file.getvalue()
 
 
-def test_a_picture_is_made_smaller_by_averaging():
+def test_a_picture_is_turned_upright_and_made_smaller_by_averaging():
     large, small = (image_pairs.load_image(picture(0, (side, side)), Size(64, 64)) for side in (512, 64))
     assert large.std() < 0.1 < 0.25 < small.std()
-
-
-def test_a_photograph_is_turned_upright():
-    upright, turned = Image.open(io.BytesIO(picture(0, (64, 96)))), io.BytesIO()
-    exif = Image.Exif()
+    upright, turned, exif = picture(0, (64, 96)), io.BytesIO(), Image.Exif()
     exif[0x0112] = 6  # its first row is on the right
-    upright.transpose(Image.Transpose.ROTATE_90).save(turned, "png", exif=exif)
-    stored = [image_pairs.load_image(file, Size(96, 64)) for file in (picture(0, (64, 96)), turned.getvalue())]
-    assert torch.equal(*stored)
+    Image.open(io.BytesIO(upright)).transpose(Image.Transpose.ROTATE_90).save(turned, "png", exif=exif)
+    assert torch.equal(*(image_pairs.load_image(file, Size(96, 64)) for file in (upright, turned.getvalue())))
 
 
 @pytest.fixture
@@ -367,9 +361,11 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", ["qwenimage", "sd3"])
-def test_pairs_of_image_files(name, images, tmp_path):
-    how = dict(preferences__source=str(images), max_dropped_share=0.4, model=registry.tiny_folder(name))
-    folder = prepare(f"{'shapes' if name == 'qwenimage' else 'pickscore'}_{name}_dpo", tmp_path / "pairs", **how)
+def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, images, tmp_path):
+    config, how = f"pickscore_{name}_dpo", dict(preferences__source=str(images), model=registry.tiny_folder(name))
+    with pytest.raises(ValueError, match=r"5 of 14 rows .*'unreadable image': 2.*max_dropped_share=0.2"):
+        prepare(config, tmp_path / "pairs", **how)
+    folder = prepare(config, tmp_path / "pairs", **how, max_dropped_share=0.4)
     report = json.loads((folder / "report.json").read_text())
     assert report["reasons"] == REASONS
     assert [row["row"] for row in report["dropped"]] == [8, 9, 10, 11, 12, 13]
@@ -383,26 +379,11 @@ def test_pairs_of_image_files(name, images, tmp_path):
     torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
 
 
-def test_too_many_bad_images_are_an_error_that_a_larger_share_mends(images, tmp_path):
-    how = dict(preferences__source=str(images), vae_batch_size=3)
-    with pytest.raises(ValueError, match=r"5 of 14 rows are unusable .*'unreadable image': 2.*max_dropped_share=0.2"):
-        prepare(NAME, tmp_path / "pairs", **how)
-    with pytest.raises(ValueError, match="is not complete"):
-        open_folder(tmp_path / "pairs")
-    open_folder(prepare(NAME, tmp_path / "pairs", **how, max_dropped_share=0.4))
-
-
 def test_pick_a_pics_columns(images, tmp_path):
     labels = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.0, 1.0), (1.0, 0.0)]
+    columns = ("caption", "jpg_0", "jpg_1", "label_0", "label_1", "user_id")
     rows = [
-        dict(
-            caption=f"a photo of {i} circles",
-            jpg_0=picture(2 * i),
-            jpg_1=picture(2 * i + 1),
-            label_0=a,
-            label_1=b,
-            user_id=i,
-        )
+        dict(zip(columns, (f"a photo of {i} circles", picture(2 * i), picture(2 * i + 1), a, b, i)))
         for i, (a, b) in enumerate(labels)
     ]
     source = tmp_path / "pickapic"
@@ -436,23 +417,3 @@ def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"is writing to .*pairs: stop it or wait for its end"):
             prepare(NAME, tmp_path / "pairs")
-
-
-def test_a_smoke_run_takes_the_first_prompts_alone_and_leaves_the_real_runs_folder_alone(tmp_path):
-    whole, smoke = config_files.load(f"{file_of(NAME)}:{NAME}"), config_of(NAME)
-    assert smoke.preferences.path != whole.preferences.path
-    folder = prepare(NAME, tmp_path / "pairs", max_rows=20, validation_share=0.0)
-    report = json.loads((folder / "report.json").read_text())
-    assert report["pairs"]["train"] + len(report["dropped"]) == 20
-    assert len(list(folder.glob("train_*.parquet"))) <= 3, "parts of 8 rows"
-    del report["made_by"]["options"]["max_rows"]  # as in a folder that is older than these settings
-    report["made_by"]["preferences"] |= report["made_by"].pop("options")
-    del report["made_by"]["sample"]["rollout_weights"]
-    report["made_by"]["sample"]["completion_batch_size"] = 128  # and of another default
-    (folder / "report.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match="begun with other settings"):
-        prepare(NAME, folder, max_rows=20, validation_share=0.0)
-    prepare(NAME, folder, max_rows=0, validation_share=0.0)
-    (folder / "report.json").write_text(json.dumps(report | {"made_by": report["made_by"] | {"sample": 5}}))
-    with pytest.raises(ValueError, match=r"report.json is damaged: its 'sample' is 5, no section of settings"):
-        prepare(NAME, folder, max_rows=0, validation_share=0.0)

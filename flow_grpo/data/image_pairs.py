@@ -8,14 +8,13 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
+from flow_grpo.data.preferences import open_parquet
 from flow_grpo.data.prompts import parse_line, read_lines
 from flow_grpo.diffusers_patch.size import Size
 
@@ -64,10 +63,7 @@ class PickAPic:
     def __init__(self, paths: list[Path]):
         self.groups = []  # (file, its row group, rows)
         for path in paths:
-            try:
-                file = pq.ParquetFile(path)
-            except (OSError, pa.ArrowException) as error:
-                raise UserError(f"{path} is no parquet file: {error}") from error
+            file = open_parquet(path)
             if missing := set(PICK_A_PIC) - set(file.schema_arrow.names):
                 raise UserError(f"{path} has no columns {sorted(missing)}, as Pick-a-Pic's files have")
             groups = range(file.num_row_groups)

@@ -157,7 +157,7 @@ class PairFiles:
 
     def __init__(self, paths: list[Path], shapes: dict[str, tuple[int, ...]], model: str, size: Size):
         expected = dict(model=model, height=size.height, width=size.width)
-        files, texts = [_open(path) for path in paths], []
+        files, texts = [open_parquet(path) for path in paths], []
         for path, file in zip(paths, files):
             texts += _check_file(path, file, shapes, expected)
         self.prompts = [Prompt(text, {"pair": row}) for row, text in enumerate(texts)]
@@ -179,7 +179,8 @@ class PairFiles:
         return Pairs(joined["winner_latents"], joined["loser_latents"], ones, condition, torch.tensor(numbers))
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Raises UserError for what is none."""
     try:
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
     except (OSError, pa.ArrowException) as error:
@@ -195,37 +196,30 @@ def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | Non
 
 
 def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> dict[str, Tensor]:
-    """Columns of a row group that are there, each [P, *shape] float32, or bool for the mask; all filled and finite."""
+    """Columns of a row group that are there, each [P, *shape] float32, or bool for the mask; all finite."""
     table, arrays = _read(path, file, [name for name in columns if name in file.schema_arrow.names], group), {}
     for name in table.column_names:
-        column = table.column(name).combine_chunks()
-        filled = torch.tensor(column.is_valid().to_pylist())
-        if filled.all():
-            values = torch.from_numpy(column.to_numpy_ndarray().copy())
-            values = values.view(torch.bfloat16) if values.dtype == torch.uint16 else values
-            arrays[name] = values.bool() if values.dtype == torch.uint8 else values.float()
-            filled = arrays[name].flatten(1).isfinite().all(1)
-        if not filled.all():
-            row = sum(file.metadata.row_group(n).num_rows for n in range(group)) + (~filled).nonzero()[0].item()
-            raise UserError(f"{path}, row {row}, column {name!r}: missing, or not finite")
+        values = torch.from_numpy(table.column(name).combine_chunks().to_numpy_ndarray().copy())
+        values = values.view(torch.bfloat16) if values.dtype == torch.uint16 else values
+        arrays[name] = values.bool() if values.dtype == torch.uint8 else values.float()
+        finite = arrays[name].flatten(1).isfinite().all(1)
+        if not finite.all():
+            row = sum(file.metadata.row_group(n).num_rows for n in range(group)) + (~finite).nonzero()[0].item()
+            raise UserError(f"{path}, row {row}, column {name!r}: not finite")
     return arrays
 
 
 def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) -> list[str]:
     """Everything but the arrays' values, which are checked as they are read; the rows' prompts."""
-    stored = file.schema_arrow
     if file.metadata.num_rows == 0:
         raise UserError(f"{path} has no row")
-    schemas = [schema(shapes, dtype) for dtype in ARROW]
-    named = set(schemas[0].names)
-    if set(stored.names) != named:
-        differ = {"missing": named - set(stored.names), "unknown": set(stored.names) - named}
-        raise UserError(f"{path}: " + "; ".join(f"{what} columns {sorted(n)}" for what, n in differ.items() if n))
-    for field in stored:
-        types = [wanted.field(field.name).type for wanted in schemas]
-        if field.type not in types:
+    schemas = file.schema_arrow, *(schema(shapes, dtype) for dtype in ARROW)
+    stored, *wanted = ({field.name: field.type for field in one} for one in schemas)
+    for name in sorted({*stored, *wanted[0]}):
+        types = [columns.get(name, "nothing") for columns in wanted]
+        if stored.get(name, "nothing") not in types:
             raise UserError(
-                f"{path}, column {field.name!r} holds {field.type}, not {types[0]}, which config.model, "
+                f"{path}, column {name!r} holds {stored.get(name, 'nothing')}, not {types[0]}, which config.model, "
                 "config.height, config.width and config.text_tokens ask for"
             )
     table = _read(path, file, ["prompt", *expected])
