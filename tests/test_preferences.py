@@ -293,11 +293,14 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
         return plain(*args)
 
     monkeypatch.setattr(prepare_preferences, "write_part", interrupted)
-    for count in (0, 1, 1, 9):
+    for count in (0, 1, 1, 9, 10):
         left[:] = [None] * count
+        if count == 10:  # as after a kill between the report and the end
+            (tmp_path / "parts" / "unfinished").mkdir()
         with pytest.raises(KeyboardInterrupt) if count < 9 else nullcontext():
             prepare(NAME, tmp_path / "parts", **how)
     assert files_of(tmp_path / "parts") == files_of(whole)
+    assert len(open_folder(tmp_path / "parts")) == 2, "it is complete"
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
     assert all(reports[0][key] == reports[1][key] for key in ("pairs", "dropped"))
     assert sum(reports[0]["pairs"].values()) + len(reports[0]["dropped"]) == 20, "of the first prompts alone"
