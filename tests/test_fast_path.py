@@ -7,7 +7,6 @@ import os
 from functools import partial
 
 import draw_shapes
-import make_shapes_dataset
 import pytest
 import torch
 import warm
@@ -17,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from flow_grpo.base import rng
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import flow_model, loading, registry
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise, joined
 from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, prepare_encode
@@ -48,11 +48,8 @@ def test_a_vae_in_bf16_draws_the_same_picture(name, tmp_path):
     plain, fast = as_a_run(name, tmp_path), as_a_run(name, tmp_path, vae_dtype=torch.bfloat16)
     latents = plain.noise(SIZE, [rng.generator(0, "noise", n) for n in range(5)])
     if name == "qwenimage":
-        table = draw_shapes.prompt_table(make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1])
-        pictures = draw_shapes.render(
-            draw_shapes.sample_layouts(table, torch.arange(16), torch.Generator().manual_seed(0))
-        )
-        latents = plain.encode_images(pictures)
+        prompts = [prompt.metadata for prompt in load_prompts("dataset/shapes", "test")]
+        latents = plain.encode_images(draw_shapes.pictures(prompts[:16], torch.Generator().manual_seed(0)))
     expected, found = (model.decode(latents, SIZE, 2) for model in (plain, fast))
     assert found.dtype == torch.float32
     assert 0 < (found - expected).norm() < 0.2 * (expected - expected.mean()).norm()  # of another picture 1.3

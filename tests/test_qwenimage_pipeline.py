@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import draw_shapes
-import make_shapes_dataset
 import pytest
 import torch
 from ml_collections import ConfigDict
@@ -14,6 +13,7 @@ from rounding import rounding
 from small import as_prompts, loaded
 
 from flow_grpo.base import rng
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
@@ -151,11 +151,8 @@ def test_images_are_those_of_the_latents_returned(exact):
 
 @pytest.fixture(scope="module")
 def renders():
-    prompts = make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1]
-    layouts = draw_shapes.sample_layouts(
-        draw_shapes.prompt_table(prompts), torch.arange(3), torch.Generator().manual_seed(0)
-    )
-    return draw_shapes.render(layouts)
+    prompts = [prompt.metadata for prompt in load_prompts("dataset/shapes", "test")]
+    return draw_shapes.pictures(prompts[:3], torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from pathlib import Path
 import build_random_pipeline
 import build_tiny_qwenimage as build
 import draw_shapes
-import make_shapes_dataset
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -20,8 +19,8 @@ SHIPPED = Path(flow_grpo.__file__).parent / "assets" / "tiny_qwenimage"
 
 def tiny_qwenimage(folder, seed=0):
     """The shipped pipeline but for its weights, which are random."""
-    train, test = make_shapes_dataset.split(make_shapes_dataset.all_prompts())
-    build.save(build.build_pipeline([p["prompt"] for p in train + test], seed), folder)
+    prompts = build.shapes_prompts("train") + build.shapes_prompts("test")
+    build.save(build.build_pipeline([p["prompt"] for p in prompts], seed), folder)
     return folder
 
 
@@ -33,7 +32,7 @@ def load(folder):
 
 @pytest.fixture(scope="module")
 def held_out():
-    return make_shapes_dataset.split(make_shapes_dataset.all_prompts())[1]
+    return build.shapes_prompts("test")
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +42,11 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shipped():
-    if not (SHIPPED / "model_index.json").exists():
-        pytest.skip(f"no {SHIPPED}: tools/build_tiny_qwenimage.py makes it, on a GPU")
     return load(SHIPPED)
 
 
 def renders(prompts, seed):
-    generator = torch.Generator().manual_seed(seed)
-    layouts = draw_shapes.sample_layouts(draw_shapes.prompt_table(prompts), torch.arange(len(prompts)), generator)
-    return draw_shapes.render(layouts)
+    return draw_shapes.pictures(prompts, torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=["tiny", "shipped"])

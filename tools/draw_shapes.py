@@ -43,6 +43,12 @@ class PromptTable(NamedTuple):
     relation: Tensor  # [P] int64, index into RELATIONS: where object 1 lies, seen from object 0; -1 = anywhere
 
 
+def pictures(metadata: list[dict], generator: torch.Generator) -> Tensor:
+    """A random picture [3, 64, 64] of each prompt."""
+    table = prompt_table(metadata, generator.device)
+    return render(sample_layouts(table, torch.arange(len(metadata)), generator))
+
+
 def render(layout: Layout, resolution: int = 64) -> Tensor:
     """Antialiased pictures [B, 3, R, R] f32 in [0, 1]: a pixel's coverage is its signed distance to the edge."""
     device = layout.center.device

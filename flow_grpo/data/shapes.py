@@ -1,6 +1,9 @@
 """GenEval in miniature (arXiv:2310.11513): which shapes, colours and relations a prompt may ask for.
 
-tools/make_shapes_dataset.py writes the prompts.
+What a validation or test prompt of dataset/shapes asks for, no training prompt of its tag asks for in any wording. Of
+two_object, 2 of 6 pairs of shapes are held out; of counting, 4 of 12 (number, shape), in all colours; of colors, 6 of
+24 (shape, colour); of position, 4 of 24 (relation, shape, shape), in all colours; of color_attr, 3 of 15 pairs of
+colours, on all shapes; of single_object, an ending of the sentence.
 """
 
 import torch
