@@ -28,17 +28,6 @@ def streams(pairs):
     return [rng.generator(0, "test", number) for number in pairs.numbers.tolist()]
 
 
-def test_an_image_that_is_both_winner_and_loser_has_one_error(started):
-    """Noise, level, prompt and weights are one for both sides of a pair."""
-    run, source, pairs = started
-    pairs.losers = pairs.winners.clone()
-    move(run.parameters)
-    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.schedule, streams(pairs))
-    torch.testing.assert_close(win, lose, rtol=1e-5, atol=0)
-    torch.testing.assert_close(ref_win, ref_lose, rtol=1e-5, atol=0)
-    assert win.std() > 0.01  # levels and noises differ from pair to pair
-
-
 def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     run, source, pairs = started
     move(run.parameters)
@@ -52,32 +41,30 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
 
 
 def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
+    """And noise, level, prompt and weights are one for both sides of a pair."""
     run, source, pairs = started
     win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.schedule, streams(pairs))
     assert torch.equal(win, ref_win)
     assert torch.equal(lose, ref_lose)
     assert win.requires_grad
     assert not ref_win.requires_grad
+    assert win.std() > 0.01  # levels and noises differ from pair to pair
     move(run.parameters)
-    moved, _, still, _ = script.errors_of(run, pairs, source.schedule, streams(pairs))
+    pairs.losers = pairs.winners.clone()
+    moved, twice, still, still_twice = script.errors_of(run, pairs, source.schedule, streams(pairs))
     assert torch.equal(still, ref_win)
     assert (moved - win).abs().max() > 1e-3
+    torch.testing.assert_close(moved, twice, rtol=1e-5, atol=0)
+    torch.testing.assert_close(still, still_twice, rtol=1e-5, atol=0)
 
 
-def test_pairs_from_a_disk_need_neither_text_encoder_nor_vae(started):
-    run, *_ = started
-    assert run.pipeline.vae is None
-    assert run.pipeline.text_encoder is None
-    assert run.pool is None
-
-
-def test_an_epochs_pairs_follow_from_seed_epoch_and_place(started):
+def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_encoder_nor_vae(started):
     run, source, pairs = started
-    again = script.read(run, source.train, 0)
+    again, other = (script.read(run, source.train, epoch) for epoch in (0, 1))
     assert torch.equal(again.winners, pairs.winners)
-    other = script.read(run, source.train, 1)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))
+    assert run.pipeline.vae is run.pipeline.text_encoder is run.pool is None
 
 
 def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder, tmp_path):

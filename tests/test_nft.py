@@ -9,6 +9,7 @@ from recorded import assert_same, go_on
 from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
 from flow_grpo.run import startup
 from flow_grpo.settings import checks
 
@@ -65,23 +66,18 @@ def test_three_velocities_of_three_policies_and_only_one_has_gradients(started):
     assert any(not torch.equal(p, w) for p, w in zip(run.parameters, weights))
 
 
-def test_the_update_has_a_guidance_of_its_own_and_the_reference_follows_it(tmp_path):
+def test_the_update_has_a_guidance_of_its_own_for_all_three_policies(tmp_path):
     config = config_of(NAME, tmp_path, train__guidance_scale=3.0, **PLAIN)
     run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
     rows = rollout(run).take(torch.arange(4), 4)
     guided = run.velocity(rows.x_0, rows.timesteps, rows.condition, 3.0)
     assert all(torch.equal(frozen, guided) for frozen in script.frozen_velocities(run, rows, rows.x_0))
     assert (velocity(run, rows) - guided).abs().max() > 1e-3, "the rollout's has none"
+    rows.advantages = rows.loss_weight = torch.ones(4)
+    script.update(run, rows)
+    logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
+    assert logged["old_distance"] == logged["reference_distance"] == 0, "of the trained policy, too"
     run.board.finish()
-
-
-def test_the_trained_policy_has_the_updates_guidance(shallow, tmp_path):
-    """Else its first velocities would not be the old policy's."""
-    how = shallow | PLAIN | dict(num_epochs=1, eval_freq=0)
-    first, *_ = lines_of(train(NAME, tmp_path / "guided", train__guidance_scale=3.0, **how), "update")
-    assert first["old_distance"] == first["reference_distance"] == 0
-    plain, *_ = lines_of(train(NAME, tmp_path / "plain", **how), "update")
-    assert abs(first["policy_loss"] - plain["policy_loss"]) > 1e-3
 
 
 def test_each_image_is_trained_at_timesteps_of_its_own_and_never_at_the_last(started):
@@ -109,13 +105,15 @@ def test_with_shared_noise_the_images_of_a_group_are_noised_alike(tmp_path, monk
     run.board.finish()
 
 
-def test_flow_matching_on_own_images_joins_the_loss_by_its_weight(shallow, tmp_path):
-    how = shallow | PLAIN | dict(num_epochs=1, eval_freq=0)
-    weights = 0.0, 0.5, 1.0
-    runs = [train(NAME, tmp_path / str(weight), **how, train__flow_matching_weight=weight) for weight in weights]
-    first = [lines_of(folder, "update")[0]["policy_loss"] for folder in runs]
-    assert first[1] > first[0] + 0.1
-    assert first[1] - first[0] == pytest.approx((first[2] - first[0]) / 2, rel=1e-4)
+def test_flow_matching_on_own_images_joins_the_loss_by_its_weight():
+    draw, settings = torch.Generator().manual_seed(0), config_of(NAME).train
+    step = ForwardStep(*torch.randn(5, 6, 3, 4, generator=draw), torch.rand(6, generator=draw))
+    loss = {}
+    for weight in (0.0, 0.5):
+        settings.flow_matching_weight = weight
+        loss[weight] = FORWARD_OBJECTIVES["nft"].function(step, torch.zeros(6), settings).loss
+    own = losses.own_flow_matching_loss(step.velocity, step.x_t, step.x_0, step.sigma)
+    torch.testing.assert_close(loss[0.5] - loss[0.0], 5 * 0.5 * own)
 
 
 def test_awms_ratios_begin_at_one_in_every_epoch_and_move(shallow, tmp_path):
