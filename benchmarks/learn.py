@@ -9,7 +9,6 @@ OUT/table.md and OUT/curves.png. docs/howto/evaluate.md says more.
 """
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -146,7 +145,7 @@ def train(args) -> int:
     """Run everything that is not finished; the number of runs that are not finished then."""
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [run for run in RUNS if not args.only or run.name in args.only]
+    chosen = [run for run in RUNS if run.name in args.only]
     ready = prepare_pairs(args) if any(run.name == "dpo" for run in chosen) else True
     jobs = [
         (f"{run.name}_seed{seed}", lambda run=run, seed=seed: command_of(run, seed, args))
@@ -159,15 +158,6 @@ def train(args) -> int:
         return list(finished).count(False)
 
 
-def check(args) -> None:
-    """Raises ValueError for what is wrong on the command line."""
-    known = [run.name for run in RUNS]
-    if wrong := set(args.only or []) - set(known):
-        raise ValueError(f"--only {' '.join(sorted(wrong))}: there are {', '.join(known)}")
-    if not 0 < args.seconds < math.inf or min(args.parallel, args.noises) < 1:
-        raise ValueError("--seconds, --parallel and --noises are positive")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
     add("--seconds", type=float, default=600.0, help="of each run, its evaluations included")
     add("--parallel", type=int, default=1, help="processes side by side")
-    add("--only", nargs="+", metavar="NAME", help=", ".join(run.name for run in RUNS))
+    add("--only", nargs="+", choices=[run.name for run in RUNS], default=[run.name for run in RUNS])
     add("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS)
     add("--gpu", action="store_true", help="larger batches, and embeddings that the runs share")
     add("--noises", type=int, help="images of each prompt in an evaluation; default: 4 with --gpu, else 1")
@@ -189,8 +179,7 @@ def parser() -> argparse.ArgumentParser:
 def main(args) -> int:
     unfinished = 0
     if args.command == "train":
-        args.noises = args.noises if args.noises is not None else (4 if args.gpu else 1)
-        check(args)
+        args.noises = args.noises or (4 if args.gpu else 1)
         unfinished = train(args)
     print(learn_record.draw(args.out, [(run.name, run.title) for run in RUNS], SEEDS))
     return unfinished

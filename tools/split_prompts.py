@@ -11,26 +11,29 @@ prompts are left out, and with --longest those of more characters.
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from flow_grpo.base.errors import UserError
+from flow_grpo.data.prompts import parse_line, read_lines
+from flow_grpo.settings.command_line import sentences
+
 SPLITS = ("test", "validation", "train")
 
 
 def rows(path: Path, column: str) -> Iterator[dict]:
-    """Objects with "prompt". Raises ValueError for a source that has none."""
+    """Objects with "prompt". Raises UserError for a source that has none."""
     if path.suffix == ".parquet":
         names = pq.read_schema(path).names
         if column not in names:
-            raise ValueError(f"{path} has no column {column!r}; it has {', '.join(names)}")
+            raise UserError(f"{path} has no column {column!r}; it has {', '.join(names)}")
         yield from ({"prompt": text} for text in pq.read_table(path, columns=[column])[column].to_pylist())
     elif path.suffix == ".jsonl":
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        yield from (parse_line(line, str(path)) for line in read_lines(path))
     else:
-        yield from ({"prompt": text} for text in path.read_text(encoding="utf-8").splitlines())
+        yield from ({"prompt": text} for text in read_lines(path))
 
 
 def order(text: str) -> bytes:
@@ -42,7 +45,7 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
     """The rows of each split, each prompt once, in the order of their sources.
 
     Raises:
-        ValueError: fewer prompts than the splits need.
+        UserError: fewer prompts than the splits need.
     """
     unique = {}
     for row in prompts:
@@ -50,7 +53,7 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
         if text and (not longest or len(text) <= longest):
             unique.setdefault(text, row | {"prompt": text})
     if len(unique) <= num_test + num_validation:
-        raise ValueError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")
+        raise UserError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")
     drawn = sorted(unique, key=order)
     held = dict.fromkeys(drawn[:num_test], "test") | dict.fromkeys(drawn[num_test:][:num_validation], "validation")
     return {name: [row for text, row in unique.items() if held.get(text, "train") == name] for name in SPLITS}
@@ -84,7 +87,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    try:
+    with sentences():
         main(parser().parse_args())
-    except ValueError as error:
-        sys.exit(f"split_prompts.py: {error}")
