@@ -28,7 +28,7 @@ def epoch(number, images, forwards, rollout_s, update_s):
     return {"kind": "epoch", "epoch": number, "step": 0, "images": images, "forwards": forwards, **times}
 
 
-def measured(number, accuracy, validation):
+def result(number, accuracy, validation):
     evaluation = {"kind": "eval", "epoch": number, "step": 0, "eval/shapes_accuracy": validation}
     return [evaluation, {"kind": "test", "epoch": number, "step": 0, "test/shapes_accuracy": accuracy}]
 
@@ -39,9 +39,9 @@ LAST = {"kind": "test", "epoch": 4, "step": 0, "test_best/shapes_accuracy": 0.55
 def made_up(folder):
     """Of "grpo" one seed that went up and down, one that was cut short, and none of seed 3; nothing of the others."""
     epochs = [epoch(n, 10 * n + 10, 40, 2.0, 1.0) for n in range(4)]
-    up_and_down = [*measured(0, 0.4, 0.3), *epochs[:2], *measured(2, 0.6, 0.5), *epochs[2:], *measured(4, 0.5, 0.4), LAST]
+    up_and_down = [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.6, 0.5), *epochs[2:], *result(4, 0.5, 0.4), LAST]
     write(folder / "grpo_seed1", up_and_down)
-    write(folder / "grpo_seed2", [*measured(0, 0.4, 0.3), *epochs[:2], *measured(2, 0.7, 0.2), epochs[2]])
+    write(folder / "grpo_seed2", [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.7, 0.2), epochs[2]])
     write(folder / "pairs", [epoch(0, 800, 0, 12.0, 0.0)])
 
 

@@ -72,18 +72,10 @@ def test_a_block_is_the_smallest_run_of_whole_batches_that_holds_whole_groups(ba
         assert {image // images_per_block for image in batch.images} == {batch.block}
 
 
-def test_both_kinds_of_file(tmp_path):
-    (tmp_path / "test.txt").write_text("a red circle\n  a blue square \n")
-    assert load_prompts(str(tmp_path), "test") == [Prompt("a red circle"), Prompt("a blue square")]
-    metadata = {"prompt": "two circles", "tag": "counting"}
-    (tmp_path / "train_metadata.jsonl").write_text(json.dumps(metadata) + "\n")
-    assert load_prompts(str(tmp_path), "train") == [Prompt("two circles", metadata)]
-
-
 @pytest.mark.parametrize(
     ("file", "stored", "texts"),
     [
-        ("train.txt", b"\xef\xbb\xbfa\r\nb\n", ["a", "b"]),
+        ("train.txt", b"\xef\xbb\xbfa\r\n  b \n", ["a", "b"]),
         ("train.txt", "a\u2028b\nc\u0085d\ne\x0bf\ng\x1ch\x0ci\n\U0001f600".encode(), None),
         ("train_metadata.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}', ["a", "b"]),
         ("train_metadata.jsonl", '{"prompt": "a\u2028b\u0085c"}\n{"prompt": "\\ud83d\\ude00"}'.encode(), None),
@@ -94,4 +86,6 @@ def test_only_line_feeds_end_lines_and_a_byte_order_mark_is_no_text(file, stored
     if texts is None:
         lines = stored.decode().split("\n")
         texts = [json.loads(line)["prompt"] for line in lines] if file.endswith("jsonl") else lines
-    assert [prompt.text for prompt in load_prompts(str(tmp_path), "train")] == texts
+    prompts = load_prompts(str(tmp_path), "train")
+    assert [prompt.text for prompt in prompts] == texts
+    assert prompts[0].metadata == ({"prompt": texts[0]} if file.endswith("jsonl") else {})
