@@ -296,6 +296,7 @@ def transformer_steps(pipe: QwenImagePipeline, prompts: list[dict], generator: t
 def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list[dict], args, generator) -> None:
     """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
     if generator.device.type == "cuda":
+        torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
         pipe.transformer.compile_repeated_blocks(dynamic=False)
     start, next_evaluation = time.monotonic(), args.eval_every_s
     for step, loss, ema in transformer_steps(pipe, train, generator):
