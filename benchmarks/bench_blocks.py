@@ -32,11 +32,12 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation, fused_mlp
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.settings.table import BY_KEY
-from flow_grpo.weights import fsdp_utils, policies
+from flow_grpo.weights import policies
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from build_random_pipeline import large_random
+from random_model import attach_adapters
 
 BLOCKS, TEXT_TOKENS = 60, 48
 KINDS = (("matrix products", "nvjet|gemm|cutlass_80"), ("attention", "sdpa|flash|fmha|cudnn::fusion"), ("other", ""))
@@ -158,18 +159,9 @@ def decodes(sizes: dict, latent_side: int, device):
 def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
     """A model of some blocks, with adapters, and nothing but its transformer."""
     transformer = large_random(device)(partial(QwenImageTransformer2DModel, num_layers=blocks, **sizes), torch.bfloat16)
-    policies.attach(transformer, LORA, QwenImage.LORA_TARGETS)
     others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer"))
     model = QwenImage(QwenImagePipeline(transformer=transformer, **others), device)
-    fsdp_utils.prepare(
-        model.network,
-        None,
-        units=QwenImage.SHARD_UNITS,
-        weights=None,
-        init=policies.adapter_init(LORA, 0),
-        device=device,
-        precision="bf16",
-    )
+    attach_adapters(model, LORA)
     model.fuse(attention)
     return model
 

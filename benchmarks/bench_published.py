@@ -18,11 +18,11 @@ import torch
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.settings import config_files
-from flow_grpo.weights import fsdp_utils, policies
+from flow_grpo.weights import policies
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from random_model import random_model
+from random_model import attach_adapters, random_model
 
 STEPS, BRANCHES, SIZE = 10, 6, Size(512, 512)
 
@@ -44,17 +44,7 @@ def load(device: torch.device):
     model = random_model("qwenimage").load("", device)
     model.pipeline.text_encoder = None
     model.transformer.enable_gradient_checkpointing()
-    lora = config_files.load("config/grpo.py:pickscore_qwenimage_pr").lora
-    policies.attach(model.transformer, lora, model.LORA_TARGETS)
-    fsdp_utils.prepare(
-        model.network,
-        None,
-        units=model.SHARD_UNITS,
-        weights=None,
-        init=policies.adapter_init(lora, 0),
-        device=device,
-        precision="bf16",
-    )
+    attach_adapters(model, config_files.load("config/grpo.py:pickscore_qwenimage_pr").lora)
     return model
 
 

@@ -359,27 +359,3 @@ def test_no_two_splits_share_a_prompt_and_what_is_held_out_shares_no_combination
     for tag in TAGS[1:]:  # a single object is held out by an ending, and has no validation prompt
         trained, *others = ({combination(p) for p in of_tag(side, tag)} for side in (TRAIN, TEST, VALIDATION))
         assert all(len(asked) >= 2 and not asked & trained for asked in others)
-
-
-def test_layouts_keep_their_distance():
-    layout, _ = draw(PROMPTS[::2])
-    inside = torch.minimum(layout.center, 1 - layout.center).amin(-1) - layout.radius
-    assert inside[layout.present].min() > 0.029
-    i, j = torch.triu_indices(4, 4, offset=1)
-    gap = (layout.center[:, i] - layout.center[:, j]).norm(dim=-1) - layout.radius[:, i] - layout.radius[:, j]
-    gap = gap[layout.present[:, i] & layout.present[:, j]]
-    assert gap.min() > 0.03
-    assert (gap > 0.0599).float().mean() > 0.99
-
-
-def test_layouts_depend_on_the_generator_only():
-    first, again, other = (draw(PROMPTS[:50], seed)[0] for seed in (3, 3, 4))
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
-    assert not torch.equal(first.center, other.center)
-
-
-def test_open_colors_are_drawn_and_asked_colors_are_kept():
-    asked = [p for p in PROMPTS if p["prompt"] in ("a photo of four circles", "a photo of four red circles")]
-    layout, _ = draw(sorted(asked, key=lambda p: len(p["prompt"])) * 50)
-    assert layout.color[::2].unique().tolist() == list(range(len(COLORS)))
-    assert layout.color[1::2].unique().tolist() == [0]

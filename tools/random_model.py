@@ -14,6 +14,7 @@ import torch
 
 from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.weights import fsdp_utils, policies
 
 
 def random_model(name: str) -> type[FlowModel]:
@@ -65,6 +66,13 @@ def random_folder(folder: Path) -> str:
     folder.mkdir()
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "Random"}))
     return str(folder)
+
+
+def attach_adapters(model: FlowModel, lora) -> None:
+    """As a run does on one GPU, by config.lora, in bf16."""
+    policies.attach(model.transformer, lora, model.LORA_TARGETS)
+    how = dict(units=model.SHARD_UNITS, weights=None, init=policies.adapter_init(lora, 0))
+    fsdp_utils.prepare(model.network, None, **how, device=model.device, precision="bf16")
 
 
 def full_config(config, kind: str):
