@@ -41,7 +41,7 @@ OUTSIDE = {  # a dependency -> the only modules that import it
     "httpx": {"rewards/clients/client", "scoring/settings"},
     "starlette": {"reward_server/serve", "reward_server/requests", "reward_server/server"},
     "uvicorn": {"reward_server/serve"},
-    "pyarrow": {"data/preferences", "data/image_pairs"},
+    "pyarrow": {"data/preferences"},
     "jinja2": {"monitoring/model_card", "monitoring/report"},
     "scipy": {"rewards/shapes"},
     "rapidocr": {"rewards/ocr"},

@@ -215,7 +215,7 @@ def _check_file(path: Path, file: pq.ParquetFile, shapes: dict, expected: dict) 
         raise UserError(f"{path} has no row")
     schemas = file.schema_arrow, *(schema(shapes, dtype) for dtype in ARROW)
     stored, *wanted = ({field.name: field.type for field in one} for one in schemas)
-    for name in sorted({*stored, *wanted[0]}):
+    for name in wanted[0] | stored:
         types = [columns.get(name, "nothing") for columns in wanted]
         if stored.get(name, "nothing") not in types:
             raise UserError(
