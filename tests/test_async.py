@@ -8,7 +8,7 @@ import train_qwenimage_nft
 from hostile import http_server
 from recorded import assert_same
 from small import lines_of, stored, train
-from test_scoring import served
+from test_listening import listening
 
 from flow_grpo import rewards
 from flow_grpo.run import sampling
@@ -24,7 +24,7 @@ WINDOW, BRANCHES, NFT, DPO = (
 
 @pytest.fixture(scope="module")
 def address():
-    with served(env={"REWARD_TOKEN": TOKEN}) as (url, _):
+    with listening(rewards.load("jpeg_compressibility", torch.device("cpu")), token=TOKEN) as url:
         yield url
 
 

@@ -1,16 +1,13 @@
 """Rewards in threads, processes and servers: same scores, hidden latency, and servers that misbehave."""
 
-import io
 import json
 import os
 import pickle
 import signal
 import socket
-import tempfile
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 import hostile
 import httpx
@@ -19,29 +16,22 @@ import pytest
 import torch
 import warm
 from hostile import http_server, says
-from ml_collections import ConfigDict
-from PIL import Image
 from small import ENV, as_prompts, config_of
+from test_listening import listening
 
 from flow_grpo import rewards
 from flow_grpo.rewards.clients import client, wire
-from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.scoring.settings import check_rewards
 
-CPU, WINDOW = torch.device("cpu"), "shapes_qwenimage"
+CPU = torch.device("cpu")
 JPEG = {"jpeg_compressibility": 1.0}
 
 
 def settings(**changed):
-    config = config_of(WINDOW).reward
-    with config.unlocked():
-        args = changed.pop("args", {})
-        config.update(changed)
-        config.args = ConfigDict(args)
-    return config
+    return config_of("shapes_qwenimage", **{f"reward__{key}": value for key, value in changed.items()}).reward
 
 
 def images(count, size=16):
@@ -54,14 +44,11 @@ def constants(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def pool_of(url="", **how):
-    """A pool with one reward: a file, or what `url` serves, which needs no file here."""
-    client.RETRY_S = how.pop("retry_s", 2.0)  # `constants` sets them back
-    client.IN_FLIGHT, scoring_pool.MAX_PENDING = how.pop("in_flight", 64), how.pop("max_pending", 1024)
-    fast = dict(timeout_s=2.0) | how
-    if not url:
-        return Pool(CPU, JPEG, (), settings(**fast))
-    return Pool(CPU, {"served": 1.0}, (), settings(args={"served": {"url": url}}, **fast))
+def pool_of(url="", name="served", retry_s=2.0, in_flight=64, max_pending=1024, **how):
+    """A pool with one reward: JPEG, or what `url` serves, which needs no file here."""
+    client.RETRY_S, client.IN_FLIGHT, scoring_pool.MAX_PENDING = retry_s, in_flight, max_pending  # see `constants`
+    args = {name: {"url": url}} if url else {}
+    return Pool(CPU, {name: 1.0} if url else JPEG, (), settings(args=args, **dict(timeout_s=2.0) | how))
 
 
 def score(pool, count=6):
@@ -69,10 +56,9 @@ def score(pool, count=6):
 
 
 @contextmanager
-def served(*args, name="jpeg_compressibility", port=0, env=()):
+def served(*args):
     """serve_reward.py as a command; (address, process)."""
-    command = ["scripts/serve_reward.py", name, "--port", port, *args]
-    process = warm.Started(command, ENV | dict(env))
+    process = warm.Started(["scripts/serve_reward.py", *JPEG, "--port", 0, *args], ENV)
     try:
         while not process.stdout().endswith("\n"):
             assert process.poll() is None, process.stderr()
@@ -83,148 +69,38 @@ def served(*args, name="jpeg_compressibility", port=0, env=()):
         process.done()
 
 
-@pytest.fixture(scope="module")
-def small_server():
-    """The address of one that takes requests of up to 1 MiB, 8 MiB of memory in all, for all tests that only ask."""
-    with served("--max-body-mib", "1", "--max-memory-gib", str(2**-7)) as (url, _):
-        yield url
-
-
-@pytest.mark.parametrize("backend", ["inline", "thread", "process"])
+@pytest.mark.parametrize("backend", ["inline", "thread", "process", "url"])
 def test_every_backend_gives_the_same_scores_in_order(backend):
-    expected = rewards.load("jpeg_compressibility", CPU)(images(40), [""] * 40, [{}] * 40)
-    pool = pool_of(backend=backend, batch_size=7)
-    found = score(pool, 40)
-    assert torch.equal(found["jpeg_compressibility"], expected)
-    assert torch.equal(found["avg"], expected)
-    if backend == "process":
-        server = pool.scorers["jpeg_compressibility"].process.process
-        server.kill()
-        server.wait()
-        with pytest.raises(RewardFailed, match=r"reward 'jpeg_compressibility' .* has ended with status -9"):
-            score(pool)
-    pool.close()
-
-
-def test_a_server_gives_the_local_scores_of_400_images_with_64_requests_in_flight():
-    pictures = images(400, 32)
-    expected = rewards.load("jpeg_compressibility", CPU)(pictures, [""] * 400, [{}] * 400)
-    with served() as (url, _):
-        pool = pool_of(url, batch_size=4, timeout_s=60.0)
-        found = pool.submit(pictures, as_prompts([""] * 400)).result()
+    jpeg = rewards.load("jpeg_compressibility", CPU)
+    with listening(jpeg, max_delay_s=0.1) if backend == "url" else nullcontext("") as url:
+        pool = pool_of(url, batch_size=3, timeout_s=60.0, **{} if url else {"backend": backend})
+        assert torch.equal(score(pool, 40)["avg"], jpeg(images(40), [""] * 40, [{}] * 40))
+        if backend == "process":
+            server = pool.scorers["jpeg_compressibility"].process.process
+            server.kill()
+            server.wait()
+            with pytest.raises(RewardFailed, match=r"reward 'jpeg_compressibility' .* has ended with status -9"):
+                score(pool)
         pool.close()
-        answered = httpx.get(url + "/health").json()
-    assert torch.equal(found["served"], expected)
-    assert answered == {"status": "ok", "waiting": 0, "allowed": True}
-
-
-def test_json_is_an_alternative_to_multipart(small_server):
-    import base64
-
-    expected = rewards.load("jpeg_compressibility", CPU)(images(2), [""] * 2, [{}] * 2)
-    files = [base64.b64encode(wire.pack_image(image, "npy")).decode() for image in images(2)]
-    answer = httpx.post(small_server + "/score", json={"prompts": ["a", "b"], "images": files})
-    assert torch.tensor(answer.json()["scores"]["score"]) == pytest.approx(expected)
-
-
-def png_header(size):
-    """A PNG that says how large it is, and ends."""
-    buffer = io.BytesIO()
-    Image.new("L", (size, size)).save(buffer, "png")
-    return buffer.getvalue()[:33]
-
-
-PNG_HEADER = png_header(512) + b"\0\0\0\0IDAT" + bytes(12)
-
-
-@pytest.mark.parametrize(
-    ("request_", "status", "says"),
-    [
-        (dict(json={"prompts": ["a"], "images": ["!!"]}), 422, "Error"),
-        (dict(json={"prompts": ["a"], "images": ["AAAA"]}), 422, "no image"),
-        (dict(json={"prompts": ["a"]}), 422, "images"),
-        (dict(json={"prompts": [], "images": []}), 422, "0 images"),
-        (dict(json={"prompts": [3], "images": ["AAAA"]}), 422, "prompts are strings"),
-        (dict(content=b'{"prompts": ["\\ud800"], "images": ["AAAA"]}'), 422, "UnicodeEncodeError"),
-        (dict(json={"prompts": "a", "images": ["AAAA"]}), 422, "no object with a list 'prompts'"),
-        (dict(json=["a"]), 422, "no object with a list 'images'"),
-        (dict(content=b"\x80\x05."), 422, "Error"),
-        (dict(content=b"[" * 200_000), 422, "RecursionError"),
-        (dict(content=b"", headers={"Authorization": b"Bearer \xe9"}), 422, "Error"),
-        (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
-        (dict(content=iter([b" " * (1 << 18)] * 5)), 413, "at most 1048576 bytes"),
-        (dict(data={"request": '{"prompts": ["a"]}'}, files=[("images", ("0", PNG_HEADER))]), 413, "262144 pixels"),
-        (dict(data={"request": json.dumps(["a" * 250_000])}, files=[("images", b"")]), 413, "more than all"),
-    ],
-    ids=[
-        *("base64", "image", "no images", "empty", "types", "surrogate", "a string", "no object", "pickle", "deep"),
-        *("header", "too long", "unannounced", "pixels", "memory"),
-    ],
-)
-def test_a_server_refuses_what_it_cannot_read(request_, status, says, small_server):
-    answer = httpx.post(small_server + "/score", **request_)
-    assert httpx.get(small_server + "/health").status_code == 200
-    assert answer.status_code == status
-    assert says in answer.text
-
-
-def test_a_content_length_that_lies_changes_no_limit(small_server):
-    host, port = httpx.URL(small_server).host, httpx.URL(small_server).port
-    head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with socket.create_connection((host, port), timeout=20) as connection:
-        connection.sendall(head + b"100000\r\n" + b" " * (1 << 20) + b"\r\n1\r\n \r\n")
-        assert connection.recv(100).startswith(b"HTTP/1.1 413")
-
-
-def test_requests_give_their_memory_back(small_server):
-    server = Server(small_server)
-    files = [("images", (str(i), wire.pack_image(image, "npy"))) for i, image in enumerate(images(10, 64))]
-    data = {"request": json.dumps({"prompts": ["a" * 8000] * 10})}
-    for _ in range(3):  # each takes more than half of what there is
-        assert server.post("/score", bytes, data=data, files=files).result()
-
-
-def array_claiming(shape, dtype="<f4"):
-    buffer = io.BytesIO()
-    np.lib.format.write_array_header_1_0(buffer, dict(descr=dtype, fortran_order=False, shape=shape))
-    return buffer.getvalue() + b"\0" * 64
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (array_claiming((3, 4000, 4000)), "with 64 bytes"),
-        (array_claiming((3, 10**9, 10**9)), "at most 4096 a side"),
-        (array_claiming((3, 4, 4), "|O"), "must be"),
-        (wire.pack_image(images(1)[0] + 9, "npy"), r"outside \[0, 1\]"),
-        (wire.pack_image(images(1)[0] / 0, "npy"), r"outside \[0, 1\]"),
-        (b"GIF89a" + b"\0" * 50, "no image"),
-    ],
-)
-def test_images_that_are_none(data, says):
-    with pytest.raises(ValueError, match=says):
-        wire.unpack_image(data, 4096)
 
 
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
-    (tmp_path / "token").write_text("sesame\n")
-    (tmp_path / "other").write_text("open\n")
-    with served("--token-file", tmp_path / "token") as (url, process):
+    right, other = tmp_path / "token", tmp_path / "other"
+    right.write_text("sesame\n")
+    other.write_text("open\n")
+    with served("--token-file", right) as (url, process):
         for header in (b"", b"Bearer open", b"Bearer s\xe9same"):
             assert httpx.post(url + "/score", headers={"Authorization": header}).status_code == 401
         asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0)
-        for file in ("", str(tmp_path / "other")):
-            asking.token_file = file
+        for asking.token_file in ("", str(other)):
             with pytest.raises(ValueError, match=f"{url} asks for another token"):
                 check_rewards(JPEG, (), asking)
             with pytest.raises(RewardFailed, match="HTTP 401"):
                 score(Pool(CPU, JPEG, (), asking))
-        asking.token_file = str(tmp_path / "token")
-        check_rewards(JPEG, (), asking)
-        assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
-        monkeypatch.setenv("REWARD_TOKEN", "sesame")
-        asking.token_file = ""
-        assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
+        for asking.token_file in (str(right), ""):
+            check_rewards(JPEG, (), asking)
+            assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
+            monkeypatch.setenv("REWARD_TOKEN", "sesame")
         os.kill(process.pid, signal.SIGINT)
         assert process.wait() == 0
         assert process.stderr() == ""
@@ -281,10 +157,11 @@ def test_every_machine_has_a_server_of_its_own_which_dies_with_the_rank_that_sta
     assert not answers(other)
 
 
-BROKEN = {
+BROKEN = {  # kind -> what a server does, and words of the error
     "500s": (says({}, 500), "HTTP 500"),
     "429s": (says({}, 429), "HTTP 429"),
     "404": (says({}, 404), "refused: HTTP 404"),
+    "307": (says({}, 307), "refused: HTTP 307"),
     "closes": (hostile.gone, "away for over"),
     "half a body": (hostile.half, "away for over"),
     "hangs": (hostile.hangs, "no answer within"),
@@ -296,6 +173,7 @@ BROKEN = {
     "NaN": (says(b'{"scores": {"score": [0.5, 0.5, NaN, 0.5, 0.5, 0.5]}}'), "'nan', not a finite number"),
     "infinite": (says(b'{"scores": {"score": [1e999, 0, 0, 0, 0, 0]}}'), "'inf', not a finite number"),
     "too large": (says({"scores": {"score": [0.5, 0.5, 3.5e38, 0.5, 0.5, 0.5]}}), "'3.5e+38', not a finite"),
+    "out of range": (says({"scores": {"score": [0.5] * 5 + [1.5]}}), "'1.5', not a finite number in [0.0, 1.0]"),
     "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'0.5', not a finite number"),
     "truths": (says({"scores": {"score": [True] * 6}}), "'True', not a finite number"),
     "no score": (says({"scores": {"other": [0.5] * 6}}), "no {"),
@@ -306,21 +184,13 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(kind):
     answer, why = BROKEN[kind]
-    with http_server(answer) as (url, _):
+    with http_server(answer) as (url, counted):
         with pytest.raises(RewardFailed) as caught:
-            score(pool_of(url, timeout_s=1.0, retry_s=0.3))
-        assert why in str(caught.value)
-        assert url in str(caught.value)
-        assert "'prompt 0'" in str(caught.value)
-        masked = score(pool_of(url, timeout_s=1.0, retry_s=0.0, max_masked_share=0.05))
-        assert masked["served"].isnan().all()
-
-
-def test_scores_beyond_a_rewards_range_are_refused():
-    with http_server(says({"scores": {"score": [0.5, 1.5]}})) as (url, _):
-        shapes = Pool(CPU, {"shapes": 1.0}, (), settings(args={"shapes": {"url": url}}, timeout_s=2.0))
-        with pytest.raises(RewardFailed, match=r"'1.5', not a finite number in \[0.0, 1.0\]"):
-            shapes.submit(images(2), as_prompts(["a"] * 2)).result()
+            score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.3))
+        assert [word for word in (why, url, "'prompt 0'") if word not in str(caught.value)] == []
+        assert "refused" not in why or len(counted) == 1  # asked once
+        masked = score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.0, max_masked_share=0.05))
+        assert masked["shapes"].isnan().all()
 
 
 def test_a_server_that_comes_back_is_asked_again():
@@ -345,14 +215,6 @@ def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away():
         score(pool_of([away, there], retry_s=0.5))
 
 
-def test_what_is_refused_is_not_asked_again():
-    for status in (400, 307):
-        with http_server(says({}, status)) as (url, counted):
-            with pytest.raises(RewardFailed, match=f"refused: HTTP {status}"):
-                score(pool_of(url))
-            assert len(counted) == 1
-
-
 def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -363,14 +225,6 @@ def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
     assert f"reward server {url}: ConnectError" in line
 
 
-WAS_HERE = Path(tempfile.gettempdir(), f"flow_grpo_was_here_{os.getpid()}")  # this process's own
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, (f"touch {WAS_HERE}",)
-
-
 def nested(depth=30):
     value = [0]
     for _ in range(depth):
@@ -378,16 +232,18 @@ def nested(depth=30):
     return value
 
 
-@pytest.mark.parametrize("bomb", [Bomb(), {"outputs": [Bomb()]}, nested(), np.array([Bomb()], dtype=object)])
-def test_a_pickle_bomb_does_not_go_off(bomb):
-    with http_server(says(pickle.dumps(bomb))) as (url, _):
-        args = {"deqa": dict(allow_pickle=True, timeout_s=2.0)}
-        pool = Pool(CPU, {"deqa": 1.0}, (), settings(args={"deqa": args["deqa"]}))
+def test_a_pickle_bomb_does_not_go_off(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was_here"),)
+
+    bombs = [Bomb(), {"outputs": [Bomb()]}, nested(), np.array([Bomb()], dtype=object)]
+    with http_server(lambda handler, _, number: hostile.send(handler, pickle.dumps(bombs[number - 1]))) as (url, _):
         scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0))
-        with pytest.raises(wire.BadAnswer, match="no plain pickle"):
-            scorer(images(2), ["a"] * 2, [{}] * 2)
-        pool.close()
-    assert not WAS_HERE.exists()
+        for _ in bombs:
+            with pytest.raises(wire.BadAnswer, match="no plain pickle"):
+                scorer(images(2), ["a"] * 2, [{}] * 2)
+    assert not (tmp_path / "was_here").exists()
 
 
 def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
@@ -417,51 +273,49 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
     assert found["strict"].tolist() == [0, 1, 0]
 
 
+def judged(url, name="vlm_judge", prompts=("a",), **options):
+    judge = rewards.load(name, CPU, dict(url=url, model="qwen") | options)
+    return judge(images(len(prompts)), list(prompts), [{}] * len(prompts)).tolist()
+
+
 def chat(text):
-    return says({"choices": [{"message": {"content": text}}]})
+    return {"choices": [{"message": {"content": text}}]}
 
 
 def test_a_judge_is_asked_about_each_image_and_its_prompt():
     asked = []
 
     def answer(handler, body, number):
-        message = json.loads(body)["messages"][0]["content"]
-        asked.append((handler.path, json.loads(body)["model"], message[1]["text"], message[0]["image_url"]["url"][:30]))
-        rating = 10 if "a red circle" in message[1]["text"] else 4
-        hostile.send(handler, {"choices": [{"message": {"content": f"Hm, 3 things.\nRating: {rating}"}}]})
+        picture, question = json.loads(body)["messages"][0]["content"]
+        asked.append((handler.path, json.loads(body)["model"], picture["image_url"]["url"][:30]))
+        hostile.send(handler, chat(f"Hm, 3 things.\nRating: {10 if 'a red circle' in question['text'] else 4}"))
 
     with http_server(answer) as (url, _):
-        judge = rewards.load("vlm_judge", CPU, dict(url=url, model="qwen"))
-        found = judge(images(3), ["a red circle", "b", "c"], [{}] * 3)
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.4, 0.4]))
-    assert {path for path, *_ in asked} == {"/v1/chat/completions"}
-    assert {(model, picture) for _, model, _, picture in asked} == {("qwen", "data:image/png;base64,iVBORw0K")}
+        assert judged(url, prompts=("a red circle", "b", "c")) == pytest.approx([1.0, 0.4, 0.4])
+    assert asked == [("/v1/chat/completions", "qwen", "data:image/png;base64,iVBORw0K")] * 3
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "why"),
     [
         ("I cannot tell.", "no number"),
         ("Rating: 11", r"not a finite number in \[0.0, 1.0\]"),
         (None, "no text but 'None'"),
     ],
 )
-def test_a_judge_that_does_not_say_a_number_is_an_error(text, says):
-    with http_server(chat(text)) as (url, _):
-        judge = rewards.load("vlm_judge", CPU, dict(url=url, model="qwen"))
-        with pytest.raises(wire.BadAnswer, match=says):
-            judge(images(1), ["a"], [{}])
+def test_a_judge_that_does_not_say_a_number_is_an_error(text, why):
+    with http_server(says(chat(text))) as (url, _), pytest.raises(wire.BadAnswer, match=why):
+        judged(url)
 
 
 def test_unifiedreward_and_an_own_question_and_scale():
-    with http_server(chat("Good.\nFinal Score: **4**")) as (url, _):
-        found = rewards.load("unifiedreward", CPU, dict(url=url))(images(2), ["a", "b"], [{}] * 2)
-    assert found.tolist() == [0.75, 0.75]
-    with http_server(chat("7 of 20")) as (url, _):
-        own = dict(url=url, model="m", template="{prompt}?", pattern=r"(\d+) of", lowest=0, highest=20)
-        assert rewards.load("vlm_judge", CPU, own)(images(1), ["a"], [{}]).item() == pytest.approx(0.35)
+    with http_server(says(chat("Good.\nFinal Score: **4**"))) as (url, _):
+        assert judged(url, "unifiedreward", prompts=("a", "b")) == [0.75, 0.75]
+    with http_server(says(chat("7 of 20"))) as (url, _):
+        own = dict(template="{prompt}?", pattern=r"(\d+) of", lowest=0, highest=20)
+        assert judged(url, **own) == [pytest.approx(0.35)]
     with pytest.raises(ValueError, match="a judge needs"):
-        rewards.load("vlm_judge", CPU, dict(url="http://127.0.0.1:1", model="m", template="good?"))
+        judged("http://127.0.0.1:1", template="good?")
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():
@@ -482,14 +336,3 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
         assert all(len(part.result()["avg"]) == 10 for part in pending)
         assert most[0] <= 4
         assert len(counted) == 20
-
-
-def test_the_same_request_is_answered_from_memory(small_server):
-    server, body = Server(small_server), {"prompts": ["a"], "images": []}
-    files = [("images", ("0.npy", wire.pack_image(images(1)[0], "npy")))]
-    how = dict(data={"request": '{"prompts": ["a"]}'}, files=files, headers={"Idempotency-Key": "k"})
-    first = server.post("/score", bytes, **how).result()
-    again = server.post("/score", bytes, json=body, headers={"Idempotency-Key": "k"}).result()
-    assert first == again
-    with pytest.raises(ServerError, match="422"):
-        server.post("/score", bytes, json=body, headers={"Idempotency-Key": "other"}).result()

@@ -27,7 +27,6 @@ GRACE_S = 3  # for what is being scored when the server is stopped
 
 def parse(args: list[str] | None) -> argparse.Namespace:
     """The arguments."""
-    defaults = Limits()
     parser = argparse.ArgumentParser(description="Serve a reward file; see docs/howto/reward_servers.md.")
     parser.add_argument("name", help="a file of flow_grpo/rewards, or of a folder in FLOW_GRPO_REWARDS")
     parser.add_argument("--port", type=int, default=18087, help="0 = any that is free")
@@ -36,13 +35,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--without-token", action="store_true", help="other machines may connect without one")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
-    parser.add_argument("--batch-size", type=int, default=defaults.batch_size, help="images scored together")
-    parser.add_argument("--max-delay-s", type=float, default=defaults.max_delay_s, help="an image waits for others")
-    parser.add_argument("--max-waiting", type=int, default=defaults.max_waiting, help="images in line, then HTTP 429")
-    parser.add_argument("--max-body-mib", type=int, default=defaults.max_body_bytes >> 20, help="of a request")
-    memory_gib = defaults.max_memory_bytes / 2**30
-    parser.add_argument("--max-memory-gib", type=float, default=memory_gib, help="of all requests, then HTTP 429")
-    parser.add_argument("--max-side", type=int, default=defaults.max_side, help="pixels of an image")
+    parser.add_argument("--batch-size", type=int, default=Limits.batch_size, help="images scored together")
     parser.add_argument("--parent", type=int, default=0, help="end when this process is no longer the parent")
     return parser.parse_args(args)
 
@@ -64,15 +57,7 @@ def main(args: list[str] | None = None) -> None:
         token = read_token(parsed.token_file)
         check(parsed, token)
         score = rewards.load(parsed.name, torch.device(parsed.device), parsed.options)
-        limits = Limits(
-            batch_size=parsed.batch_size,
-            max_delay_s=parsed.max_delay_s,
-            max_waiting=parsed.max_waiting,
-            max_body_bytes=parsed.max_body_mib << 20,
-            max_side=parsed.max_side,
-            max_memory_bytes=int(parsed.max_memory_gib * 2**30),
-        )
-        app = make_app(parsed.name, score, limits, token)
+        app = make_app(parsed.name, score, Limits(batch_size=parsed.batch_size), token)
         asyncio.run(listen(app, parsed.host, parsed.port, announce, parsed.parent))
 
 
@@ -84,6 +69,10 @@ async def listen(app: Starlette, host: str, port: int, announce: Callable[[str],
         announce: gets the server's address once it listens.
         parent: process id; when it is no longer this process's parent, the server ends. 0 = never.
     """
+
+    async def watch() -> None:
+        server.should_exit |= parent not in (0, os.getppid())
+
     config = uvicorn.Config(
         app,
         host=host,
@@ -92,19 +81,13 @@ async def listen(app: Starlette, host: str, port: int, announce: Callable[[str],
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
+        callback_notify=watch,
+        timeout_notify=0,  # once a second
     )
     listener, server = config.bind_socket(), uvicorn.Server(config)
     listener.listen(socket.SOMAXCONN)
     announce(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-
-    async def watch() -> None:
-        while parent and not server.should_exit:
-            server.should_exit = os.getppid() != parent
-            await asyncio.sleep(0.5)
-
-    watching = asyncio.create_task(watch())
     await server.serve(sockets=[listener])
-    watching.cancel()
 
 
 def check(parsed: argparse.Namespace, token: str) -> None:

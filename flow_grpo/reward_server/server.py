@@ -1,7 +1,7 @@
 """A reward file as a server: POST /score, GET /health. See wire.py for what is sent.
 
-Requests wait in line and are scored together, up to a batch size; a full line is answered with 429. A request that is
-repeated (same Idempotency-Key) gets the first one's answer.
+Requests wait in line and are scored together, up to a batch size. A request that is repeated (same Idempotency-Key)
+gets the first one's answer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from flow_grpo import rewards
 from flow_grpo.base.threads import Threads
-from flow_grpo.reward_server.requests import Hold, Job, Limits, Memory, read_job
+from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
@@ -30,18 +30,7 @@ class Line:
 
     def __init__(self, name: str, score: Callable, limits: Limits):
         self.name, self.score, self.limits = name, score, limits
-        self.queue, self.waiting, self.thread = asyncio.Queue(), 0, Threads(1)
-
-    async def put(self, job: Job) -> dict[str, list[float]]:
-        """Its scores. Raises HTTPException 429 where the line is full."""
-        if self.waiting + len(job.images) > self.limits.max_waiting:
-            raise HTTPException(429, "too many images are waiting")
-        self.waiting += len(job.images)
-        try:
-            self.queue.put_nowait(job)
-            return await job.done
-        finally:
-            self.waiting -= len(job.images)
+        self.queue, self.thread = asyncio.Queue(), Threads(1)
 
     async def work(self) -> None:
         """Score what comes, for ever."""
@@ -60,17 +49,13 @@ class Line:
             scores = await asyncio.wrap_future(self.thread.submit(self._call, jobs))
         except Exception as error:
             for job in jobs:
-                if not job.done.done():
-                    job.done.set_exception(
-                        error if len(jobs) == 1 else RuntimeError(f"{type(error).__name__}: {error}")
-                    )
+                job.done.set_exception(error if len(jobs) == 1 else RuntimeError(f"{type(error).__name__}: {error}"))
             return
         start = 0
         for job in jobs:
             rows = slice(start, start + len(job.images))
             start = rows.stop
-            if not job.done.done():
-                job.done.set_result({name: values[rows] for name, values in scores.items()})
+            job.done.set_result({name: values[rows] for name, values in scores.items()})
 
     def _call(self, jobs: list[Job]) -> dict[str, list[float]]:
         images, prompts, metadata = (
@@ -86,7 +71,7 @@ class Rewarder:
     def __init__(self, name: str, score: Callable, limits: Limits, token: str):
         self.limits, self.token, self.line = limits, token.encode(), Line(name, score, limits)
         self.memory, self.decoders = Memory(limits.max_memory_bytes), Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> a task for its scores
+        self.answers = OrderedDict()  # Idempotency-Key -> its scores
 
     def is_allowed(self, request: Request) -> bool:
         """Whether a request has the token."""
@@ -117,21 +102,20 @@ class Rewarder:
             while len(self.answers) > REMEMBERED:
                 self.answers.popitem(last=False)
 
-    async def _enter(self, request: Request) -> asyncio.Task:
+    async def _enter(self, request: Request) -> asyncio.Future:
         """Put a request into the line; it holds memory until it has its scores."""
-        hold = Hold(self.memory)
         try:
-            job = await read_job(request, self.limits, hold, self.decoders)
+            job = await read_job(request, self.limits, self.memory, self.decoders)
         except BaseException:
-            hold.release()
+            self.memory.release(request)
             raise
-        answer = asyncio.create_task(self.line.put(job))
-        answer.add_done_callback(lambda _: hold.release())
-        return answer
+        job.done.add_done_callback(lambda _: self.memory.release(request))
+        self.line.queue.put_nowait(job)
+        return job.done
 
     async def get_health(self, request: Request) -> JSONResponse:
         """That it lives, and whether it would score for the one who asks."""
-        return JSONResponse({"status": "ok", "waiting": self.line.waiting, "allowed": self.is_allowed(request)})
+        return JSONResponse({"status": "ok", "waiting": self.line.queue.qsize(), "allowed": self.is_allowed(request)})
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:

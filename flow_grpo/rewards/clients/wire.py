@@ -1,8 +1,7 @@
 """Images and scores on their way between a run and a reward server. Nothing here can run code that was sent.
 
 A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and per image a part "images", PNG
-or a lossless .npy of [3, H, W] float32 in [0, 1]. Or it is JSON, with "images" a list of base64 strings of such files.
-The answer is JSON, {"scores": {"score": [...], name: [...]}}.
+or a lossless .npy of [3, H, W] float32 in [0, 1]. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
 """
 
 import io
