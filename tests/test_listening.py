@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from starlette.exceptions import HTTPException
 
 from flow_grpo.reward_server import requests, serve
@@ -64,14 +63,7 @@ def array_claiming(shape, dtype="<f4"):
     return buffer.getvalue() + b"\0" * 64
 
 
-def png_header(size):
-    """A PNG that says how large it is, and ends."""
-    buffer = io.BytesIO()
-    Image.new("L", (size, size)).save(buffer, "png")
-    return buffer.getvalue()[:33] + b"\0\0\0\0IDAT" + bytes(12)
-
-
-GOOD = wire.pack_image(torch.zeros(3, 16, 16), "png")
+ODD, GOOD = wire.pack_image(torch.zeros(3, 16, 8), "npy"), wire.pack_image(torch.zeros(3, 16, 16), "npy")
 
 
 def parts(*images, request='{"prompts": ["a"]}', **headers):
@@ -81,11 +73,14 @@ def parts(*images, request='{"prompts": ["a"]}', **headers):
 REFUSED = {  # a request, the status and words of the answer
     "no multipart": (dict(json={"prompts": ["a"]}), 422, "'request'"),
     "no JSON": (parts(GOOD, request="!!"), 422, "JSONDecodeError"),
-    "no image": (parts(b"\0\0\0"), 422, "no image"),
-    "a GIF": (parts(b"GIF89a" + b"\0" * 50), 422, "no image"),
+    "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
     "no images": (parts(), 422, "0 images"),
     "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
-    "two sizes": (parts(GOOD, png_header(8), request='{"prompts": ["a", "b"]}'), 422, "one size"),
+    "two sizes": (
+        parts(GOOD, ODD, request='{"prompts": ["a", "b"]}'),
+        422,
+        "one size",
+    ),
     "types": (parts(GOOD, request='{"prompts": [3]}'), 422, "prompts are strings"),
     "metadata": (parts(GOOD, request='{"prompts": ["a"], "metadata": ["b"]}'), 422, "metadata objects"),
     "surrogate": (parts(GOOD, request='{"prompts": ["\\ud800"]}'), 422, "UnicodeEncodeError"),
@@ -93,14 +88,13 @@ REFUSED = {  # a request, the status and words of the answer
     "no object": (parts(GOOD, request='["a"]'), 422, "Error"),
     "deep": (parts(GOOD, request="[" * 200_000), 422, "RecursionError"),
     "header": (dict(content=b"", headers={"Authorization": b"Bearer \xe9"}), 422, "Error"),
-    "too few values": (parts(array_claiming((3, 128, 128))), 422, "with 64 bytes"),
-    "too large a side": (parts(array_claiming((3, 10**9, 10**9))), 422, "at most 4096 a side"),
+    "too few values": (parts(array_claiming((3, 128, 128))), 422, "in 64 bytes"),
+    "far too few": (parts(array_claiming((3, 10**9, 10**9))), 422, "in 64 bytes"),
     "objects": (parts(array_claiming((3, 4, 4), "|O")), 422, "must be"),
     "values": (parts(wire.pack_image(torch.full((3, 4, 4), 9.0), "npy")), 422, "outside [0, 1]"),
     "infinite": (parts(wire.pack_image(torch.ones(3, 4, 4) / 0, "npy")), 422, "outside [0, 1]"),
     "too long": (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
     "unannounced": (dict(content=iter([b" " * (1 << 18)] * 5)), 411, "Content-Length"),
-    "pixels": (parts(png_header(512)), 413, "262144 pixels"),
     "memory": (parts(b"", request=json.dumps(["a" * 250_000])), 413, "more than all"),
 }
 

@@ -22,9 +22,9 @@ from test_listening import listening
 from flow_grpo import rewards
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.scoring import pool as scoring_pool
+from flow_grpo.scoring import settings as scoring_settings
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
-from flow_grpo.scoring.settings import check_rewards
 
 CPU = torch.device("cpu")
 JPEG = {"jpeg_compressibility": 1.0}
@@ -94,11 +94,11 @@ def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_
         asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0)
         for asking.token_file in ("", str(other)):
             with pytest.raises(ValueError, match=f"{url} asks for another token"):
-                check_rewards(JPEG, (), asking)
+                scoring_settings.check_rewards(JPEG, (), asking)
             with pytest.raises(RewardFailed, match="HTTP 401"):
                 score(Pool(CPU, JPEG, (), asking))
         for asking.token_file in (str(right), ""):
-            check_rewards(JPEG, (), asking)
+            scoring_settings.check_rewards(JPEG, (), asking)
             assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
             monkeypatch.setenv("REWARD_TOKEN", "sesame")
         os.kill(process.pid, signal.SIGINT)
@@ -191,6 +191,13 @@ def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(ki
         assert "refused" not in why or len(counted) == 1  # asked once
         masked = score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.0, max_masked_share=0.05))
         assert masked["shapes"].isnan().all()
+
+
+@pytest.mark.parametrize(("kind", "why"), [("hangs", "within 0.2 s"), ("drips", "within 0.2 s"), ("floods", "over")])
+def test_a_start_does_not_wait_for_a_server_without_end(kind, why, monkeypatch):
+    monkeypatch.setattr(scoring_settings, "HEALTH_S", 0.2)
+    with http_server(getattr(hostile, kind)) as (url, _), pytest.raises(ValueError, match=f"served: .*{url}.* {why}"):
+        scoring_settings.check_rewards({"served": 1.0}, (), settings(args={"served": {"url": url}}))
 
 
 def test_a_server_that_comes_back_is_asked_again():

@@ -1,8 +1,7 @@
-"""What clients send to a reward server, read within limits: time, bytes, pixels, and the memory of all requests."""
+"""What clients send to a reward server, read within limits: time, bytes, and the memory of all requests."""
 
 import asyncio
 import json
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,12 +11,11 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from flow_grpo.base.threads import Threads
-from flow_grpo.rewards.clients.wire import image_size, unpack_image
+from flow_grpo.rewards.clients.wire import unpack_image
 
 MAX_JSON_BYTES = 2**25
 JSON_COST = 40  # bytes of Python objects per byte of JSON, such as {"":{"":0}}
-PIXEL_BYTES = 12  # float32
-PIXEL_COST = 4 * PIXEL_BYTES  # as decoded, in the batch, in the reward's copy of it, and in what it makes of that
+IMAGE_COST = 4  # copies of an image: as decoded, in the batch, in the reward's copy of it, and in what it makes of that
 
 
 def _quarter_of_memory() -> int:
@@ -31,8 +29,7 @@ class Limits:
     batch_size: int = 32  # images scored together
     max_delay_s: float = 0.01  # how long an image waits for others
     max_images: int = 4096  # of a request
-    max_body_bytes: int = 2**30  # of a request as it is sent, and of its images as float32
-    max_side: int = 4096  # pixels of an image
+    max_body_bytes: int = 2**30  # of a request
     max_memory_bytes: int = field(default_factory=_quarter_of_memory)  # of all requests in flight
     read_s: float = 120.0  # how long a request's body may take
 
@@ -80,15 +77,8 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
     try:
         async with asyncio.timeout(limits.read_s):
             text, files = await _read_body(request, limits, memory)
-        memory.take(request, JSON_COST * len(text))
-        parsed = threads.submit(_parse, text, files, limits.max_side)
-        prompts, metadata, num_pixels = await asyncio.wrap_future(parsed)
-        if num_pixels * PIXEL_BYTES > limits.max_body_bytes:
-            most = limits.max_body_bytes // PIXEL_BYTES
-            raise HTTPException(413, f"the images have {num_pixels} pixels together; at most {most}")
-        memory.take(request, PIXEL_COST * num_pixels)
-        decoded = threads.submit(lambda: [unpack_image(file, limits.max_side) for file in files])
-        return Job(await asyncio.wrap_future(decoded), prompts, metadata)
+        memory.take(request, JSON_COST * len(text) + IMAGE_COST * sum(map(len, files)))
+        return Job(*await asyncio.wrap_future(threads.submit(_parse, text, files)))
     except TimeoutError as error:
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
@@ -109,8 +99,8 @@ async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[
         return form["request"], [await part.read() for part in form.getlist("images")]
 
 
-def _parse(text: str, files: list[bytes], max_side: int) -> tuple[list[str], list[dict], int]:
-    """Prompts, metadata, and how many pixels the images have together."""
+def _parse(text: str, files: list[bytes]) -> tuple[list[Tensor], list[str], list[dict]]:
+    """Images, prompts and metadata."""
     body = json.loads(text)
     prompts, metadata = body["prompts"], body.get("metadata") or [{}] * len(files)
     if not isinstance(prompts, list) or not files or not len(files) == len(prompts) == len(metadata):
@@ -118,7 +108,7 @@ def _parse(text: str, files: list[bytes], max_side: int) -> tuple[list[str], lis
     if not all(isinstance(p, str) for p in prompts) or not all(isinstance(m, dict) for m in metadata):
         raise ValueError("prompts are strings, metadata objects")
     "".join(prompts).encode()  # UnicodeEncodeError for half a surrogate pair, which no tokenizer takes
-    sizes = {image_size(file, max_side) for file in files}
-    if len(sizes) > 1:
+    images = [unpack_image(file) for file in files]
+    if len({image.shape for image in images}) > 1:
         raise ValueError("the images of a request have one size")
-    return prompts, metadata, len(files) * math.prod(sizes.pop())
+    return images, prompts, metadata

@@ -101,10 +101,7 @@ def check(parsed: argparse.Namespace, token: str) -> None:
             f"--host {parsed.host} lets other machines connect, and there is no token: set REWARD_TOKEN in the "
             "environment or name a file by --token-file, for the server and its clients; or say --without-token"
         )
-    try:
-        torch.empty(0, device=parsed.device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device is {parsed.device!r}: {str(error).splitlines()[0]}") from error
+    rewards.check_device(parsed.device, "--device")
 
 
 def is_loopback(host: str) -> bool:

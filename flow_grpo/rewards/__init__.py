@@ -34,7 +34,7 @@ from flow_grpo.base.threads import event_loop
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
 RUNS_OWN = ("avg", "group_std", "zero_std_share", "std_error")  # metrics that reward/NAME or eval/NAME would be
-HELPERS = ("clip_model", "judge")  # files here that are no rewards
+HELPERS = ("clip_model",)  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 __path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
 
@@ -94,9 +94,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         )
     for key, value in options.items():
         if key in takes and not _fits(value, takes[key].annotation):
-            raise UserError(
-                f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {_words(takes[key].annotation)}"
-            )
+            wanted = inspect.formatannotation(takes[key].annotation)
+            raise UserError(f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {wanted}")
     needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
     if needed:
         raise UserError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
@@ -110,8 +109,15 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) in kinds or (float in kinds and type(value) is int) or kinds == (object,)
 
 
-def _words(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+def check_device(name: str, key: str) -> None:
+    """Raises UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    try:
+        device = torch.device(name or "cpu")
+    except RuntimeError as error:
+        raise UserError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
+        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:

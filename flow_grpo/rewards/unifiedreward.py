@@ -6,7 +6,7 @@ best with that as the option `template`.
 
 import torch
 
-from flow_grpo.rewards.judge import load_judge
+from flow_grpo.rewards import vlm_judge
 
 RANGE = (0.0, 1.0)
 TEMPLATE = """This image was generated from a caption: {prompt}
@@ -24,12 +24,5 @@ def load(
     max_tokens: int = 512,
     **server,
 ):
-    """The scorer; nothing is loaded here.
-
-    Args:
-        url: of the server, without /v1.
-        model: the name it serves the model under.
-        template: the question; {prompt} stands for the image's prompt.
-        server: token_file, timeout_s.
-    """
-    return load_judge(url, model, template, PATTERN, 1.0, 5.0, max_tokens, **server)
+    """The scorer of `vlm_judge`, with UnifiedReward's question and scale; see there for the options."""
+    return vlm_judge.load(device, url, model, template, PATTERN, 1.0, 5.0, max_tokens, **server)

@@ -4,9 +4,19 @@ A score is the number in the model's answer, scaled to [0, 1]. The server is Ope
 sglang's; question, scale and how to find the number are options.
 """
 
-import torch
+import base64
+import json
+import re
+from collections.abc import Callable
+from functools import partial
 
-from flow_grpo.rewards.judge import load_judge
+import torch
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards.clients import wire
+from flow_grpo.rewards.clients.client import Server
 
 RANGE = (0.0, 1.0)
 TEMPLATE = """Here is an image that was made for the following description.
@@ -29,13 +39,68 @@ def load(
     highest: float = 10.0,
     max_tokens: int = 256,
     **server,
-):
-    """The scorer; nothing is loaded here.
+) -> Callable[..., Tensor]:
+    """A scorer that sends each image with its question and reads a number out of the answer. Nothing is loaded here.
 
     Args:
         url: of the server, without /v1.
         model: the name it serves the model under.
-        template, pattern, lowest, highest: as in judge.load_judge.
-        server: token_file, timeout_s.
+        template: the question; {prompt} stands for the image's prompt.
+        pattern: regular expression whose first group is the number; its last match counts.
+        lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
+        server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
+
+    Raises:
+        UserError: a template without {prompt}, a pattern without a group, an empty scale.
     """
-    return load_judge(url, model, template, pattern, lowest, highest, max_tokens, **server)
+    find = _compiled(pattern)
+    if "{prompt}" not in template or find.groups < 1 or not lowest < highest:
+        raise UserError(
+            f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
+            f"lowest < highest ({lowest}, {highest})"
+        )
+    judge, parse = Server(url, **server), partial(rating, find=find, lowest=lowest, highest=highest)
+
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        questions = [question(image, template.replace("{prompt}", text)) for image, text in zip(images, prompts)]
+        settings = dict(model=model, temperature=0.0, max_tokens=max_tokens)
+        sent = [judge.post("/v1/chat/completions", parse, json=settings | message) for message in questions]
+        return torch.tensor([future.result() for future in sent])
+
+    return score
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
+
+
+def question(image: Tensor, text: str) -> dict:
+    """The messages of a chat request."""
+    picture = "data:image/png;base64," + base64.b64encode(wire.pack_image(image, "png")).decode()
+    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def rating(body: bytes, find: re.Pattern, lowest: float, highest: float) -> float:
+    """The number in what a chat server answered, scaled to [0, 1]. Raises BadAnswer."""
+    text = answer_of(body)
+    matches = [match[1] for match in find.finditer(text)]
+    try:
+        values = [(float(matches[-1]) - lowest) / (highest - lowest)]
+    except (IndexError, TypeError, ValueError) as error:
+        raise wire.BadAnswer(f"no number as {find.pattern!r} finds it in {text[-120:]!r}") from error
+    return wire.check_numbers("score", values, 1, RANGE).item()
+
+
+def answer_of(body: bytes) -> str:
+    """The text that a chat server answered. Raises BadAnswer."""
+    try:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise wire.BadAnswer(f"no chat completion but {body[:80]!r}") from error
+    if not isinstance(text, str):
+        raise wire.BadAnswer(f"no text but {str(text)[:80]!r}")
+    return text

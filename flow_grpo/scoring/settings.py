@@ -5,18 +5,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
-import torch
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
-from flow_grpo.rewards.clients.client import authorization, urls_of
+from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.tokens import read_token
 from flow_grpo.settings import older
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
 KEYS = [key.removeprefix("reward.") for key in BY_KEY if key.startswith("reward.") and key != "reward.args"]
 RewardSettings = namedtuple("RewardSettings", ["url", *KEYS])  # of one reward: its server, and what args may override
+HEALTH_S = 10.0  # for which a server's answer to GET /health is waited for
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
@@ -62,24 +62,13 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     for key in KEYS:
         BY_KEY[f"reward.{key}"].check(getattr(reward, key), f"reward.args.{name}.{key}")
-    check_device(reward.device, f"config.reward.device of {name}")
+    rewards.check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     for key in options.keys() - {"url"}:
         if answer := older.ANSWERS.get(f"reward.{key}"):
             raise UserError(f"config.reward.args.{name}.{key} {answer}")
     if "url" in options:  # of a server of another kind
         check_urls(f"config.reward.args.{name}.url", options["url"])
-
-
-def check_device(name: str, key: str) -> None:
-    """Raises UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
-    try:
-        device = torch.device(name or "cpu")
-    except RuntimeError as error:
-        raise UserError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
-        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
 
 
 def check_urls(key: str, urls: str | list[str]) -> None:
@@ -101,11 +90,11 @@ def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> 
     check_urls(f"{key}.url", reward.url)
     if options:
         raise UserError(f"{key}: {', '.join(options)} unknown, or for the server to know")
-    for url in urls_of(reward.url):
+    server = Server(reward.url, reward.token_file, HEALTH_S)
+    for url in server.urls:
         try:
-            headers = authorization(reward.token_file)
-            answer = httpx.get(url.rstrip("/") + "/health", headers=headers, timeout=10, trust_env=False)
-        except httpx.HTTPError as error:
-            raise UserError(f"{key}: no answer from {url}: {error}") from error
-        if b'"allowed":false' in answer.content:
+            answer = server.health(url)
+        except ServerError as error:
+            raise UserError(f"{key}: {error}") from error
+        if b'"allowed":false' in answer:
             raise UserError(f"{key}: {url} asks for another token; {TOKEN_WAYS}")

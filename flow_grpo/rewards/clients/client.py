@@ -36,12 +36,6 @@ def notice(text: str) -> None:
     logging.getLogger(__name__).warning(text if rank == "0" else f"rank {rank}: {text}")
 
 
-def authorization(token_file: str) -> dict[str, str]:
-    """The header that holds the token; {} where there is none."""
-    token = read_token(token_file)
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
 def urls_of(url: str | list[str]) -> list[str]:
     """The servers of one reward: an address, or a list of them."""
     return list(url) if isinstance(url, list | tuple) else [url]
@@ -61,7 +55,8 @@ class Server:
         self.turns, in_flight = itertools.count(), IN_FLIGHT * len(self.urls)
         self.noticed_s = dict.fromkeys(self.urls, -math.inf)  # when it was last said that a server is away
         self.away_s = dict.fromkeys(self.urls, -math.inf)  # when a server was last found to be away
-        headers = authorization(token_file)
+        token = read_token(token_file)
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
         limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
         self.client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
         self.slots = asyncio.Semaphore(in_flight)
@@ -75,12 +70,20 @@ class Server:
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, parse, request), event_loop("reward requests"))
 
+    def health(self, url: str) -> bytes:
+        """What one of the servers answers to GET /health, whatever its status. Raises ServerError where none comes."""
+        asking = self._try("GET", url + "/health", {})
+        status, answer = asyncio.run_coroutine_threadsafe(asking, event_loop("reward requests")).result()
+        if not status:
+            raise ServerError(f"no answer from {url}: {answer.decode()}")
+        return answer
+
     async def _post(self, path: str, parse: Callable, request: dict) -> Any:
         async with self.slots:
             started, pause = time.monotonic(), 0.05
             for turn in itertools.count(next(self.turns)):
                 url = self._choose(turn)
-                status, answer = await self._try(url + path, request)
+                status, answer = await self._try("POST", url + path, request)
                 if status == 200:
                     self.away_s[url] = -math.inf
                     return parse(answer)
@@ -117,12 +120,12 @@ class Server:
         """Whether it has just been said that a server is away."""
         return time.monotonic() - max(self.noticed_s.values()) < SIGN_OF_LIFE_S + LONGEST_PAUSE_S
 
-    async def _try(self, url: str, request: dict) -> tuple[int, bytes]:
+    async def _try(self, method: str, url: str, request: dict) -> tuple[int, bytes]:
         """Status and body; status 0 for a server that could not be reached or did not answer to the end."""
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
-                self.client.stream("POST", url, **request) as answer,
+                self.client.stream(method, url, **request) as answer,
             ):
                 body = bytearray()
                 async for part in answer.aiter_raw():

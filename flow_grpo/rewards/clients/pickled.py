@@ -5,30 +5,20 @@ import pickle
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.pixels import to_uint8
 from flow_grpo.rewards.clients.client import Server
-from flow_grpo.rewards.clients.wire import BadAnswer
+from flow_grpo.rewards.clients.wire import BadAnswer, pack_image
 
 MAX_VALUES = 10**6
-PLAIN = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    *(
-        (f"{module}.multiarray", name)
-        for module in ("numpy.core", "numpy._core")
-        for name in ("_reconstruct", "scalar")
-    ),
-    *((f"{module}.numeric", "_frombuffer") for module in ("numpy.core", "numpy._core")),
-}
+ARRAYS = ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+PLAIN = {"numpy.ndarray", "numpy.dtype", *(f"numpy.{core}.{name}" for core in ("core", "_core") for name in ARRAYS)}
 
 
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in PLAIN:
+        if f"{module}.{name}" not in PLAIN:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
 
@@ -69,14 +59,8 @@ class PickleServer:
 
     def ask(self, images: Tensor, **more) -> dict:
         """The answer to {"images": JPEG files, ...}, plain data. Raises BadAnswer unless it is a dict."""
-        request = pickle.dumps({"images": [_jpeg(image) for image in images]} | more)
+        request = pickle.dumps({"images": [pack_image(image, "jpeg") for image in images]} | more)
         answer = self.server.post("", loads, content=request).result()
         if not isinstance(answer, dict):
             raise BadAnswer(f"no dict but {str(answer)[:80]!r}")
         return answer
-
-
-def _jpeg(image: Tensor) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(to_uint8(image)).save(buffer, "jpeg")
-    return buffer.getvalue()

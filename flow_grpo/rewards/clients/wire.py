@@ -1,7 +1,7 @@
 """Images and scores on their way between a run and a reward server. Nothing here can run code that was sent.
 
-A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and per image a part "images", PNG
-or a lossless .npy of [3, H, W] float32 in [0, 1]. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
+A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and per image a part "images", an
+.npy file of [3, H, W] float32 in [0, 1]. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
 """
 
 import io
@@ -25,69 +25,30 @@ class BadAnswer(RuntimeError):
 
 
 def pack_image(image: Tensor, form: str) -> bytes:
-    """[3, H, W] in [0, 1] as a file; "npy" keeps every bit, "png" rounds to 8 of them."""
+    """[3, H, W] in [0, 1] as a file; "npy" keeps every bit, "png" and "jpeg" round to 8 of them."""
     buffer = io.BytesIO()
     if form == "npy":
         np.save(buffer, image.float().cpu().numpy(), allow_pickle=False)
     else:
-        Image.fromarray(to_uint8(image)).save(buffer, "png", compress_level=1)
+        Image.fromarray(to_uint8(image)).save(buffer, form, compress_level=1)
     return buffer.getvalue()
 
 
-def image_size(data: bytes, max_side: int) -> tuple[int, int]:
-    """Height and width of a file, of which only the header is read.
+def unpack_image(data: bytes) -> Tensor:
+    """An .npy file as [3, H, W] float32 in [0, 1]. No torch operation is used: the server's other threads have more
+    torch threads than one that decodes.
 
     Raises:
-        ValueError: no image, or too large a side.
+        ValueError: another file, another array, or values outside [0, 1].
     """
-    if data.startswith(b"\x93NUMPY"):
-        return _array_shape(io.BytesIO(data), max_side)[1:]
-    return _picture(data, max_side).size[::-1]
-
-
-def unpack_image(data: bytes, max_side: int) -> Tensor:
-    """A file, whatever its name, as [3, H, W] float32 in [0, 1]. No torch operation is used: the server's other threads
-    have more torch threads than one that decodes.
-
-    Raises:
-        ValueError: no image, too large a side, or values outside [0, 1].
-    """
-    if data.startswith(b"\x93NUMPY"):
-        return _unpack_array(data, max_side)
-    try:
-        pixels = np.array(_picture(data, max_side).convert("RGB"))
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"no image: {error}") from error
-    return torch.from_numpy(pixels / np.float32(255)).permute(2, 0, 1)
-
-
-def _picture(data: bytes, max_side: int) -> Image.Image:
-    try:
-        picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"no image: {error}") from error
-    if max(picture.size) > max_side:
-        raise ValueError(f"an image of {picture.size} pixels; at most {max_side} a side")
-    return picture
-
-
-def _array_shape(buffer: io.BytesIO, max_side: int) -> tuple[int, int, int]:
+    buffer = io.BytesIO(data)
     version = np.lib.format.read_magic(buffer)
     if version != (1, 0):
         raise ValueError(f"an .npy file of version {version}; only 1.0 is read")
     shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
-    is_image = len(shape) == 3 and shape[0] == 3 and 0 < min(shape) <= max(shape) <= max_side
-    if dtype != np.float32 or in_columns or not is_image:
-        raise ValueError(f"an array {shape} of {dtype}; it must be (3, H, W) of float32, at most {max_side} a side")
-    return shape
-
-
-def _unpack_array(data: bytes, max_side: int) -> Tensor:
-    buffer = io.BytesIO(data)
-    shape = _array_shape(buffer, max_side)
     values = data[buffer.tell() :]
-    if len(values) != 4 * math.prod(shape):
-        raise ValueError(f"an array {shape} with {len(values)} bytes")
+    if dtype != np.float32 or in_columns or len(shape) != 3 or shape[0] != 3 or len(values) != 4 * math.prod(shape):
+        raise ValueError(f"an array {shape} of {dtype} in {len(values)} bytes; it must be (3, H, W) of float32")
     image = np.frombuffer(bytearray(values), dtype=np.float32).reshape(shape)
     if not 0 <= image.min() <= image.max() <= 1:  # NaN is in no order
         raise ValueError("an image with values outside [0, 1]")
