@@ -346,6 +346,7 @@ def test_a_file_without_a_token_is_refused_and_its_text_is_not_said(tmp_path):
 
 WEIGHTS = [
     ({"shape": 1.0}, (), "'shape'", "nearest: shapes"),
+    ({"clip_model": 1.0}, (), "'clip_model'"),
     ({"shapes": "1"}, (), "reward_fn.shapes is '1'"),
     ({"shapes": True}, (), "reward_fn.shapes is True"),
     ({"shapes": INF}, (), "reward_fn.shapes is inf"),

@@ -1,17 +1,20 @@
-"""Several rewards in one run, and the rewards that need no model."""
+"""Several rewards in one run, functions as rewards, and rewards that hang, fail, or write into what they get."""
 
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from small import as_prompts, config_of, lines_of, train
+from small import ENV, ROOT, as_prompts, config_of, lines_of, train
 
 from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.rewards import jpeg_compressibility
+from flow_grpo.rewards.clients import client
 from flow_grpo.run import rewards as awaited
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
@@ -19,49 +22,57 @@ from flow_grpo.scoring.scorers import RewardFailed
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 CPU = torch.device("cpu")
+IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-def images(num=3):
-    return torch.rand(num, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """No function that another test registered."""
+    monkeypatch.setattr(rewards, "REGISTERED", dict(rewards.REGISTERED))
 
 
-def test_a_flat_image_compresses_best_and_an_image_alone_as_in_a_batch():
-    score = jpeg_compressibility.load(CPU)
-    flat, smooth = torch.full((1, 3, 64, 64), 0.5), torch.linspace(0, 1, 64).expand(1, 3, 64, 64)
-    found = score(torch.cat([flat, smooth, images(1)]), ["a"] * 3, [{}] * 3)
-    assert found[0] > found[1] > found[2]
-    assert found.max() < 0
-    assert score(images(3), ["a"] * 3, [{}] * 3)[1] == score(images(3)[1:2], ["a"], [{}])[0]
+def pool_of(score, name="own", **how):
+    """Of one reward, which is a function."""
+    rewards.register(name, score)
+    settings = config_of(WINDOW).reward
+    settings.update(dict(batch_size=2, timeout_s=20.0) | how)
+    return Pool(CPU, {name: 2.0}, (), settings)
 
 
-def test_watched_rewards_are_measured_on_request_and_do_not_count():
-    pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
-    metadata = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
-    prompts = [Prompt("a red circle", metadata)] * 3
-    plain, everything = (pool.submit(images(), prompts, everything=e).result() for e in (False, True))
-    assert set(plain) == {"jpeg_compressibility", "avg"}
-    assert set(everything) == {"jpeg_compressibility", "avg", "shapes", "shapes_accuracy"}
-    assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
+def submit(pool):
+    return pool.submit(IMAGES, as_prompts(f"prompt {i}" for i in range(6)))
 
 
 def redness(images, prompts, metadata):
     return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
 
 
-def test_a_function_is_a_reward_once_it_is_registered(monkeypatch):
-    monkeypatch.setattr(rewards, "REGISTERED", {})
-    rewards.register("redness", redness)
+def test_watched_rewards_are_measured_on_request_and_do_not_count():
+    pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
+    metadata = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
+    prompts = [Prompt("a red circle", metadata)] * 6
+    plain, everything = (pool.submit(IMAGES, prompts, everything=e).result() for e in (False, True))
+    assert set(plain) == {"jpeg_compressibility", "avg"}
+    assert set(everything) == {"jpeg_compressibility", "avg", "shapes", "shapes_accuracy"}
+    assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
+
+
+def test_a_function_is_a_reward_once_it_is_registered():
+    scores = submit(pool_of(redness, "redness")).result()
     rewards.check_rewards({"redness": 1.0})
-    scores = Pool(CPU, {"redness": 2.0}, [], config_of(WINDOW).reward).submit(images(), as_prompts(["a"] * 3)).result()
-    assert torch.equal(scores["redness"], images()[:, 0].mean((1, 2)))
+    assert torch.equal(scores["redness"], IMAGES[:, 0].mean((1, 2)))
     assert torch.equal(scores["avg"], 2 * scores["redness"])
-    assert torch.equal(scores["redness_max"], images().amax((1, 2, 3)))
+    assert torch.equal(scores["redness_max"], IMAGES.amax((1, 2, 3)))
     with pytest.raises(ValueError, match="'shapes': it is a file's name"):
         rewards.register("shapes", redness)
+    rewards.register("redness_max", redness)  # as a figure of the other one is called
+    both = Pool(CPU, {"redness": 1.0, "redness_max": 1.0}, [], config_of(WINDOW).reward)
+    with pytest.raises(RewardFailed, match="redness_max"):
+        submit(both).result()
 
 
 @pytest.mark.parametrize("backend", ["inline", "thread"])
-def test_calls_of_a_coroutine_function_overlap(backend, monkeypatch):
+def test_calls_of_a_coroutine_function_overlap(backend):
     arrived = []
 
     async def score(images, prompts, metadata):
@@ -71,41 +82,102 @@ def test_calls_of_a_coroutine_function_overlap(backend, monkeypatch):
         assert not torch.is_grad_enabled()
         return {"score": images.mean((1, 2, 3))}
 
-    monkeypatch.setattr(rewards, "REGISTERED", {})
-    rewards.register("patient", score)
-    settings = config_of(WINDOW).reward
-    settings.update(dict(backend=backend, batch_size=2, timeout_s=20.0))
-    scores = Pool(CPU, {"patient": 1.0}, [], settings).submit(images(6), as_prompts(["a"] * 6)).result()
-    torch.testing.assert_close(scores["patient"], images(6).mean((1, 2, 3)))
+    torch.testing.assert_close(submit(pool_of(score, backend=backend)).result()["own"], IMAGES.mean((1, 2, 3)))
     assert arrived == [2, 2, 2]
 
 
-def test_figures_of_two_rewards_keep_apart(monkeypatch):
-    monkeypatch.setattr(rewards, "REGISTERED", {})
-    rewards.register("redness", redness)
-    rewards.register("redness_max", redness)
-    the_pool = Pool(CPU, {"redness": 1.0, "redness_max": 1.0}, [], config_of(WINDOW).reward)
-    with pytest.raises(RewardFailed, match="redness_max"):
-        the_pool.submit(images(), as_prompts(["a"] * 3)).result()
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(share, monkeypatch):
+    monkeypatch.setattr(pools, "MAX_PENDING", 6)
+    monkeypatch.setattr(client, "RETRY_S", 0.1)
+    pool = pool_of(lambda *_: threading.Event().wait(20), timeout_s=0.1, max_masked_share=share)
+    pending = submit(pool)
+    says = r"reward 'own' \(thread\) has not returned within 0.2 s .* first prompt: 'prompt 0'"
+    with pytest.raises(RewardFailed, match=says):
+        submit(pool)  # for which there is no room
+    with pytest.raises(RewardFailed, match=says):
+        pending.result()
 
 
-def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path, monkeypatch):
+def test_a_thread_that_hangs_does_not_hold_the_process():
+    code = "import threading; from flow_grpo.base.threads import Threads; "
+    code += "Threads(1).submit(threading.Event().wait)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, timeout=100).returncode == 0
+
+
+def test_what_is_waited_for_is_said(monkeypatch):
+    told, lines = threading.Event(), []
+    monkeypatch.setattr(pools, "notice", lambda line: (lines.append(line), told.set()))
+    monkeypatch.setattr(pools, "SIGN_OF_LIFE_S", 0.0)
+    slow = pool_of(lambda images, *_: images.mean((1, 2, 3)) if told.wait(20) else None)
+    assert torch.equal(submit(slow).result()["own"], IMAGES.mean((1, 2, 3)))
+    assert "reward 'own' (thread) has been scoring for 0 s; first prompt: 'prompt 0'" in lines[0]
+
+
+WRONG = {
+    "no score": (lambda images: {"other": images.mean((1, 2, 3))}, "a dict without 'score', but with 'other'"),
+    "nothing": (lambda images: None, "NoneType"),
+    "the run's": (lambda images: dict.fromkeys(("score", "masked_share"), images.mean((1, 2, 3))), "masked_share"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("backend", ["inline", "thread"])
+def test_a_reward_that_is_wrong_is_named(kind, backend):
+    score, says = WRONG[kind]
+    with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
+        submit(pool_of(lambda images, *_: score(images), backend=backend)).result()
+    masked = submit(pool_of(lambda images, *_: score(images), backend=backend, max_masked_share=0.05)).result()
+    assert masked["own"].isnan().all()
+
+
+def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
+    images, prompts, metadata = IMAGES[:2].clone(), ["a", "b"], [{"x": [1]}, {}]
+
+    def score(images, prompts, metadata):
+        images.zero_()
+        metadata[0]["x"].append(2)
+        prompts.clear()
+        return images.mean((1, 2, 3))
+
+    assert rewards.scores_of("writes", score, images, prompts, metadata)["score"].tolist() == [0, 0]
+    assert torch.equal(images, IMAGES[:2])
+    assert (prompts, metadata) == (["a", "b"], [{"x": [1]}, {}])
+
+
+FILES = {  # what is no reward: the file, and the kind of error
+    "syntax": ("def load(device:\n", RuntimeError),
+    "import": ("import nowhere_at_all\n", RuntimeError),
+    "no load": ("x = 1\n", ValueError),
+    "a number": ("load = 5\n", ValueError),
+    "nothing": ("def load(device):\n    return None\n", ValueError),
+    "an error": ("def load(device):\n    raise KeyError('word')\n", RuntimeError),
+    "no weights": ("def load(device):\n    raise OSError('no weights')\n", ValueError),
+    "a value": ("def load(device):\n    raise ValueError('a path')\n", RuntimeError),
+    "no argument": ("def load():\n    return len\n", RuntimeError),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, tmp_path, monkeypatch):
+    text, error = FILES[kind]
+    (tmp_path / "misused.py").write_text(text)
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "flow_grpo.rewards.misused", raising=False)
+    with pytest.raises(error, match="reward 'misused'"):
+        rewards.load("misused", CPU)
+
+
+def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path):
     def reads(images, prompts, metadata):
         seen.append(set(prompts))
         assert prompts == [row["prompt"] for row in metadata]
         return images.mean((1, 2, 3))
 
     seen = []
-    monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("reads", reads)
-    how = dict(
-        model=shallow["model"],
-        reward_fn={"reads": 1.0},
-        sample__num_images_per_prompt=2,
-        sample__batch_size=4,
-        num_epochs=1,
-    )
-    train(BRANCHES, tmp_path, eval_freq=0, **how)
+    how = dict(model=shallow["model"], reward_fn={"reads": 1.0}, num_epochs=1, eval_freq=0)
+    train(BRANCHES, tmp_path, sample__num_images_per_prompt=2, sample__batch_size=4, **how)
     assert {len(prompts) for prompts in seen} == {2}  # to a batch
 
 
@@ -132,7 +204,7 @@ def test_seconds_of_scoring_that_nobody_waited_for_are_hidden(shallow, tmp_path,
     monkeypatch.setattr(pools.Clock, "pop", lambda _: 5.0)
     monkeypatch.setattr(awaited, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # 1 s is waited for
     folder = train(WINDOW, tmp_path, eval_freq=0, num_epochs=1, **shallow)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]  # with clocks
     assert [line["time/reward_hidden_s"] for line in lines if line["kind"] == "epoch"] == [4.0]
 
 
@@ -148,15 +220,10 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
 
 
-def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(
-    shallow, tmp_path, monkeypatch, capsys
-):
-    (tmp_path / "constant.py").write_text(
-        "def load(device):\n    return lambda images, *_: images.new_ones(len(images))\n"
-    )
-    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch_says_so(shallow, tmp_path, capsys):
+    rewards.register("constant", lambda images, *_: images.new_ones(len(images)))
     how = dict(model=shallow["model"], reward_fn={"constant": 1.0}, train__filter_groups=True, eval_freq=0)
-    folder = train(WINDOW, tmp_path / "runs", **how)
+    folder = train(WINDOW, tmp_path, **how)
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
     said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]

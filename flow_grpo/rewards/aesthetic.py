@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import in_one_line
-from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip, read_weights
+from flow_grpo.rewards.clip_model import embed, in_batches, load_clip, read_weights
 
 MODEL = "openai/clip-vit-large-patch14"
 PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
@@ -40,7 +40,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
-        return in_batches(lambda part: rating(embed(clip, prepare, to_pictures(part))).squeeze(1), BATCH_SIZE, images)
+        return in_batches(lambda part: rating(embed(clip, prepare, to_pictures(part))).squeeze(1), images)
 
     return score
 

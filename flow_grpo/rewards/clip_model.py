@@ -23,9 +23,9 @@ BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
 
 
-def in_batches(score: Callable[..., Tensor], size: int, *columns) -> Tensor:
-    """score(*columns) over `size` rows at a time; every column has a row per image."""
-    slices = [slice(start, start + size) for start in range(0, len(columns[0]), size)]
+def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
+    """score(*columns) over BATCH_SIZE rows at a time; every column has a row per image."""
+    slices = [slice(start, start + BATCH_SIZE) for start in range(0, len(columns[0]), BATCH_SIZE)]
     return torch.cat([score(*(column[rows] for column in columns)) for rows in slices])
 
 

@@ -7,7 +7,7 @@ bare prompt; only scores of one setting compare.
 import torch
 from torch import Tensor
 
-from flow_grpo.rewards.clip_model import BATCH_SIZE, cosines, in_batches, load_clip
+from flow_grpo.rewards.clip_model import cosines, in_batches, load_clip
 
 MODEL = "openai/clip-vit-large-patch14"
 SCALE = 2.5
@@ -31,7 +31,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         texts = [prefix + prompt for prompt in prompts]
-        similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), BATCH_SIZE, images, texts)
+        similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), images, texts)
         return SCALE * similarities.clamp(0, 1)
 
     return score

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.rewards.clip_model import BATCH_SIZE, in_batches, optional_package, read_weights
+from flow_grpo.rewards.clip_model import in_batches, optional_package, read_weights
 
 WEIGHTS = "xswu/HPSv2/HPS_v2.1_compressed.pt"
 ARCHITECTURE = "ViT-H-14"
@@ -40,6 +40,6 @@ def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str =
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
-        return in_batches(cosines, BATCH_SIZE, images, prompts)
+        return in_batches(cosines, images, prompts)
 
     return score

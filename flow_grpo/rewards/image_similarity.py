@@ -13,7 +13,7 @@ from torch import Tensor
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import quoted
-from flow_grpo.rewards.clip_model import BATCH_SIZE, embed, in_batches, load_clip
+from flow_grpo.rewards.clip_model import embed, in_batches, load_clip
 
 MODEL = "openai/clip-vit-large-patch14"
 RANGE = (-1.0, 1.0)
@@ -49,7 +49,7 @@ def load(device: torch.device | str, model: str = MODEL, processor: str | None =
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         paths = [Path(folder, _reference(prompt, data)) for prompt, data in zip(prompts, metadata, strict=True)]
         wanted = torch.stack([embedding(path) for path in paths])
-        embeddings = in_batches(lambda part: embed(clip, prepare, to_pictures(part)), BATCH_SIZE, images)
+        embeddings = in_batches(lambda part: embed(clip, prepare, to_pictures(part)), images)
         return (embeddings * wanted).sum(1).clamp(*RANGE)
 
     return score

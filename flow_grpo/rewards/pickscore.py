@@ -11,7 +11,6 @@ from flow_grpo.rewards.clip_model import cosines, in_batches, load_clip
 MODEL = "yuvalkirstain/PickScore_v1"
 PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 SCALE = 26.0
-BATCH_SIZE = 32  # images per forward
 
 
 def load(device: torch.device | str, model: str = MODEL, processor: str = PROCESSOR):
@@ -29,8 +28,6 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
-        return in_batches(
-            lambda *rows: clip.logit_scale.exp() * cosines(clip, prepare, *rows) / SCALE, BATCH_SIZE, images, prompts
-        )
+        return in_batches(lambda *rows: clip.logit_scale.exp() * cosines(clip, prepare, *rows) / SCALE, images, prompts)
 
     return score
