@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from refused import assert_refused
 from scipy import ndimage
-from torch.nn.functional import avg_pool2d, interpolate
+from torch.nn.functional import avg_pool2d, interpolate, pad
 
 from flow_grpo.data import shapes
 from flow_grpo.data.prompts import load_prompts
@@ -121,14 +121,6 @@ def test_resolution_does_not_matter_and_smaller_pictures_are_still_read():
     assert score(interpolate(draw(asked)[1], (48, 48), mode="area"), None, asked)["accuracy"].mean() >= 0.9
 
 
-def test_all_pictures_are_looked_at_once_for_both_scores(pictures, monkeypatch):
-    asked, images = pictures
-    seen, plain = [], reward.detect
-    monkeypatch.setattr(reward, "detect", lambda images: (seen.append(tuple(images.shape)), plain(images))[1])
-    assert set(score(images[:50], None, asked[:50])) == {"score", "accuracy"}
-    assert seen == [(50, *images.shape[1:])]
-
-
 # What a policy may find: each picture is made by hand, at 4 samples a pixel and side.
 
 AXIS = (torch.arange(256) + 0.5) / 256
@@ -181,6 +173,8 @@ SPOILT = {
     "strongly tinted background": paint(CIRCLE, RGB["blue"], BLANK.lerp(RED, 0.7)),
     "red all over": RED.expand(3, 64, 64),
     "noise all over": torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0)),
+    "nothing": BLANK,
+    "no numbers": torch.full((3, 64, 64), float("nan")),
 }
 SPOILT |= {f"blend of {a} and {b}": paint(CIRCLE, (RGB[a] + RGB[b]) / 2) for a in RGB for b in RGB if a < b}
 
@@ -191,23 +185,11 @@ def test_spoilt_shapes_are_no_shapes_alone_and_among_others():
     assert [detect(image[None])[0] for image in SPOILT.values()] == detections
 
 
-def test_spoilt_pictures_earn_nothing():
-    images = torch.stack([*SPOILT.values(), BLANK, torch.full((3, 64, 64), float("nan"))])
-    for tag in TAGS:
-        assert score(images, None, of_tag(PROMPTS, tag)[:1] * len(images))["score"].max() == 0, tag
-
-
 def test_an_object_is_unknown_but_a_speck_is_nothing():
     ((unknown,),) = detect(SPOILT["half circle"][None])
     assert (unknown.kind, unknown.color) == (None, None)
     assert unknown.area == pytest.approx(torch.pi * 0.2**2 / 2, rel=0.1)
     assert detect(paint(region("circle", radius=0.02), RED)[None]) == [[]]
-
-
-def test_a_spoilt_shape_does_not_complete_a_count():
-    two = {"include": [{"class": "circle", "count": 2}], "exclude": [{"class": "circle", "count": 3}]}
-    one_and_a_half = paint(region("circle", 0.75) & (X < 0.75), RED, paint(region("circle", 0.25), RED))
-    assert grade(detect(one_and_a_half[None])[0], two) == (0.75, 0.0)
 
 
 def test_slightly_wrong_shapes_still_count():
@@ -223,9 +205,8 @@ def test_a_picture_that_is_no_square_is_looked_at_undistorted(upright):
     asked = of_tag(PROMPTS, "single_object")[::10] + of_tag(PROMPTS, "colors")[::20]
     square = draw(asked, resolution=128)[1]
     sides = (0, 0, 32, 32) if upright else (32, 32, 0, 0)
-    longer = torch.stack(
-        [torch.nn.functional.pad(plane, sides, value=v) for plane, v in zip(square.unbind(1), BACKGROUND)], 1
-    )
+    planes = zip(square.unbind(1), BACKGROUND)
+    longer = torch.stack([pad(plane, sides, value=value) for plane, value in planes], 1)
     assert longer.shape[2:] == ((192, 128) if upright else (128, 192))
     large = [b for b, found in enumerate(detect(square)) if min(d.area for d in found) > 0.03]
     assert len(large) > 20
@@ -280,6 +261,7 @@ PLACED = {
         ([seen("square", "red", 0.75), seen("circle", "blue", 0.25)], PLACED, 2 / 5, 0),  # colours swapped
         ([*CIRCLE_LEFT, seen("circle", "red", 0.9)], PLACED, 2 / 5, 0),  # circles on both sides
         ([seen("circle", "red", 0.25)], PLACED, 2 / 5, 0),
+        ([seen(None, None)], PLACED, 0, 0),
     ],
 )
 def test_grades_by_hand(detections, metadata, dense, strict):
