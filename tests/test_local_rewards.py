@@ -162,10 +162,10 @@ def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, images, 
     clip = CLIPModel.from_pretrained(folder)
     with torch.no_grad():
         clip.text_projection.weight.neg_()
-    clip.save_pretrained(tmp_path)
+    clip.save_pretrained(shutil.copytree(folder, tmp_path, dirs_exist_ok=True))
     for model, prefix in itertools.product((folder, str(tmp_path)), ("", "a photo of ")):
         logits, scale = logits_of(folder, [prefix + prompt for prompt in PROMPTS], images)
-        scores = clipscore.load("cpu", model, folder, prefix=prefix)(images, PROMPTS, [{}] * 4)
+        scores = clipscore.load("cpu", model, prefix=prefix)(images, PROMPTS, [{}] * 4)
         close(scores, 2.5 * (logits / scale * (1 if model == folder else -1)).clamp(min=0))
 
 

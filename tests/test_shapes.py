@@ -317,7 +317,6 @@ def test_what_the_reward_and_the_renderer_cannot_read_is_refused_with_the_prompt
     assert_refused(
         [
             *((str(metadata), scored(metadata), ["a strange prompt", *words]) for metadata, *words in MALFORMED),
-            ("no metadata", lambda: score(BLANK[None], ["a circle"], None), ["metadata"]),
             ("no include", lambda: reward.check_prompts(["a circle"], [{}]), ["'a circle'", "include"]),
             ("no picture", lambda: detect(torch.ones(1, 4, 64, 64)), ["[1, 4, 64, 64]"]),
             ("too many", drawn("five circles", circle(count=5)["include"]), ["'five circles'", "5"], ValueError),

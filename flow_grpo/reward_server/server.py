@@ -88,9 +88,6 @@ class Rewarder:
             self.answers[key] = answer
         try:
             return JSONResponse({"scores": await asyncio.shield(answer)})
-        except HTTPException:
-            self.answers.pop(key, None)
-            raise
         except ValueError as error:  # the reward refuses the input: trying again would not help
             raise HTTPException(422, str(error)) from error
         except asyncio.CancelledError as error:

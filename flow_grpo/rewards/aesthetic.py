@@ -16,19 +16,18 @@ MODEL = "openai/clip-vit-large-patch14"
 PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
 
 
-def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, predictor: str = PREDICTOR):
+def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDICTOR):
     """The scorer, in float32 on `device`.
 
     Args:
-        model: hub id or folder of the CLIPModel that the predictor was fitted to.
-        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        model: hub id or folder of the CLIPModel that the predictor was fitted to, and its CLIPProcessor.
         predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
 
     Raises:
         UserError: missing weights or processor, or the predictor is not one for this CLIP.
     """
     weights = read_weights("aesthetic", predictor)
-    clip, prepare = load_clip("aesthetic", model, processor or model, device)
+    clip, prepare = load_clip("aesthetic", model, model, device)
     rating = linear_layers(clip.config.projection_dim)
     try:
         rating.load_state_dict(weights)

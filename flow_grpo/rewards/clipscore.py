@@ -14,18 +14,17 @@ SCALE = 2.5
 RANGE = (0.0, SCALE)
 
 
-def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, prefix: str = ""):
+def load(device: torch.device | str, model: str = MODEL, prefix: str = ""):
     """The scorer, in float32 on `device`.
 
     Args:
-        model: hub id or folder of a CLIPModel.
-        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        model: hub id or folder of a CLIPModel and its CLIPProcessor.
         prefix: put before every prompt, with a space of its own at the end.
 
     Raises:
         UserError: missing weights or processor.
     """
-    clip, prepare = load_clip("clipscore", model, processor or model, device)
+    clip, prepare = load_clip("clipscore", model, model, device)
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:

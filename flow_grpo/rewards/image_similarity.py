@@ -25,18 +25,17 @@ def check_prompts(prompts: Sequence[str], metadata: Sequence[dict]) -> None:
         _reference(prompt, data)
 
 
-def load(device: torch.device | str, model: str = MODEL, processor: str | None = None, folder: str = "."):
+def load(device: torch.device | str, model: str = MODEL, folder: str = "."):
     """The scorer, in float32 on `device`; a reference is read and embedded once.
 
     Args:
-        model: hub id or folder of a CLIPModel.
-        processor: hub id or folder of its CLIPProcessor; the model's unless given.
+        model: hub id or folder of a CLIPModel and its CLIPProcessor.
         folder: what the references' paths are relative to.
 
     Raises:
         UserError: missing weights or processor; when scoring, no reference or none that can be read.
     """
-    clip, prepare = load_clip("image_similarity", model, processor or model, device)
+    clip, prepare = load_clip("image_similarity", model, model, device)
     known = {}  # path -> embedding
 
     def embedding(path: Path) -> Tensor:

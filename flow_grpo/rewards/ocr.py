@@ -50,9 +50,9 @@ def target_of(prompt: str, metadata: dict) -> str:
     return target
 
 
-def check_prompts(prompts: Sequence[str], metadata: Sequence[dict] | None = None) -> None:
+def check_prompts(prompts: Sequence[str], metadata: Sequence[dict]) -> None:
     """Raises UserError for the first prompt that names no text to look for."""
-    for prompt, extra in zip(prompts, metadata or [{}] * len(prompts), strict=True):
+    for prompt, extra in zip(prompts, metadata, strict=True):
         target_of(prompt, extra)
 
 
@@ -108,9 +108,9 @@ def load(device: torch.device | str, threads: int | None = None) -> Callable[...
     """
     read = _reader(threads or torch.get_num_threads())
 
-    def score(images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> {"score", "exact", "surplus"}, each [B] float32. See `grade`."""
-        targets = [target_of(p, m) for p, m in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
+        targets = [target_of(p, m) for p, m in zip(prompts, metadata, strict=True)]
         pixels = to_uint8(images)
         grades = [grade(read(picture), target) for picture, target in zip(pixels, targets, strict=True)]
         return {key: torch.tensor([g[key] for g in grades]) for key in ("score", "exact", "surplus")}

@@ -205,9 +205,8 @@ class RemoteScorer(Scorer):
             self.process.stop()
 
     def state(self) -> str:
-        """How much it has not answered; "" for nothing, or where the client says that it is away."""
-        waits = self.pending and not self.server.was_noticed()
-        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if waits else ""
+        """How much it has not answered; "" for nothing."""
+        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         """Post a request, whose key lets the server know a repeated one."""

@@ -116,10 +116,6 @@ class Server:
             self.noticed_s[url] = now
             notice(f"reward server {url}: {why}; each request is repeated for {self.retry_s:g} s")
 
-    def was_noticed(self) -> bool:
-        """Whether it has just been said that a server is away."""
-        return time.monotonic() - max(self.noticed_s.values()) < SIGN_OF_LIFE_S + LONGEST_PAUSE_S
-
     async def _try(self, method: str, url: str, request: dict) -> tuple[int, bytes]:
         """Status and body; status 0 for a server that could not be reached or did not answer to the end."""
         try:
