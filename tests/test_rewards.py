@@ -158,14 +158,27 @@ FILES = {  # what is no reward: the file, and the kind of error
 }
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, tmp_path, monkeypatch):
-    text, error = FILES[kind]
-    (tmp_path / "misused.py").write_text(text)
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes the file of the reward `misused`."""
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "flow_grpo.rewards.misused", raising=False)
+    return (tmp_path / "misused.py").write_text
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, write):
+    text, error = FILES[kind]
+    write(text)
     with pytest.raises(error, match="reward 'misused'"):
         rewards.load("misused", CPU)
+
+
+def test_only_options_of_plain_types_are_checked(write):
+    write("import typing\ndef load(device, anything: typing.Any = 1, number: float | None = None): return len")
+    rewards.check_options("misused", {"anything": 3, "number": 3})
+    with pytest.raises(ValueError, match=r"misused.number is 'a'; it must be float \| None"):
+        rewards.check_options("misused", {"number": "a"})
 
 
 def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path):

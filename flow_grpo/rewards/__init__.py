@@ -4,7 +4,7 @@ the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `regis
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
 the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
-cannot score. `score` may be a coroutine function (async def): see `is_async`.
+cannot score. `score` may be a coroutine function (async def).
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from flow_grpo.base.threads import event_loop
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
+PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
 RUNS_OWN = ("avg", "group_std", "zero_std_share", "std_error")  # metrics that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model",)  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
@@ -102,11 +103,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether an option is of its parameter's type. An int may stand for a float; other annotations allow anything."""
+    """Whether an option is of its parameter's type. An int may stand for a float; what is not PLAIN allows anything."""
     kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    if not all(isinstance(kind, type) for kind in kinds) or annotation is inspect.Parameter.empty:
-        return True
-    return type(value) in kinds or (float in kinds and type(value) is int) or kinds == (object,)
+    return type(value) in kinds or not PLAIN.issuperset(kinds) or (float in kinds and type(value) is int)
 
 
 def check_device(name: str, key: str) -> None:
@@ -149,13 +148,8 @@ def load(name: str, device: torch.device, options: Mapping[str, Any] | None = No
     return score
 
 
-def is_async(score: Callable) -> bool:
-    """Whether a scorer is a coroutine function. All of them run on one event loop, several calls at once."""
-    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(getattr(score, "__call__", None))  # noqa: B004
-
-
 def _awaited(output: Any) -> Any:
-    """What a `score` returned, or what its coroutine returns."""
+    """What a `score` returned, or what its coroutine returns; all coroutines run on one event loop."""
     if not inspect.iscoroutine(output):
         return output
     if torch.cuda.is_initialized():

@@ -1,6 +1,7 @@
 """One reward, computed in this process or by a server."""
 
 import hashlib
+import inspect
 import json
 import threading
 import time
@@ -112,7 +113,7 @@ class LocalScorer(Scorer):
         self.calls: dict[int, Call] = {}  # by thread
         if settings.backend == "thread":
             # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
-            waits = rewards.is_service(name) or rewards.is_async(score)
+            waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
             workers = client.IN_FLIGHT if waits else 1
             self.threads = Threads(workers, partial(torch.set_num_threads, 1))
             self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
