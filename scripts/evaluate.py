@@ -269,7 +269,7 @@ def parser():
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
     add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
     add("--num-steps", type=int, help="deterministic denoising steps")
-    add("--precision", choices=["fp32", "bf16", "fp16"], help="of the transformer")
+    add("--precision", choices=["fp32", "bf16"], help="of the transformer")
     add(
         "--batch-size",
         type=int,

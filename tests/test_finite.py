@@ -15,7 +15,7 @@ from flow_grpo.run import rewards as run_rewards
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.settings.table import default_config
-from flow_grpo.weights import finite
+from flow_grpo.weights import finite, fsdp_utils
 
 NAN, INF = math.nan, math.inf
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
@@ -88,15 +88,17 @@ def test_a_reward_that_is_no_number_stops_the_run_and_names_the_prompt(shallow, 
         train(WINDOW, tmp_path / "runs", reward_fn={"broken": 1.0}, model=shallow["model"])
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_a_loss_that_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, shallow, tmp_path, monkeypatch):
-    plain, epochs = run_rewards.combined_advantages, itertools.count()
+OF_A_ROW = run_rewards, "combined_advantages", 1, r"loss is nan for image \d+ \('a.*'\), trained step \d,"
+OF_ALL = fsdp_utils, "clip_grad_norm", 2, "gradient norm is nan"
 
-    def spoilt(*args):
-        return plain(*args) * (1.0 if next(epochs) == 0 else torch.nan)
 
-    monkeypatch.setattr(run_rewards, "combined_advantages", spoilt)
-    with pytest.raises(FloatingPointError, match=r"nan for image \d+ \('a.*'\), trained step \d, in update 3") as error:
+@pytest.mark.parametrize(("name", "spoilt"), [(WINDOW, OF_A_ROW), (BRANCHES, OF_A_ROW), (WINDOW, OF_ALL)])
+def test_what_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, spoilt, shallow, tmp_path, monkeypatch):
+    """A loss, or the gradient of a finite one."""
+    owner, function, good_calls, says = spoilt
+    plain, calls = getattr(owner, function), itertools.count()
+    monkeypatch.setattr(owner, function, lambda *args: plain(*args) * (1.0 if next(calls) < good_calls else NAN))
+    with pytest.raises(FloatingPointError, match=f"{says} in update 3") as error:
         train(name, tmp_path / "runs", eval_freq=0, save_freq=1, **shallow)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
     checkpoint = checkpoints.find(run.folder / "checkpoints")

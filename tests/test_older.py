@@ -79,6 +79,7 @@ def flat(config, prefix=""):
 @pytest.mark.parametrize(
     "before",
     [
+        dict(precision="fp16"),
         dict(base_precision="fp8"),
         dict(train__importance_cap=2.0),
         dict(train__target_update_size=1.0),
@@ -97,10 +98,11 @@ def test_a_stored_value_of_another_type_is_no_crash():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "today"), [("base_precision", "8bit", "fp8_weights"), ("logger", "both", "wandb")]
+    ("key", "value", "today"),
+    [("base_precision", "8bit", "now 'fp8_weights'"), ("logger", "both", "now 'wandb'"), ("precision", "fp16", "gone")],
 )
 def test_a_typed_value_of_older_configs_is_refused_with_its_name_of_today(key, value, today):
     config = table.default_config()
     config[key] = value
-    with pytest.raises(ValueError, match=f"config.{key} is '{value}', which is now '{today}'"):
+    with pytest.raises(ValueError, match=f"config.{key} is '{value}', which is {today}"):
         checks.check(config, checks.GRPO)

@@ -60,7 +60,7 @@ TRAINING = {  # a script's run -> its rows
         no("rollout_weights is 'merged_fp8'", "'nf4'", base_precision="nf4", sample__rollout_weights="merged_fp8"),
         no("rollout_weights is 'fp8'", "'fp8_weights'", sample__rollout_weights="fp8"),
         no("base_precision", "'fp8'", "gone", base_precision="fp8"),
-        no("attention", "config.precision 'bf16' or 'fp16', which is 'fp32'", attention="flash_4", lora__rank=8),
+        no("attention", "config.precision 'bf16', which is 'fp32'", attention="flash_4", lora__rank=8),
         no("attention", "lora.rank set", **FLASH_4 | dict(lora__rank=0)),
         no("attention", "tiny_sd3", **FLASH_4, model="flow_grpo/assets/tiny_sd3"),
         no("attention", "H100", "without a GPU", **FLASH_4),

@@ -70,9 +70,9 @@ OPTIONS = {
     "dance, inner epochs, full weights, guidance": dict(sample__sde_type="dance", sample__noise_level=0.3)
     | dict(sample__sde_window_size=0, train__timestep_fraction=0.5, train__inner_epochs=2, train__updates_per_epoch=4)
     | dict(lora__rank=0, sample__guidance_scale=4.0),
-    "cps, last minibatch filled up, saving memory, fp16": dict(sample__sde_type="cps", sample__global_std=True)
+    "cps, last minibatch filled up, saving memory": dict(sample__sde_type="cps", sample__global_std=True)
     | dict(train__step_weight="mean_one", sample__num_prompts_per_epoch=1, sample__rollout_weights="merged")
-    | dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer", precision="fp16"),
+    | dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer"),
     "bf16, merged": dict(precision="bf16", sample__rollout_weights="merged"),
 }
 

@@ -71,7 +71,7 @@ def attend_first(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> 
     arXiv:2407.08608).
 
     Args:
-        query, key, value: [B, L, H, D], on a GPU bf16 or fp16.
+        query, key, value: [B, L, H, D], on a GPU bf16.
         lengths: [B] int32, of the keys and values that are attended to. All queries attend, padding too.
 
     Returns:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from flow_grpo.algorithms import losses
@@ -36,8 +35,7 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor
     loss = loss * rows.loss_weight
     log_ratios = None if log_ratios is None else log_ratios.detach()
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
-    part = run.loss_scale.item() * loss.sum() / (rows.num_rows * run.plan.num_branches)
-    part.backward()
+    (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss)
 
 
@@ -52,16 +50,10 @@ def optimizer_step(run: Run) -> None:
         check_parity(run)
     parameters = run.parameters
     fsdp_utils.average_gradients(parameters)
-    if run.loss_scale != 1:
-        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], 1 / run.loss_scale.item())
     grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
-    finite = bool(grad_norm.isfinite())  # of all ranks: they decide alike
-    if not finite:
-        _raise_unless_scaled(run, grad_norm)
-    if run.config.precision == "fp16":  # a scaled loss that overflows skips its step, and the next one is scaled less
-        run.loss_scale.mul_(2 ** (1 / 1000) if finite else 0.5).clamp_(max=2.0**16)
-    if finite:
-        move_weights(run)
+    if not grad_norm.isfinite():  # of all ranks: they decide alike
+        _raise_not_finite(run, grad_norm)
+    move_weights(run)
     run.optimizer.zero_grad()
     run.step += 1
     run.on_policy = False
@@ -93,7 +85,7 @@ def learning_rate(run: Run) -> float:
     return train.learning_rate * share * run.learning_rate_factor
 
 
-def _raise_unless_scaled(run: Run, grad_norm: Tensor) -> None:
+def _raise_not_finite(run: Run, grad_norm: Tensor) -> None:
     """Raises FloatingPointError with image and step of the first row whose loss is not finite, or for the gradient."""
     for part in run.trained_rows:
         bad = (~part.loss.isfinite()).nonzero().flatten()
@@ -103,7 +95,6 @@ def _raise_unless_scaled(run: Run, grad_norm: Tensor) -> None:
                 f"the loss is {part.loss[bad[0]].item()} for {image_name(run, image)}, trained step {step}, in update "
                 f"{run.step + 1}{state_after_failure(run)}"
             )
-    if run.loss_scale <= 1:
-        raise FloatingPointError(
-            f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{state_after_failure(run)}"
-        )
+    raise FloatingPointError(
+        f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{state_after_failure(run)}"
+    )

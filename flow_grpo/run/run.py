@@ -49,7 +49,6 @@ class Run:
     test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
     pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
-    loss_scale: Tensor  # [] f64 on the CPU, 1 but in fp16
     ema: Ema
     reference: policies.Reference | None  # None where train.beta is 0, unless the script asks for it
     extra_policies: dict[str, Ema]  # what else a script keeps of the policy, by a name that checkpoints store it under
@@ -61,7 +60,7 @@ class Run:
     gaps: StepGaps  # of log-probs, rollout to update, in this epoch
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
-    step: int = 0  # optimizer steps, in fp16 with those skipped  <- optimizer_step, resume
+    step: int = 0  # optimizer steps  <- optimizer_step, resume
     saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch

@@ -21,11 +21,10 @@ def state(run: Run) -> dict[str, Tensor]:
     """All that training needs to go on, live."""
     reference = run.reference.state_dict() if run.reference else {}
     tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    scale = {"loss_scale": run.loss_scale} if run.config.precision == "fp16" else {}
     others = {f"reference/{name}": weight for name, weight in reference.items()}
     for policy, ema in run.extra_policies.items():
         others |= {f"{policy}/{name}": weight for name, weight in ema.state_dict().items()}
-    return tensors | scale | others
+    return tensors | others
 
 
 def save(run: Run) -> None:
@@ -159,8 +158,8 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set.
 
     Args:
-        exact: False for another run's checkpoint, which may lack the reference, extra policies and the loss scale, or
-            have some that this run does not need. Extra policies that it lacks become the loaded policy.
+        exact: False for another run's checkpoint, which may lack the reference and extra policies, or have some
+            that this run does not need. Extra policies that it lacks become the loaded policy.
     """
     tensors = state(run)
     stored = tensors if exact else checkpoints.stored_of(checkpoint, tensors)

@@ -7,7 +7,6 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from ml_collections import ConfigDict
-from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
@@ -49,7 +48,6 @@ class Learner(NamedTuple):
     """What trains the transformer; fields of Run."""
 
     optimizer: torch.optim.AdamW
-    loss_scale: Tensor
     ema: Ema
     reference: policies.Reference | None
     extra_policies: dict[str, Ema]
@@ -228,7 +226,6 @@ def _load_learner(
     trained = fsdp_utils.trainable_parameters(model.transformer)
     return Learner(
         optimizer=_optimizer(config.train, trained),
-        loss_scale=torch.tensor(2.0**16 if config.precision == "fp16" else 1.0, dtype=torch.float64),
         ema=Ema(trained, config.train.ema_decay, config.train.ema_interval),
         reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
         extra_policies={name: Ema(trained) for name in extra_policies},

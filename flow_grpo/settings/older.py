@@ -57,6 +57,7 @@ COMPUTED = {  # setting that is none any more -> its values that today's program
     "train.adam_eps": (1e-8,),
 }
 VALUES = {  # setting -> its values that are none any more, and what means the same today; None = nothing does
+    "precision": {"fp16": None},
     "base_precision": {"8bit": "fp8_weights", "4bit": "nf4", "fp8": None},
     "train.step_weight": {"none": "equal"},
     "logger": {"both": "wandb"},

@@ -78,7 +78,7 @@ SETTINGS = (
     Setting("cache_dir", "", "Folder in which runs share encoded prompts, so that no text encoder stays on the GPU, "
             'and the quantised base model; "" = none.', resumable=True),
     Setting("precision", "fp32", "Precision of the transformer; trained weights are stored in fp32.",
-            choices=("fp32", "bf16", "fp16")),
+            choices=("fp32", "bf16")),
     Setting("base_precision", "",
             'Precision of the frozen layers beneath an adapter, in rollout and update alike; "" = precision.',
             choices=("", "fp8_weights", "nf4"), when=(("lora.rank",), ("fsdp.mode", "replicate"))),
@@ -88,7 +88,7 @@ SETTINGS = (
     Setting("attention", "",
             'Attention of Qwen-Image on a GPU; "" = torch\'s; "flash_4" = FlashAttention-4, faster under masks, with '
             "repeatable gradients. With compile, on H100 and H200, it also fuses GELU into 8-bit products.",
-            choices=("", "flash_4"), resumable=True, when=(("precision", "bf16", "fp16"), ("lora.rank",))),
+            choices=("", "flash_4"), resumable=True, when=(("precision", "bf16"), ("lora.rank",))),
     Setting("compile", False, "Compile transformer blocks and the decoder; the first start is slow.", resumable=True),
     Setting("vae_batch_size", 32, "Images per VAE decode.", unit="images", min=1, max=10**5, resumable=True),
 

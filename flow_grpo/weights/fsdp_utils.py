@@ -22,7 +22,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import quantisation, safetensors_reader
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def is_sharded(network: nn.Module) -> bool:
@@ -76,7 +76,7 @@ def prepare(
         network: its transformer is on the meta device, adapters attached; a real one when `weights` is None.
         mesh: from `make_mesh`.
         units: class names of the modules that gather their weights at once, e.g. ("QwenImageTransformerBlock",).
-        precision: "fp32", "bf16" or "fp16", of the frozen weights, and of all weights in a sharded forward. The caller
+        precision: "fp32" or "bf16", of the frozen weights, and of all weights in a sharded forward. The caller
             brings the inputs: autocast for float32 weights, in every layout, or inputs of that dtype.
         weights: folder with diffusers' safetensors, of which each rank reads its own rows.
         init: (name, shape) -> adapter weight f32, CPU. By name, so that ranks and layouts start equal.
