@@ -13,7 +13,7 @@ QUICK := advantages batching config denoise_with_logprob ema forward losses pixe
 # Files that compare numbers, and what the CPU's libraries may be told about its instruction set.
 FLOATS = $(shell grep -lE "approx|assert_close|torch\.equal" tests/test_*.py)
 # Those that compare floats or take a kernel, and hold on a GPU, too.
-ON_GPU := compiled embeddings flash_attention frozen_linear gelu_product health joint_attention parity policies quantised \
+ON_GPU := compiled embeddings flash_attention health joint_attention parity policies quantised quantised_linear \
 	stepwise stochastic_rounding
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \

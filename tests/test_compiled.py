@@ -1,5 +1,5 @@
 """Blocks as they are compiled: adapters, and how the compiler chooses its kernels. The paths through a run:
-test_fast_path.py; feed-forwards of 8 bits: test_frozen_linear.py.
+test_fast_path.py; layers of 8 bits: test_quantised_linear.py.
 """
 
 import os

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,10 +28,11 @@ PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
 
-def on_meta(model, precision):
-    """The transformer with an adapter and quantised layers, without numbers, as a run has it before it loads."""
-    transformer = type(model.transformer).from_config(model.transformer.config).to("meta")
-    policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+def on_meta(model, precision, adapter=True):
+    """The transformer with quantised layers, without numbers, as a run has it before it loads."""
+    transformer = type(model.transformer).from_config(model.transformer.config).to("meta").requires_grad_(False)
+    if adapter:
+        policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
     return transformer
 
@@ -42,11 +42,17 @@ def copy_to(target, rows):
 
 
 def assert_same_layers(transformer, other):
-    expected, found = quantised_layers(transformer), quantised_layers(other)
-    assert expected.keys() == found.keys() != set()
-    for name, layer in expected.items():
-        for (key, tensor), (_, filled) in zip(layer.named_buffers(), found[name].named_buffers(), strict=True):
-            assert torch.equal(tensor.view(torch.uint8), filled.view(torch.uint8)), (name, key)
+    """Whether or not they have adapters."""
+    expected, found = (
+        {
+            f"{name.removesuffix('.base_layer')}.{key}": tensor.view(torch.uint8)
+            for name, layer in quantised_layers(each).items()
+            for key, tensor in layer.named_buffers()
+        }
+        for each in (transformer, other)
+    )
+    assert expected
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @torch.no_grad()
@@ -55,19 +61,18 @@ def assert_same_layers(transformer, other):
 def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights_and_from_a_cache(
     name, precision, tmp_path
 ):
-    """The same numbers as quantising what is loaded; with a cache no layer is read that is in it."""
+    """The same numbers as quantising what is loaded; with a cache, which knows nothing of adapters, no layer is read
+    that is in it."""
     model = loaded(name)
     folder, cache = tmp_path / "weights", tmp_path / "cache" / "this"
     model.transformer.save_pretrained(folder)
-    empty, again = on_meta(model, precision), on_meta(model, precision)
+    empty, again = on_meta(model, precision), on_meta(model, precision, adapter=False)
     quantisation.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, precision)
     units = [unit for unit in model.transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
     assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
 
     safetensors_reader.read(empty.to_empty(device="cpu"), folder, copy_to)
-    expected = {f"{key.replace('.base_layer', '')}": layer for key, layer in quantised_layers(empty).items()}
-    for key, layer in quantised_layers(model.transformer).items():
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(layer.buffers(), expected[key].buffers()))
+    assert_same_layers(model.transformer, empty)
 
     assert not quantised_cache.on_all_ranks(cache)
     quantised_cache.keep(empty, cache)
@@ -94,31 +99,17 @@ def test_a_cache_is_named_by_content_alone(tmp_path):
     assert len(names) == 3
 
 
-def kept(folder, adapter=True):
-    """A cache of the tiny model's layers of 4 bits; its only file of weights."""
+@pytest.fixture
+def file(tmp_path):
+    """A cache's only one, of the tiny model's layers of 4 bits."""
     model = loaded("qwenimage")
-    model.transformer.requires_grad_(False)
-    if adapter:
-        policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    quantisation.quantise_units(model.transformer, model.SHARD_UNITS, "nf4")
-    quantised_cache.keep(model.transformer, folder / "cache")
-    (file,) = (folder / "cache").glob(quantised_cache.FILES)
-    return model, file
+    quantisation.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, "nf4")
+    quantised_cache.keep(model.transformer, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(quantised_cache.FILES)
+    return file
 
 
-def test_a_cache_is_the_same_with_and_without_an_adapter(tmp_path):
-    for name in ("with", "without"):
-        (tmp_path / name).mkdir()
-    _, file = kept(tmp_path / "with")
-    model, other = kept(tmp_path / "without", adapter=False)
-    assert file.read_bytes() == other.read_bytes()
-    filled = on_meta(model, "nf4")
-    quantised_cache.fill(filled, other.parent, torch.device("cpu"))
-    assert all(layer.filled for layer in quantised_layers(filled).values())
-
-
-def test_a_damaged_cache_is_refused(tmp_path):
-    _, file = kept(tmp_path)
+def test_a_damaged_cache_is_refused(file):
     content = file.read_bytes()
     for damaged in (content[:1000], content[:-1] + bytes([content[-1] ^ 1]), content[:-4096] + bytes(4096)):
         file.write_bytes(damaged)
@@ -126,17 +117,13 @@ def test_a_damaged_cache_is_refused(tmp_path):
             quantised_cache.on_all_ranks(file.parent)
 
 
-def test_what_a_killed_writer_left_goes_an_hour_later(tmp_path):
-    _, file = kept(tmp_path)
-    for age in (0, 10**6):
-        scratch = folders.scratch_beside(file.parent)
+def test_what_a_killed_writer_left_goes_an_hour_later(file):
+    old, young = (folders.scratch_beside(file.parent) for _ in range(2))
+    for scratch in (old, young):
         scratch.mkdir()
-        (scratch / "weights.safetensors").touch()
-        for path in (scratch / "weights.safetensors", scratch):
-            os.utime(path, (time.time() - age,) * 2)
+    os.utime(old, (0, 0))
     assert quantised_cache.on_all_ranks(file.parent)
-    (left,) = tmp_path.glob("cache.*")
-    assert time.time() - left.stat().st_mtime < 1000
+    assert sorted(file.parents[1].iterdir()) == [file.parent, young]
 
 
 def test_ranks_that_see_different_caches_read_them_together_or_not_at_all(tmp_path):
@@ -170,18 +157,6 @@ def filled_from(cache, model):
     return distributed.gather_objects([all(layer.filled for layer in layers)])
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage_pr", "shapes_qwenimage_dpo,online"])
-def test_a_run_on_a_quantised_base_is_a_policy_of_its_own(name, shallow, tmp_path):
-    """Its first update finds the rollout's log-probs, bit for bit, and its adapter learns."""
-    how = FOR_A_RUN | dict(base_precision="nf4", lora__rank=32, sample__rollout_weights="exact")
-    how |= dict(model=shallow["model"], sample__batch_size=8)  # whose 128 tokens make products of 8 bits
-    folder = train(name, tmp_path, **how)
-    first = lines_of(folder, "update")[0]
-    assert first["grad_norm"] > 0
-    assert first.get("parity/log_prob_abs_diff_max", 0) == 0
-    assert exported(folder).stat().st_size > 0
-
-
 def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     """Frozen, in the run's precision, and kept in its cache."""
     config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16", cache_dir=str(tmp_path))
@@ -189,24 +164,6 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
     assert quantisation.precision_of(transformer) == "nf4"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
     assert list(tmp_path.glob("*/*.safetensors"))
-
-
-@torch.no_grad()
-def test_a_merged_copy_without_an_adapter_is_the_base_bit_for_bit(tmp_path):
-    model = loaded("qwenimage")
-    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    quantisation.quantise_units(model.transformer, model.SHARD_UNITS, "fp8_weights")
-    layers = [module for module in model.transformer.modules() if hasattr(module, "lora_B")]
-    stored = [layer.base_layer for layer in layers]
-    for layer in layers:
-        nn.init.zeros_(layer.lora_B["default"].weight)
-    with policies.MergedWeights(model.transformer, fp8=True).applied():
-        for layer, base in zip(layers, stored, strict=True):
-            assert layer.base_layer is not base
-            assert torch.equal(layer.base_layer.rows.float(), base.rows.float())
-            assert torch.equal(layer.base_layer.scale, base.scale)
-    assert layers
-    assert [layer.base_layer for layer in layers] == stored
 
 
 @torch.no_grad()
@@ -262,19 +219,26 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow,
 
 
 @pytest.mark.parametrize(
-    ("base", "weights", "others"),
-    [("", "merged_fp8", "merged"), ("fp8_weights", "fp8", "exact"), ("fp8_weights", "merged_fp8", "exact")],
+    ("ours", "others"),
+    [
+        (("", "merged_fp8"), ("", "merged")),
+        (("fp8_weights", "fp8"), ("fp8_weights", "exact")),
+        (("fp8_weights", "merged_fp8"), ("fp8_weights", "exact")),
+        (("nf4", "exact"), ("", "exact")),
+    ],
 )
-def test_scored_forwards_stay_exact_and_images_change_a_little(base, weights, others, shallow, tmp_path):
-    how = FOR_A_RUN | dict(model=shallow["model"], base_precision=base, lora__rank=32, sample__batch_size=8)
+def test_scored_forwards_stay_exact_and_images_change_a_little(ours, others, shallow, tmp_path):
+    """Of base_precision and sample.rollout_weights; an adapter learns on any base."""
+    how = FOR_A_RUN | dict(model=shallow["model"], lora__rank=32, sample__batch_size=8)
     fast, plain = (
-        train("shapes_qwenimage_pr", tmp_path / value, **how, sample__rollout_weights=value)
-        for value in (weights, others)
+        train("shapes_qwenimage_pr", tmp_path / str(n), **how, base_precision=base, sample__rollout_weights=weights)
+        for n, (base, weights) in enumerate((ours, others))
     )
-    assert lines_of(fast, "update")[0]["parity/log_prob_abs_diff_max"] == 0
+    first = lines_of(fast, "update")[0]
+    assert first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
     rewards = [lines_of(folder, "epoch")[0]["reward/avg"] for folder in (fast, plain)]
     assert rewards[0] != rewards[1]
-    assert rewards[0] == pytest.approx(rewards[1], rel=0.02)
+    assert rewards[0] == pytest.approx(rewards[1], rel=0.1 if "nf4" in ours else 0.02)
 
 
 @pytest.mark.parametrize(

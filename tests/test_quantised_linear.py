@@ -1,0 +1,350 @@
+"""Layers of 8 and 4 bits a weight: what they compute, what a copy with an adapter holds, and feed-forwards of them.
+
+The kernel that computes GELU inside a product takes a GPU and its package.
+"""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.models.attention import FeedForward
+from peft import LoraConfig, inject_adapter_in_model
+from small import FEW, lines_of, train
+from torch import nn
+from torch.nn import functional as F
+
+from flow_grpo.kernels import compilation, fused_mlp, quantised_linear
+from flow_grpo.kernels.quantised_linear import (
+    LARGEST,
+    NF4_LEVELS,
+    EightBitLinear,
+    Float8Linear,
+    NF4Linear,
+    quantise,
+    unpacked,
+)
+from flow_grpo.weights import policies, quantisation
+
+WIDTH, INNER = 64, 208
+ROWS = 2, 70  # 140 rows, no multiple of 16
+
+
+def layer_of(kind, weight, bias=None):
+    """A layer in the place of nn.Linear of this weight."""
+    linear = nn.Linear(*reversed(weight.shape), bias=bias is not None)
+    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    return kind.of(linear.requires_grad_(False))
+
+
+def weight_of(layer):
+    """W [out, in] of a layer of 8 bits, or of one that is not quantised."""
+    stored = unpacked(layer.rows, layer.scale, torch.float32) if isinstance(layer, EightBitLinear) else layer.weight
+    return stored.float()
+
+
+def adapted(layer):
+    """With an adapter beside it, as peft's module `only`."""
+    holder = nn.ModuleDict(dict(only=nn.Linear(layer.in_features, layer.out_features)))
+    options = dict(r=8, lora_alpha=8, target_modules=["only"], init_lora_weights=False)
+    inject_adapter_in_model(LoraConfig(**options), holder).only.base_layer = layer
+    return holder
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_numbers_that_8_bits_hold_are_multiplied_exactly():
+    stream = torch.Generator().manual_seed(0)
+    x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
+    x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
+    layer, exact = layer_of(Float8Linear, weight, bias), F.linear(x.double(), weight.double(), bias.double())
+    for count in (2, 50):  # few rows and many
+        assert torch.equal(layer(x.repeat(count, 1)[None])[0], exact.repeat(count, 1).bfloat16().float())
+    assert torch.equal(layer(x), F.linear(x, weight, bias))  # one vector per image, in full
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
+    """Each factor is off by at most 2^-4 of itself, or for small ones by 2^-10 / 448 of its row's largest."""
+    stream = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (200, 64))
+    x = x * scale
+    found, exact = layer_of(Float8Linear, weight)(x[None])[0], F.linear(x.double(), weight.double())
+    step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
+    bound = step[0] @ weight.abs().double().T + x.abs().double() @ step[1].T + step[0] @ step[1].T
+    assert ((found - exact).abs() <= bound + exact.abs() * 2**-8).all()
+    assert 0.02 < (found - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("width", [64, 96, 160])  # blocks of 64 and of 32
+def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
+    levels = torch.tensor(NF4_LEVELS)
+    weight = levels[torch.randint(16, (8, width), generator=torch.Generator().manual_seed(0))]
+    weight[:, ::32] = 1.0  # each block's largest
+    identity = torch.eye(width)
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, weight)
+    weight[:, 1::2] = draw(8, width // 2).clamp(-1, 1)
+    nearest = levels[(weight[..., None] - levels).abs().argmin(-1)]
+    assert torch.equal(layer_of(NF4Linear, weight)(identity).T, nearest)
+    assert not layer_of(NF4Linear, torch.zeros(2, width))(identity).any()
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [(EightBitLinear, 101), (NF4Linear, 5)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
+    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    call(x.requires_grad_()).backward(grad)
+    weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
+    error = (x.grad - grad @ weight).norm() / (grad @ weight).norm()
+    assert error < 1e-5
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_layers_of_8_bits_round_x_in_the_context_alone():
+    weight, x = draw(64, 128), draw(1, 200, 128, seed=1)
+    stored, rounding = (nn.ModuleList([layer_of(kind, weight)]) for kind in (EightBitLinear, Float8Linear))
+    before = stored[0](x)
+    with quantisation.products_of_8_bits(stored), quantisation.products_of_8_bits(rounding):
+        assert torch.equal(stored[0](x), rounding[0](x))
+    assert torch.equal(stored[0](x), before)
+    assert (rounding[0](x) - before).norm() > 0.01 * before.norm()
+
+
+def test_layers_that_do_not_suit_a_precision_are_named():
+    with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
+        layer_of(Float8Linear, draw(16, 24))
+    with pytest.raises(ValueError, match="a layer of 7 columns has an odd number of 4-bit codes in a row"):
+        layer_of(NF4Linear, draw(16, 7))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("base", "fp8", "size", "room"),
+    [(EightBitLinear, True, size, 0.06) for size in (1e-3, 1e-2, 1.0, 30.0)]
+    + [(None, True, 1e-3, 0.15), (None, False, 1e-4, 0.1)],
+)
+def test_a_merged_copy_has_the_adapter_however_small_and_is_the_base_without_one(base, fp8, size, room):
+    """Of the smallest, the nearest numbers have 4 % in 8 bits, and 6 % in bf16."""
+    linear = nn.Linear(1024, 512, bias=False).bfloat16().requires_grad_(False)
+    linear.weight.copy_(draw(512, 1024) * 0.02)
+    layer = (holder := adapted(base.of(linear) if base else linear)).only
+
+    def merged():
+        with policies.MergedWeights(holder, fp8).applied():
+            return weight_of(layer.base_layer)
+
+    weight = weight_of(layer.base_layer)
+    layer.scaling["default"] *= size * weight.norm().item() / layer.get_delta_weight("default").norm().item()
+    change, found = layer.get_delta_weight("default").float(), merged()
+    assert torch.equal(merged(), found)
+    layer.scaling["default"] = 0.0
+    without = merged()
+    moved = found - without
+    assert (moved * change).sum() / change.square().sum() == pytest.approx(1, abs=room)
+    assert (moved - change).norm() < 0.05 * (weight.norm() + change.norm())
+    assert torch.equal(without, weight) or (base is None and fp8)
+
+
+@pytest.mark.parametrize("times", [1, 1 + 2**-23, 2, 2 + 2**-22, 16 + 2**-19, 1e30])
+def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
+    """Scales grow by powers of two, so that what 8 bits hold stays. log2 of 16 + 2^-19 is rounded to 4; what 8 bits do
+    not hold is NaN in torch 2.11."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))  # every number that can goes up
+    base = layer_of(EightBitLinear, F.normalize(draw(16, 32), p=torch.inf) * LARGEST)  # of scale 1
+    base.rows[3] = 0
+    copy = quantisation.merged_copy(base, weight_of(base) * (times - 1))
+    largest = weight_of(base).abs().amax(1) * times
+    torch.testing.assert_close(weight_of(copy).abs().amax(1), largest, rtol=2**-3, atol=0)
+    growth = (copy.scale / base.scale).log2()
+    assert (growth >= 0).all()
+    assert torch.equal(growth, growth.round())
+    torch.testing.assert_close(copy.longest, weight_of(copy).double().norm(dim=1).max().float()[None])
+
+
+def layers(biggest=1.0, biases=1.0):
+    """A feed-forward's two, of 8 bits; `biggest`: a factor of one row of the first."""
+    weights = draw(INNER, WIDTH) / 8, draw(WIDTH, INNER, seed=1) / 8
+    weights[0][5] *= biggest
+    return [layer_of(Float8Linear, weight, biases * draw(len(weight))) for weight in weights]
+
+
+def exact(x, first, last):
+    """In float64, of the weights as they are stored."""
+    for layer in (first, last):
+        x = F.linear(x.double(), weight_of(layer).double(), layer.bias.double())
+        x = F.gelu(x, approximate="tanh") if layer is first else x
+    return x
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("outlier", [1.0, 100.0])
+@pytest.mark.parametrize("biggest", [1.0, 30.0])
+def test_the_error_of_a_fused_feed_forward_is_that_of_rounding_in_turn(size, outlier, biggest):
+    first, last = layers(biggest=biggest)
+    x = draw(*ROWS, WIDTH, seed=5) * size
+    x[..., 3] *= outlier
+    reference, found = exact(x, first, last), fused_mlp.feed_forward(x, first, last)
+    in_turn = last(F.gelu(first(x), approximate="tanh"))
+    assert found.dtype == last.dtype
+    errors = [(out.double() - reference).norm() / reference.norm() for out in (found, in_turn)]
+    assert errors[0] < 0.045  # of two roundings to 4 bits
+    if biggest == 1:  # else a row's largest decides, which is 448 in turn, without an error
+        assert errors[0] < 1.1 * errors[1]
+    assert torch.equal(fused_mlp.feed_forward(x.flip(0, 1), first, last), found.flip(0, 1))  # each row by itself
+
+
+def test_no_number_is_cut_off_however_a_row_lies():
+    """Each row of x points along a row of W, where the bound is tight; and rows of zeros stay zeros."""
+    first, last = layers()
+    x = F.normalize(weight_of(first))[:160, None].expand(-1, 2, -1) * torch.tensor([1.0, 1e4])[:, None]
+    reference = exact(x, first, last)
+    assert ((fused_mlp.feed_forward(x, first, last) - reference).norm(dim=-1) < 0.08 * reference.norm(dim=-1)).all()
+    assert not fused_mlp.feed_forward(torch.zeros(*ROWS, WIDTH), *layers(biases=0.0)).any()
+
+
+def feed_forward(first, last, **how):
+    """Of these layers, with the class that it has in compiled blocks; its own forward is not compiled."""
+    module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
+    module.net[0].proj, module.net[2] = first, last
+    torch._dynamo.reset()
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), **how)
+    return module
+
+
+def fused():
+    """With adapters that are off, as those of policies.MergedWeights."""
+    pair = [adapted(layer).only for layer in layers()]
+    for layer in pair:
+        layer._disable_adapters = True
+    return feed_forward(*pair, fuse_gelu=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(has_adapter, monkeypatch):
+    """Results keep their bits; in rows of small numbers, and of negative ones, errors are no larger."""
+    first, last = layers(biases=0.0)
+    beside = adapted(last).only
+    nn.init.zeros_(beside.lora_B["default"].weight)
+    module, given = feed_forward(first, beside if has_adapter else last), []
+    noting = lambda x, largest=None: given.append(largest) or quantise(x, largest)  # noqa: E731
+    for size, bias, error in ((1.0, 0.0, 0.0), (1e-3, 0.0, 0.06), (1.0, -5.0, 0.06)):
+        first.bias.fill_(bias)
+        x = draw(4, 61, WIDTH, seed=1) * size
+        plain = last(compilation.gelu(first(x)))
+        with monkeypatch.context() as patch:
+            patch.setattr(quantised_linear, "quantise", noting)
+            found = module(x)
+        assert (found - plain).norm() <= error * plain.norm()
+    assert [largest is not None for largest in given] == [False, True] * 3
+
+
+@pytest.mark.parametrize("kind", [dict(dropout=0.5), dict(final_dropout=True), dict(activation_fn="gelu")], ids=str)
+def test_a_feed_forward_of_another_kind_is_left_as_it_is(kind):
+    module = FeedForward(16, 16, **dict(activation_fn="gelu-approximate") | kind)
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
+    assert type(module) is FeedForward
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether the fused one was: a list that grew with each call would have graphs compiled anew for each."""
+    called, whole = type("Called", (), dict(at_all=False))(), fused_mlp.feed_forward
+
+    def noting(*inputs):
+        called.at_all = True
+        return whole(*inputs)
+
+    monkeypatch.setattr(fused_mlp, "feed_forward", noting)
+    return called
+
+
+def test_the_fused_one_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
+    module, x = fused(), draw(*ROWS, WIDTH, seed=7)
+
+    def takes(x, module=module):
+        taken.at_all = False
+        module(x)
+        return taken.at_all
+
+    with torch.no_grad():
+        assert takes(x)
+        assert not takes(x, feed_forward(*layers()))  # which was not asked for
+        assert not takes(x.flatten()[: 127 * WIDTH].view(1, 127, WIDTH))  # few rows, whose products have all bits
+        assert not takes(x.flatten(0, 1))  # one vector per image
+        for layer in (module.net[0].proj, module.net[2]):
+            for owner, name in ((layer, "_disable_adapters"), (layer.base_layer, "rounds_x")):
+                setattr(owner, name, False)
+                assert not takes(x)
+                setattr(owner, name, True)
+        assert takes(x)
+    assert not takes(x)  # a gradient is asked for
+
+
+def on_cpu(*inputs):
+    """What the kernel would compute, for a GPU without the package and for sides that its tiles do not suit."""
+    return fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).to(inputs[0].device)
+
+
+def test_a_run_takes_the_fused_one_for_images_and_not_for_log_probs_or_losses(shallow, tmp_path, taken, monkeypatch):
+    """Else the first ratios would not be 1, and the reference would not be the policy that it is at first."""
+    monkeypatch.setattr(fused_mlp, "available", lambda attention, device: True)
+    monkeypatch.setattr(fused_mlp, "_kernels", lambda: SimpleNamespace(gelu_of_product=on_cpu))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    how = FEW | shallow | dict(num_epochs=1, eval_freq=0, sample__batch_size=8, train__beta=0.01, compile=True)
+    how |= dict(base_precision="fp8_weights", sample__rollout_weights="merged_fp8")
+    first = lines_of(train("shapes_qwenimage", tmp_path, **how), "update")[0]
+    assert taken.at_all
+    assert first["parity/log_prob_abs_diff_max"] == 0
+    assert first["kl_reference"] == 0
+
+
+@torch.no_grad()
+def test_compiled_it_is_one_operation_and_a_product():
+    module, x, graphs = fused(), draw(*ROWS, WIDTH, seed=7), []
+    compiled = torch.compile(module.forward, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    assert torch.equal(compiled(x), fused_mlp.feed_forward(x, *layers()))
+    (graph,) = graphs
+    operation = getattr(torch.ops.flow_grpo, f"gelu_of_product_{fused_mlp.VERSION}")
+    (node,) = [node for node in graph.graph.nodes if node.target in (operation, operation.default)]
+    assert len(node.meta["example_value"]) == 144  # 140 rows, in multiples of 16, which cuBLAS asks for
+    first, _ = layers()
+    inputs = *quantise(draw(16, WIDTH)), first.rows, first.scale, first.bias, torch.linspace(1, 20, 16)[:, None]
+    checks = "test_autograd_registration", "test_faketensor"  # the schema's compares numbers, and not those of 8 bits
+    torch.library.opcheck(fused_mlp.gelu_of_product, inputs, test_utils=checks)
+
+
+def test_it_is_used_with_flash_attention_4_on_hopper_alone_and_with_its_package(monkeypatch):
+    """quack-kernels raises a TypeError where it lies outside a folder named site-packages."""
+    gpu = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(fused_mlp, "_kernels", lambda: fused_mlp)
+    for capability, attentions in (((10, 0), []), ((9, 0), ["flash_4"])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [name for name in ("flash_4", "") if fused_mlp.available(name, gpu)] == attentions
+        assert not fused_mlp.available("flash_4", torch.device("cpu"))
+    monkeypatch.setattr(fused_mlp, "_kernels", lambda: Path(None))
+    with pytest.warns(UserWarning, match="TypeError"):
+        assert not fused_mlp.available("flash_4", gpu)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")
+@pytest.mark.parametrize("num_rows", [1152, 144])
+def test_the_kernel_computes_what_the_operation_says(num_rows):
+    pytest.importorskip("quack", reason="takes the extra flash4")
+    rows, scale = quantise(draw(num_rows, 3072).cuda())
+    weight, of_weight = quantise(draw(12288, 3072, seed=1).cuda() / 55)
+    bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, num_rows, device="cuda")[:, None]
+    inputs = rows, scale, weight, of_weight, bias, factor
+    found = fused_mlp.gelu_of_product(*inputs).float()
+    expected = fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
+    sums = 2**-6 * factor  # whose 14 bits are those of a row's largest part
+    assert ((found - expected).abs() <= expected.abs() * 2**-3 + sums).all()
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    order = torch.randperm(num_rows, device="cuda")
+    moved = fused_mlp.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
+    assert torch.equal(moved.float(), found[order])
