@@ -21,11 +21,15 @@ INSTALL = "pip install 'flow_grpo[flash4]'"
 
 
 def check_device(attention: str, device: torch.device) -> None:
-    """Raises UserError where config.attention asks for it and the GPU has no kernels of it."""
-    if attention == NAME:
-        on_gpu = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
-        check_capability(name, torch.cuda.get_device_capability(device) if on_gpu else (0, 0))
+    """Raises UserError where config.attention asks for it and the GPU, or none, has no kernels of it."""
+    on_gpu = device.type == "cuda"
+    if attention != NAME or (on_gpu and torch.cuda.get_device_capability(device)[0] in CAPABILITIES):
+        return
+    name = torch.cuda.get_device_name(device) if on_gpu else "this machine without a GPU"
+    raise UserError(
+        f"config.attention is {NAME!r}, which runs on H100, H200, B200 and B300 (compute capability 9, 10 or 11), "
+        f"not on {name}"
+    )
 
 
 def usable(attention: str) -> str:
@@ -45,15 +49,6 @@ def package_problem(load: Callable[[], ModuleType], *functions: str) -> str:
         return f"{type(error).__name__}: {error}; {INSTALL}"
     missing = [name for name in functions if not hasattr(module, name)]
     return f"{module.__name__} has no {' and no '.join(missing)}; {INSTALL}" if missing else ""
-
-
-def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Raises UserError for a GPU, or none, without the kernels."""
-    if capability[0] not in CAPABILITIES:
-        raise UserError(
-            f"config.attention is {NAME!r}, which runs on H100, H200, B200 and B300 (compute capability 9, 10 or 11), "
-            f"not on {name}"
-        )
 
 
 def _kernels():
