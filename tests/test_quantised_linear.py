@@ -20,7 +20,6 @@ from flow_grpo.kernels.quantised_linear import (
     LARGEST,
     NF4_LEVELS,
     EightBitLinear,
-    Float8Linear,
     NF4Linear,
     quantise,
     unpacked,
@@ -36,6 +35,13 @@ def layer_of(kind, weight, bias=None):
     linear = nn.Linear(*reversed(weight.shape), bias=bias is not None)
     linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
     return kind.of(linear.requires_grad_(False))
+
+
+def rounding(weight, bias=None):
+    """A layer that rounds x, too."""
+    layer = layer_of(EightBitLinear, weight, bias)
+    layer.rounds_x = True
+    return layer
 
 
 def weight_of(layer):
@@ -60,7 +66,7 @@ def test_numbers_that_8_bits_hold_are_multiplied_exactly():
     stream = torch.Generator().manual_seed(0)
     x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
     x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
-    layer, exact = layer_of(Float8Linear, weight, bias), F.linear(x.double(), weight.double(), bias.double())
+    layer, exact = rounding(weight, bias), F.linear(x.double(), weight.double(), bias.double())
     for count in (2, 50):  # few rows and many
         assert torch.equal(layer(x.repeat(count, 1)[None])[0], exact.repeat(count, 1).bfloat16().float())
     assert torch.equal(layer(x), F.linear(x, weight, bias))  # one vector per image, in full
@@ -72,7 +78,7 @@ def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
     stream = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (200, 64))
     x = x * scale
-    found, exact = layer_of(Float8Linear, weight)(x[None])[0], F.linear(x.double(), weight.double())
+    found, exact = rounding(weight)(x[None])[0], F.linear(x.double(), weight.double())
     step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
     bound = step[0] @ weight.abs().double().T + x.abs().double() @ step[1].T + step[0] @ step[1].T
     assert ((found - exact).abs() <= bound + exact.abs() * 2**-8).all()
@@ -106,17 +112,17 @@ def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
 
 def test_layers_of_8_bits_round_x_in_the_context_alone():
     weight, x = draw(64, 128), draw(1, 200, 128, seed=1)
-    stored, rounding = (nn.ModuleList([layer_of(kind, weight)]) for kind in (EightBitLinear, Float8Linear))
-    before = stored[0](x)
-    with quantisation.products_of_8_bits(stored), quantisation.products_of_8_bits(rounding):
-        assert torch.equal(stored[0](x), rounding[0](x))
-    assert torch.equal(stored[0](x), before)
-    assert (rounding[0](x) - before).norm() > 0.01 * before.norm()
+    layer, rounded = layer_of(EightBitLinear, weight), rounding(weight)(x)
+    before = layer(x)
+    with quantisation.products_of_8_bits(nn.Sequential(layer)):
+        assert torch.equal(layer(x), rounded)
+    assert torch.equal(layer(x), before)
+    assert (rounded - before).norm() > 0.01 * before.norm()
 
 
 def test_layers_that_do_not_suit_a_precision_are_named():
     with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
-        layer_of(Float8Linear, draw(16, 24))
+        rounding(draw(16, 24))
     with pytest.raises(ValueError, match="a layer of 7 columns has an odd number of 4-bit codes in a row"):
         layer_of(NF4Linear, draw(16, 7))
 
@@ -169,7 +175,7 @@ def layers(biggest=1.0, biases=1.0):
     """A feed-forward's two, of 8 bits; `biggest`: a factor of one row of the first."""
     weights = draw(INNER, WIDTH) / 8, draw(WIDTH, INNER, seed=1) / 8
     weights[0][5] *= biggest
-    return [layer_of(Float8Linear, weight, biases * draw(len(weight))) for weight in weights]
+    return [rounding(weight, biases * draw(len(weight))) for weight in weights]
 
 
 def exact(x, first, last):

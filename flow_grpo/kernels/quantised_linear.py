@@ -69,7 +69,11 @@ class QuantisedLinear(nn.Module):
 
 
 class EightBitLinear(QuantisedLinear):
-    """W as rows of 8-bit floats, each with a float32 scale, unpacked for each product. Sides are multiples of 16."""
+    """W as rows of 8-bit floats, each with a float32 scale, unpacked for each product. Sides are multiples of 16.
+
+    Where `rounds_x` says so, products are of 8-bit rows of x and of W, with sums in float32 and without gradients. An x
+    of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
+    """
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
         """Rows, scales, and the norm of the longest row, which bounds what a product can become."""
@@ -105,15 +109,6 @@ class EightBitLinear(QuantisedLinear):
         if self.rounds_x and x.ndim > 2:
             return float8_product(x, self.rows, self.scale, self.bias, largest).to(self.dtype)
         return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
-
-
-class Float8Linear(EightBitLinear):
-    """Products of 8-bit rows of x and of W; sums in float32. Without gradients.
-
-    An x of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
-    """
-
-    rounds_x = True
 
 
 def float8_product(

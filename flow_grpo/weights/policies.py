@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -132,7 +133,7 @@ class MergedWeights:
             raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
         self._exchange()
         try:
-            with adapters_off(self.transformer):
+            with adapters_off(self.transformer), quantisation.products_of_8_bits(self.transformer):
                 yield
         finally:
             self._exchange()
@@ -146,16 +147,9 @@ def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
     """() -> context of the forwards whose velocity enters no log-prob, with the present weights: as
     sample.rollout_weights says."""
     weights = config.sample.rollout_weights
-    fp8 = "fp8" in weights
-    use_merged = MergedWeights(transformer, fp8).applied if "merged" in weights else nullcontext
-    rounds_x = fp8 and config.base_precision == "fp8_weights"
-
-    @contextmanager
-    def fast() -> Iterator[None]:
-        with use_merged(), quantisation.products_of_8_bits(transformer) if rounds_x else nullcontext():
-            yield
-
-    return fast
+    if "merged" in weights:
+        return MergedWeights(transformer, fp8=weights == "merged_fp8").applied
+    return partial(quantisation.products_of_8_bits, transformer) if weights == "fp8" else nullcontext
 
 
 def _merged_layer(layer: BaseTunerLayer, fp8: bool) -> nn.Module:

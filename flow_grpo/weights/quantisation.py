@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from torch import Tensor, nn
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.kernels.quantised_linear import EightBitLinear, Float8Linear, NF4Linear, QuantisedLinear
+from flow_grpo.kernels.quantised_linear import EightBitLinear, NF4Linear, QuantisedLinear
 
 KINDS = {"fp8_weights": EightBitLinear, "nf4": NF4Linear}  # by config.base_precision
 
@@ -49,14 +49,14 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
     assert quantised_layers(transformer), f"no linear layer of {units} is frozen"
 
 
-def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> Float8Linear:
-    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in], for forwards whose velocity enters no
-    log-prob."""
-    if isinstance(base, EightBitLinear):
-        copy = Float8Linear(*base.shape, base.bias, base.dtype, change.device)
+def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> EightBitLinear:
+    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in]."""
+    is_quantised = isinstance(base, EightBitLinear)
+    dtype = base.dtype if is_quantised else base.weight.dtype
+    copy = EightBitLinear(*change.shape, base.bias, dtype, change.device)
+    if is_quantised:
         copy.store_sum(base, change)
     else:
-        copy = Float8Linear(*base.weight.shape, base.bias, base.weight.dtype, change.device)
         copy.store(base.weight + change)
     return copy
 
@@ -75,7 +75,7 @@ def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
 def products_of_8_bits(transformer: nn.Module) -> AbstractContextManager:
     """Inside, layers that store 8 bits round x as well: faster, with an error of its own for each x. For forwards whose
     velocity enters no log-prob."""
-    layers = [layer for layer in quantised_layers(transformer).values() if type(layer) is EightBitLinear]
+    layers = [layer for layer in quantised_layers(transformer).values() if isinstance(layer, EightBitLinear)]
     return flagged(layers, "rounds_x")
 
 
