@@ -79,7 +79,7 @@ TRAINING = {  # a script's run -> its rows
         no("offload", "'replicate'", fsdp__offload="weights"),
         no("offload", "torchrun", fsdp__offload="weights", fsdp__mode="shard"),
         no("adam_betas", "nan", train__adam_betas=(NAN, 0.9)),
-        no("lora.rank is 0", "'somewhere'", lora__rank=0, lora__path="somewhere"),
+        no("lora.path is 'somewhere'", "lora.rank set", lora__rank=0, lora__path="somewhere"),
         no("nowhere/pytorch_lora_weights.safetensors", lora__path="nowhere"),
         no("'nowhere/at/all'", model="nowhere/at/all"),
         no("dataset", "'nowhere'", dataset="nowhere"),

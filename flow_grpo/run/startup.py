@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from ml_collections import ConfigDict
@@ -42,15 +42,6 @@ class Prompts(NamedTuple):
     choosing: prompts.Split
     test: prompts.Split
     drawn: bool  # whether images of the training prompts are made; not where they are stored
-
-
-class Learner(NamedTuple):
-    """What trains the transformer; fields of Run."""
-
-    optimizer: torch.optim.AdamW
-    ema: Ema
-    reference: policies.Reference | None
-    extra_policies: dict[str, Ema]
 
 
 def start(
@@ -140,7 +131,7 @@ def _load(
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
         pool=pool,
-        **_load_learner(config, model, mesh, extra_policies, reference)._asdict(),
+        **_load_learner(config, model, mesh, extra_policies, reference),
         inputs=place.inputs,
         board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), synchronize),
         meter=Meter(ranks.device),
@@ -209,8 +200,8 @@ def _load_learner(
     mesh: fsdp_utils.DeviceMesh | None,
     extra_policies: tuple[str, ...],
     reference: bool,
-) -> Learner:
-    """Lay out and fill the transformer, and build what trains it."""
+) -> dict[str, Any]:
+    """Lay out and fill the transformer, and build what trains it; fields of Run."""
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     recomputed = config.fsdp.activation_checkpointing
     if recomputed == 1:
@@ -223,22 +214,19 @@ def _load_learner(
         fuse_gelu = "fp8" in config.sample.rollout_weights and fused_mlp.available(attention, model.device)
         compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1, fuse_gelu)
         loading.compile_decoder(model.pipeline)
-    trained = fsdp_utils.trainable_parameters(model.transformer)
-    return Learner(
-        optimizer=_optimizer(config.train, trained),
-        ema=Ema(trained, config.train.ema_decay, config.train.ema_interval),
-        reference=_reference(config, model.transformer) if config.train.beta > 0 or reference else None,
-        extra_policies={name: Ema(trained) for name in extra_policies},
-    )
-
-
-def _optimizer(train: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+    trained, train = fsdp_utils.trainable_parameters(model.transformer), config.train
+    optimizer = torch.optim.AdamW(
         trained.values(),
         lr=train.learning_rate,
         betas=train.adam_betas,
         weight_decay=train.weight_decay,
         fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
+    )
+    return dict(
+        optimizer=optimizer,
+        ema=Ema(trained, train.ema_decay, train.ema_interval),
+        reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
+        extra_policies={name: Ema(trained) for name in extra_policies},
     )
 
 

@@ -110,7 +110,8 @@ SETTINGS = (
 
     Setting("lora.rank", 32, "Rank of the adapter; 0 trains the full weights.", min=0, max=4096),
     Setting("lora.alpha", 64, "Scale of the adapter, times its rank.", min=1),
-    Setting("lora.path", "", 'Diffusers LoRA folder to start from; "" = a fresh adapter.'),
+    Setting("lora.path", "", 'Diffusers LoRA folder to start from; "" = a fresh adapter.',
+            when=(("lora.rank",),)),
 
     Setting("fsdp.mode", "replicate", "Layout of the weights. shard = over all GPUs; hybrid = over those of a machine.",
             choices=("replicate", "shard", "hybrid"), resumable=True),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.quoting import in_one_line
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
@@ -64,8 +64,6 @@ def check_lora(lora) -> lora_files.Adapter | None:
     Raises:
         UserError: it is no diffusers LoRA folder of this rank and alpha, or not finite.
     """
-    if lora.rank < 0 or (lora.rank == 0 and lora.path):
-        raise UserError(f"lora.rank is {lora.rank} with lora.path {quoted(lora.path)}: 0 trains the full weights")
     if not lora.path:
         return None
     name = in_one_line(path := Path(lora.path, lora_files.FILE))
