@@ -29,9 +29,8 @@ def available(attention: str, device: torch.device) -> bool:
 
     False, with a warning, where quack-kernels cannot be used.
     """
-    if attention != flash_attention.NAME or device.type != "cuda":
-        return False
-    if torch.cuda.get_device_capability(device)[0] != CAPABILITY:
+    on_gpu = attention == flash_attention.NAME and device.type == "cuda"
+    if not on_gpu or torch.cuda.get_device_capability(device)[0] != CAPABILITY:
         return False
     problem = flash_attention.package_problem(_kernels)
     if problem and distributed.is_main():

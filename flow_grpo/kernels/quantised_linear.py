@@ -106,22 +106,16 @@ class EightBitLinear(QuantisedLinear):
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
-        if self.rounds_x and x.ndim > 2:
-            return float8_product(x, self.rows, self.scale, self.bias, largest).to(self.dtype)
-        return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
-
-
-def float8_product(
-    x: Tensor, rows: Tensor, scale: Tensor, bias: Tensor | None, largest: Tensor | None = None
-) -> Tensor:
-    """x W^T + b of 8-bit rows. x: [..., in]; rows: [out, in]; scale: [out, 1]; largest: [..., 1]. Returns bf16."""
-    assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
-    bias = None if bias is None else bias.to(torch.bfloat16)
-    if x[..., 0].numel() < FEW_ROWS:
-        return F.linear(x.to(torch.bfloat16), unpacked(rows, scale, torch.bfloat16), bias)
-    flat, largest = x.flatten(0, -2), None if largest is None else padded(largest.flatten(0, -2))
-    out = product_of_rows(*quantise(padded(flat), largest), rows.T, scale.T, bias)
-    return out[: len(flat)].unflatten(0, x.shape[:-1])
+        if not self.rounds_x or x.ndim <= 2:
+            return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
+        assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        if x[..., 0].numel() < FEW_ROWS:
+            out = F.linear(x.to(torch.bfloat16), unpacked(self.rows, self.scale, torch.bfloat16), bias)
+            return out.to(self.dtype)
+        flat, largest = x.flatten(0, -2), None if largest is None else padded(largest.flatten(0, -2))
+        out = product_of_rows(*quantise(padded(flat), largest), self.rows.T, self.scale.T, bias)
+        return out[: len(flat)].unflatten(0, x.shape[:-1]).to(self.dtype)
 
 
 def padded(x: Tensor) -> Tensor:

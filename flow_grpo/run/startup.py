@@ -121,7 +121,14 @@ def _load(
     # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
     synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
     pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
-    model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
+    model = family.load(
+        config.model,
+        ranks.device,
+        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
+        alone=not images,
+        text=cache is None or bool(missing),  # where the cache holds all that is drawn, no text encoder is loaded
+    )
+    embed_one = _embedder(config, model, cache, missing)  # before the transformer is filled: text encoders may go
     return Run(
         **ranks._asdict(),
         config=config,
@@ -139,26 +146,6 @@ def _load(
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
     )
-
-
-def _load_frozen(
-    config: ConfigDict,
-    family: type[FlowModel],
-    device: torch.device,
-    images: bool,
-    cache: embedding_cache.Cache | None,
-    missing: list[Prompt],
-) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
-    """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
-    encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
-    model = family.load(
-        config.model,
-        device,
-        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
-        alone=not images,
-        text=cache is None or bool(missing),
-    )
-    return model, _embedder(config, model, cache, missing)
 
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:

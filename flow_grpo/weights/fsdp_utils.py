@@ -86,8 +86,6 @@ def prepare(
         ValueError: names or shapes in `weights` that are not the transformer's, or names that are missing.
     """
     transformer = network.transformer
-    if weights is None and any(p.is_meta for p in transformer.parameters()):
-        raise ValueError("the transformer has no weights yet: pass the folder that holds them")
     _set_dtypes(transformer, DTYPES[precision])
     if weights is None:
         transformer.to(device)
