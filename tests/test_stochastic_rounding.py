@@ -1,22 +1,20 @@
-"""Rounding at random: which numbers come out, what their mean is, and what of a small change is left."""
+"""Rounding at random: which numbers come out, and what their mean is. What is left of a small change:
+test_quantised_linear.py."""
 
 import pytest
 import torch
 
 from flow_grpo.kernels.stochastic_rounding import rounded, rounded_by
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+DTYPES = [torch.bfloat16, torch.float8_e4m3fn]
 
 
 def spread(dtype):
     """float32 numbers of every size that dtype holds, and 0."""
     limits = torch.finfo(dtype)
     low, high = torch.tensor(limits.smallest_normal * limits.eps).log2(), torch.tensor(limits.max).log2()
-    x = drawn(64, 32).sign() * torch.exp2(torch.linspace(low.clamp(min=-120), high - 1, 64 * 32).view(64, 32))
+    signs = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).sign()
+    x = signs * torch.exp2(torch.linspace(low.clamp(min=-120), high - 1, 64 * 32).view(64, 32))
     x[0] = 0
     return x
 
@@ -43,18 +41,3 @@ def test_what_the_dtype_holds_stays_whatever_the_noise(dtype):
     for noise in (0.0, 0.5, 1 - 2**-24):
         assert torch.equal(rounded_by(torch.full_like(held, noise), held, dtype).float(), held)
     assert torch.equal(rounded(held, dtype).float(), held)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_change_of_a_fiftieth_of_a_step_is_kept_at_random_and_lost_by_the_nearest(dtype, seed):
-    weights = drawn(512, 1024, seed=seed).to(dtype).float()
-    change = drawn(512, 8, seed=5 + seed) @ drawn(8, 1024, seed=7) / 8**0.5 * torch.finfo(dtype).eps / 50
-    total = weights + change
-
-    def kept(values):
-        return (((values.float() - weights) * change).sum() / change.square().sum()).item()
-
-    assert kept(rounded(total, dtype)) == pytest.approx(1, abs=0.15)
-    assert kept(total.to(dtype)) < 0.2
-    assert torch.equal(rounded(total, dtype).float(), rounded(total, dtype).float())
