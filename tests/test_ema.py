@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from flow_grpo.weights.ema import Ema, decay_at
+from flow_grpo.weights.ema import Ema
 
 
 def linear(value):
@@ -21,12 +21,6 @@ def ema_of(layer, **how):
 
 def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def test_decay_warms_up_to_its_maximum():
-    assert [decay_at(n, 0.9) for n in (0, 8, 16)] == [1 / 10, 9 / 18, 17 / 26]
-    assert decay_at(80, 0.9) == pytest.approx(0.9)
-    assert decay_at(8000, 0.9) == 0.9
 
 
 def test_the_average_is_the_weights_and_then_moves_at_every_intervalth_step_by_the_closed_form():

@@ -9,11 +9,6 @@ from torch import Tensor, nn
 from flow_grpo.weights import offload
 
 
-def decay_at(step: int, maximum: float) -> float:
-    """min((1 + n) / (10 + n), maximum) after n = step optimizer steps: early averages follow the weights closely."""
-    return min((1 + step) / (10 + step), maximum)
-
-
 class Ema:
     """Float32 averages of float32 parameters, in the parameters' own layout (sharded ones stay sharded)."""
 
@@ -24,7 +19,8 @@ class Ema:
         assert all(p.dtype == torch.float32 for p in parameters.values())
 
     def update(self, step: int) -> None:
-        """Call after every optimizer step with the number taken so far; moves at every `interval`-th.
+        """Call after every optimizer step with the number taken so far, n; moves at every `interval`-th, by a decay of
+        min((1 + n) / (10 + n), decay): early averages follow the weights closely.
 
         Before the first of these the average is the weights themselves, so that a run of few steps exports what it
         learned.
@@ -32,7 +28,7 @@ class Ema:
         if step < self.interval:
             self.move(1.0)
         elif step % self.interval == 0:
-            self.move(1 - decay_at(step, self.decay))
+            self.move(1 - min((1 + step) / (10 + step), self.decay))
 
     @torch.no_grad()
     def move(self, share: float) -> None:
