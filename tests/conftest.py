@@ -8,7 +8,6 @@ import gc
 import os
 
 import pytest
-import warm
 
 os.environ["WANDB_MODE"] = "disabled"
 # Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
@@ -61,7 +60,3 @@ def pairs_folder(tmp_path_factory):
     import recorded
 
     return recorded.pairs_of(recorded.shared(tmp_path_factory.getbasetemp()))
-
-
-def pytest_sessionfinish():
-    warm.PARENT.stop()
