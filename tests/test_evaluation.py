@@ -64,7 +64,6 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     assert content(tmp_path / "best") == 7
     assert restore("checkpoint_3", 3) == (record(3), 0, "")
     assert content(tmp_path / "best") == content(tmp_path / "checkpoint_3" / "best") == 3
-    assert restore("best/checkpoint/epoch_000003", 2) == (record(3), 0, "")
     assert restore("checkpoint_without", 3) == (record(3), 0, "")  # evaluated after the checkpoint, with its weights
     assert restore("checkpoint_without", 2) == (None, 0, "")
     assert best.find(tmp_path) is None

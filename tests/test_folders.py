@@ -74,22 +74,6 @@ def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tm
     folders.release(folder)
 
 
-def test_a_holder_that_ends_meanwhile_is_a_refusal_if_it_has_written(tmp_path, monkeypatch):
-    """Otherwise the second process would rewind what the first one has just finished."""
-    monkeypatch.setattr(folders, "WAIT_S", 60.0)
-
-    def finish(pid):
-        (tmp_path / "metrics.jsonl").write_text("{}")
-        os.kill(pid, signal.SIGKILL)
-
-    with child(lambda: folders.lock(tmp_path)) as (pid, _):
-        Timer(0.5, finish, (pid,)).start()
-        with pytest.raises(ValueError, match=f"process {pid} .* has ended by now"):
-            folders.lock(tmp_path)
-    assert folders.lock(tmp_path) == ""
-    folders.release(tmp_path)
-
-
 def test_a_holder_that_is_killed_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "WAIT_S", 60.0)
     with child(lambda: folders.lock(tmp_path)) as (pid, _):
@@ -147,18 +131,6 @@ def test_a_rank_ends_with_a_torchrun_that_is_killed(monkeypatch):
     ended, _, _ = select.select([reading], [], [], 20)  # and its end of the pipe with it
     assert ended
     os.close(reading)
-
-
-def test_a_rank_whose_torchrun_has_ended_before_does_not_wait_for_it(monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        server = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-        for name, value in (server | dict(TORCHELASTIC_USE_AGENT_STORE="True", RANK="0")).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match="torchrun has ended"):
-            distributed.init_distributed()  # nobody listens there
-        free.listen()
-        distributed.end_with_torchrun()
 
 
 def rank(writing):

@@ -4,7 +4,6 @@ import ctypes
 import os
 import resource
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,21 +40,10 @@ def init_distributed() -> Ranks:
 
 
 def end_with_torchrun() -> None:
-    """On Linux, have the system kill this rank as soon as torchrun has ended: a killed one cannot end its ranks.
-
-    Raises:
-        UserError: torchrun has ended already, and with it the server by which ranks find each other.
-    """
+    """On Linux, have the system kill this rank as soon as torchrun has ended: a killed one cannot end its ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1  # of this process alone: the ones that it forks do not inherit it
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        try:
-            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
-        except ConnectionRefusedError as error:
-            raise UserError("torchrun has ended before this rank began") from error
-        except OSError:
-            pass  # a busy server, or a name that is not known yet: joining says what is wrong
 
 
 def close() -> None:

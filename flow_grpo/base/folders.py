@@ -8,20 +8,22 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 from uuid import uuid4
 
 from flow_grpo.base.errors import UserError
 
 LOCK, INPUTS, DIGESTS, PARENT = ".lock", "inputs.json", "digests.json", "parent.json"
-FOLDERS = ("images", "wandb", "tensorboard", "best", "transformer")  # in a run's folder, beside the checkpoints
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
 SCRATCH = ".scratch-"  # in the names of what is being written
 LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
 FULL = errno.ENOSPC, errno.EDQUOT
+NO_WRITING = *FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP
+
+Record = TypeVar("Record")
 
 _held: dict[Path, TextIO] = {}  # the system takes a lock back when its file is closed, at the latest by its end
 
@@ -41,15 +43,15 @@ def write_text(file: Path, text: str) -> None:
 
 
 @contextmanager
-def published(path: Path) -> Iterator[Path]:
+def published(path: Path, replaces: bool = False) -> Iterator[Path]:
     """Where to write a file or a folder, which after the block is at `path`; it appears there whole or not at all.
 
-    Raises OSError where a folder is at `path` already.
+    Raises OSError where a folder is at `path` already, unless `replaces`.
     """
     scratch = scratch_beside(path)
     try:
         yield scratch
-        publish(scratch, path)
+        publish(scratch, path, replaces)
     finally:
         remove(scratch)
 
@@ -59,20 +61,40 @@ def scratch_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}{SCRATCH}{uuid4().hex}")
 
 
-def publish(scratch: Path, path: Path, old: Path | None = None) -> None:
-    """Make a file or a folder durable, then visible at its path; with `old`, what was at the path is there afterwards.
+def publish(scratch: Path, path: Path, replaces: bool = False) -> None:
+    """Make a file or a folder durable, then visible at its path. With `replaces` it may take the place of a folder: a
+    kill leaves the old one, at `path` or at `replaced_at(path)`, or the new one.
 
-    Raises OSError where a folder is at the path already and `old` is None.
+    Raises OSError where a folder is at the path already, unless `replaces`.
     """
     for part in [*scratch.rglob("*"), scratch]:
         if part.is_file() and not part.is_symlink():
             as_any_new_file(part)
         if not part.is_symlink():
             sync(part)
-    if old and os.path.lexists(path):
-        path.rename(old)
+    if replaces and path.exists():
+        path.rename(replaced_at(path))  # since a folder cannot be renamed onto another
     scratch.replace(path)
     sync(path.parent)
+    if replaces:
+        shutil.rmtree(replaced_at(path), ignore_errors=True)
+
+
+def replaced_at(path: Path) -> Path:
+    """Where a folder is while another one takes its place."""
+    return path.with_name(f"{path.stem}{SCRATCH}old")
+
+
+def recover(path: Path) -> None:
+    """Undo what a kill in `publish` left half done; no other process may be writing there."""
+    if (old := replaced_at(path)).exists() and not path.exists():
+        old.rename(path)
+    remove_leftovers(path.parent, path.stem, age_s=0.0)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, which never looks whole when it is half removed."""
+    remove(path.rename(scratch_beside(path)))
 
 
 def sync(path: Path) -> None:
@@ -84,13 +106,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of `scratch_beside`: what was written last over an hour ago. Where that cannot
-    be done, it stays."""
+def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -> None:
+    """Remove what killed processes left of `scratch_beside`. What was written within `age_s` stays, since somebody may
+    be writing it, and so does what cannot be removed."""
     with suppress(OSError):
-        for leftover in [*folder.glob(f"*{SCRATCH}*")]:
+        for leftover in [*folder.glob(f"{stem}{SCRATCH}*")]:
             written = max(path.stat().st_mtime for path in [leftover, *leftover.rglob("*")])
-            if time.time() - written > LEFTOVER_S:
+            if time.time() - written >= age_s:
                 remove(leftover)
 
 
@@ -154,25 +176,20 @@ def lock(folder: Path) -> str:
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
         file.flush()
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        if error.errno in NO_WRITING:
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-        if error.errno in FULL:
-            raise UserError(f"disk full: no space left for {folder}; free some and start again") from error
         return f"{folder}: its file system has no locks ({error.strerror}): see that no other run writes there"
     _held[folder] = file
     return ""
 
 
 def _wait_for_lock(file: TextIO, folder: Path) -> None:
-    """For a holder that was killed. One that is alive is refused, at the latest once it has ended: what this process
-    was asked to go on from is not what there is by then."""
-    end, refusal, before = time.monotonic() + WAIT_S, _refusal(folder), _last_writes(folder)
+    """For a holder that was killed. One that is alive is refused."""
+    end = time.monotonic() + WAIT_S
     while not _locks(file):
         if time.monotonic() > end:
-            raise UserError(refusal)
+            raise UserError(_refusal(folder))
         time.sleep(0.1)
-    if _last_writes(folder) != before:
-        raise UserError(f"{refusal}. It has ended by now, so start again to go on from what it has saved")
 
 
 def _locks(file: TextIO) -> bool:
@@ -181,10 +198,6 @@ def _locks(file: TextIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _last_writes(folder: Path) -> list[int]:
-    return [path.stat().st_mtime_ns for path in (folder / "metrics.jsonl", folder / "checkpoints") if path.exists()]
 
 
 def _refusal(folder: Path) -> str:
@@ -208,20 +221,6 @@ def release(folder: Path) -> None:
         file.close()
 
 
-def own(file: Path) -> None:
-    """Give a file that has hard links bytes of its own: a run writes some of its files in place."""
-    if file.is_file() and not file.is_symlink() and file.stat().st_nlink > 1:
-        shutil.copy2(file, scratch := file.with_name(f".tmp-{file.name}"))
-        scratch.replace(file)
-
-
-def own_files(run_folder: Path) -> None:
-    """The same for all files of a run but its checkpoints, so that a backup by hard links stays what it is."""
-    for pattern in ("[!.]*", "images/*", "transformer/*"):
-        for file in run_folder.glob(pattern):
-            own(file)
-
-
 def remove(path: Path) -> None:
     """A folder with all in it, or whatever lies in its place."""
     if path.is_dir() and not path.is_symlink():
@@ -239,6 +238,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(stored, dict):
         raise UserError(f"{path} holds no JSON object")
     return stored
+
+
+def read_record(kind: Callable[..., Record], path: Path) -> Record:
+    """What a JSON file holds of a record's fields. Raises UserError for a file that no run has written."""
+    try:
+        return kind(**read_json(path))
+    except TypeError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def is_unused(folder: Path) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flow_grpo.base import checksums, distributed, folders
-from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import checkpoints
 
 NAME, FILE = "best", "evaluation.json"
@@ -63,15 +62,14 @@ def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
 
 def find(run_folder: Path) -> Path | None:
     """The best evaluation's folder, whole; None if there is none."""
-    paths = run_folder / NAME, run_folder / f".old-{NAME}"  # set aside while the new one comes
+    paths = run_folder / NAME, folders.replaced_at(run_folder / NAME)
     return next((path for path in paths if (path / FILE).is_file()), None)
 
 
 def read(run_folder: Path) -> Evaluation | None:
     """What was evaluated; None if there is none. Raises UserError for a file that no run has written."""
-    if (folder := find(run_folder)) is None:
-        return None
-    return read_file(folder / FILE)
+    folder = find(run_folder)
+    return folder and folders.read_record(Evaluation, folder / FILE)
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
@@ -95,10 +93,7 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> Restored:
     Args:
         wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
     """
-    best, stored, notice = distributed.on_main(_choose, run_folder, checkpoint, wanted.epoch)
-    if stored:
-        with checkpoints.replaced(run_folder / NAME) as tmp:
-            distributed.on_main(_copy, stored, tmp)
+    best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
     if best is None or best.comparable(wanted):
         return Restored(best, best.since if best else 0, notice)
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
@@ -113,7 +108,7 @@ def link(run_folder: Path, folder: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """By hard links where the disk has them: a file in there is never written again."""
+    """By hard links where the disk has them: the weights in there are never written again."""
 
     def link_or_copy(file: str, copy: str) -> None:
         try:
@@ -129,24 +124,24 @@ def _describe(tmp: Path, evaluation: Evaluation) -> None:
     checksums.write(tmp)
 
 
-def _choose(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | None, Path | None, str]:
-    """The best evaluation, the folder whose copy has to take the place of the present one, and what to tell the user.
-
-    A present one that does not stay, and is not replaced, is gone.
-    """
-    folder, stored, notices = run_folder / NAME, checkpoint / NAME, []
-    checkpoints.recover(folder)
+def _fit(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | None, str]:
+    """What the folder holds once it fits a checkpoint, and what to tell the user."""
+    folder, stored = run_folder / NAME, checkpoint / NAME
+    folders.recover(folder)
     best, damage = _look(folder)
-    if checkpoint.resolve().is_relative_to(folder.resolve()) or (best and best.epoch <= epoch):
-        stored = folder  # of the checkpoint's own weights, or of earlier ones
-    else:
-        best, damage = _look(stored)
-    if damage:
+    if best and best.epoch <= epoch:
+        return best, ""
+    best, damage_of_stored = _look(stored)
+    if best:
+        with folders.published(folder, replaces=True) as scratch:
+            _copy(stored, scratch)
+    elif damage or damage_of_stored:
+        sentence = f"{stored if damage_of_stored else folder} is damaged: {damage_of_stored or damage}"
         aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""
-        notices.append(f"{stored} is damaged: {damage}{aside}")
-    elif best is None and folder.exists():
-        folders.remove(folder.rename(run_folder / f".tmp-{NAME}"))  # half removed, it must not look whole
-    return best, stored if best and stored != folder else None, "; ".join(notices)
+        return None, sentence + aside
+    elif folder.exists():
+        folders.discard(folder)
+    return best, ""
 
 
 def _look(folder: Path) -> tuple[Evaluation | None, str]:
@@ -154,15 +149,7 @@ def _look(folder: Path) -> tuple[Evaluation | None, str]:
     if not folder.exists():
         return None, ""
     damage = checksums.damage(folder)
-    return (None, damage) if damage else (read_file(folder / FILE), "")
-
-
-def read_file(file: Path) -> Evaluation:
-    """Raises UserError for a file that no run has written."""
-    try:
-        return Evaluation(**folders.read_json(file))
-    except TypeError as error:
-        raise UserError(f"{file} is no record of an evaluation: {error}") from error
+    return (None, damage) if damage else (folders.read_record(Evaluation, folder / FILE), "")
 
 
 def _set_aside(run_folder: Path, name: str) -> Path:

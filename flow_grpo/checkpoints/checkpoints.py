@@ -24,7 +24,7 @@ from flow_grpo.weights.ema import Ema
 
 FORMAT = 2  # of the files; those of another are not read
 STATE = "state"  # folder of the tensors
-NAMES = r"(?:\.old-)?epoch_(\d+)"  # of checkpoints; .old- is one that is being replaced
+NAME = r"epoch_(\d+)"  # of a checkpoint
 
 
 class Progress(NamedTuple):
@@ -176,43 +176,22 @@ def named(checkpoint: Path | None) -> str:
 def replaced(path: Path) -> Iterator[Path]:
     """A folder for all ranks to write to, which takes the place of the one at `path` after the block.
 
-    A failure leaves everything as it was. A kill leaves the old folder or the new one: for a moment, between two
-    renames, the old one is .old-NAME, since a folder cannot be renamed onto another.
+    A failure leaves everything as it was; a kill leaves what `folders.publish` says.
     """
-    tmp = path.with_name(f".tmp-{path.name}")
-    distributed.on_main(_start, path, tmp)
+    scratch = distributed.on_main(_start, path)
     try:
-        yield tmp
-        distributed.on_main(_publish, path, tmp)
+        yield scratch
+        distributed.on_main(folders.publish, scratch, path, True)
     except Exception:
-        distributed.on_main(shutil.rmtree, tmp, True)
+        distributed.on_main(shutil.rmtree, scratch, True)
         raise
 
 
-def recover(path: Path) -> None:
-    """Undo what a kill between the two renames of `replaced` left behind."""
-    old = path.with_name(f".old-{path.name}")
-    if old.is_dir() and not path.exists():
-        old.rename(path)
-    folders.remove(old)
-
-
-def _start(path: Path, tmp: Path) -> None:
-    recover(path)
-    _remove_leftovers(path.parent)
-    tmp.mkdir(parents=True)
-
-
-def _publish(path: Path, tmp: Path) -> None:
-    old = path.with_name(f".old-{path.name}")
-    folders.publish(tmp, path, old)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What killed processes left behind."""
-    for leftover in folder.glob(".tmp-*"):
-        folders.remove(leftover)
+def _start(path: Path) -> Path:
+    folders.recover(path)
+    scratch = folders.scratch_beside(path)
+    scratch.mkdir(parents=True)
+    return scratch
 
 
 def _describe(tmp: Path, progress: Progress, config: dict[str, Any]) -> None:
@@ -224,23 +203,22 @@ def _describe(tmp: Path, progress: Progress, config: dict[str, Any]) -> None:
 
 def prune(folder: Path, epoch: int, keep: int) -> None:
     """Remove checkpoints that are older than the `keep` newest or of later epochs, and what a kill left behind."""
-    _remove_leftovers(folder)
+    folders.remove_leftovers(folder, age_s=0.0)
     checkpoints = _checkpoints(folder)
-    newest = [path for number, path in checkpoints if number <= epoch and not path.name.startswith(".")][-keep:]
+    newest = [path for number, path in checkpoints if number <= epoch][-keep:]
     for _, path in checkpoints:
         if path not in newest:
-            tmp = path.rename(folder / f".tmp-{path.name}")  # half removed, it must not look complete
-            folders.remove(tmp)
+            folders.discard(path)
 
 
 def _at(path: Path) -> list[Path]:
     """The checkpoint at a path alone, or those in the folder there, oldest first."""
-    if path.is_dir() and (re.fullmatch(NAMES, path.name) or (path / "progress.json").is_file()):
+    if path.is_dir() and (re.fullmatch(NAME, path.name) or (path / "progress.json").is_file()):
         return [path]
     return [checkpoint for _, checkpoint in _checkpoints(path)]
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(epoch, folder) of the complete ones, oldest first; one set aside comes before the one that replaces it."""
-    matches = [(re.fullmatch(NAMES, path.name), path) for path in folder.glob("*")]
+    """(epoch, folder) of the complete ones, oldest first."""
+    matches = [(re.fullmatch(NAME, path.name), path) for path in folder.glob("*")]
     return sorted((int(match[1]), path) for match, path in matches if match)

@@ -27,16 +27,18 @@ def save_lora(pipeline: Any, folder: Path | str) -> None:
 def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) -> None:
     layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
     settings = pipeline.transformer.peft_config["default"].to_dict()
-    type(pipeline).save_lora_weights(
-        folder,
-        transformer_lora_layers=layers,
-        # Without it the loader would take alpha = rank.
-        transformer_lora_adapter_metadata={
-            key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-        },
-    )
     precision = quantisation.precision_of(pipeline.transformer)
-    _complete_header(Path(folder, lora_files.FILE), {"base_precision": precision} if precision else {})
+    with folders.published(Path(folder, lora_files.FILE)) as scratch:
+        type(pipeline).save_lora_weights(
+            folder,
+            weight_name=scratch.name,
+            transformer_lora_layers=layers,
+            # Without it the loader would take alpha = rank.
+            transformer_lora_adapter_metadata={
+                key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
+            },
+        )
+        _complete_header(scratch, {"base_precision": precision} if precision else {})
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
@@ -64,5 +66,4 @@ def _complete_header(file: Path, metadata: dict[str, str]) -> None:
     header["__metadata__"] = dict(sorted((header["__metadata__"] | metadata).items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with folders.published(file) as scratch:
-        scratch.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+    file.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])

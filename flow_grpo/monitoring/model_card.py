@@ -25,15 +25,12 @@ from flow_grpo.weights import lora_files
 
 PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
-ADDED = (*PICTURES, "README.md", "adapter_config.json", "adapter_model.safetensors", "model_index.json")
 
 
 def complete(run_folder: Path) -> list[str]:
     """Add to the last weights and to the best ones what others need; what there is to tell the user."""
     run, notices = report.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
-        for name in ADDED:
-            folders.own(folder / name)
         try:
             if run.config.lora.rank:
                 add_peft_files(folder, run.config.model)

@@ -89,13 +89,8 @@ def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -
 
 def read(run_folder: Path) -> Inputs | None:
     """What a run has stored; None where there is no record. Raises UserError for a damaged one."""
-    if not (file := run_folder / folders.INPUTS).exists():
-        return None
-    stored = folders.read_json(file)
-    kinds = {name: int if name == "rewards_since" else dict for name in Inputs._fields}
-    if {*stored} != {*kinds} or not all(isinstance(value, kinds[name]) for name, value in stored.items()):
-        raise UserError(f"{file} is damaged; delete it to go on without comparing what the run reads")
-    return Inputs(**stored)
+    file = run_folder / folders.INPUTS
+    return folders.read_record(Inputs, file) if file.exists() else None
 
 
 def write(run_folder: Path, inputs: Inputs) -> None:

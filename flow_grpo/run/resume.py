@@ -52,14 +52,15 @@ def take_folder(config: ConfigDict) -> Place:
     first = Path(config.output_dir, config.run_name or config.name)
     source = _source(first, config.resume_from)
     dashboard.say(folders.lock(source.folder))
+    if config.resume_from == "latest":
+        source = _latest(source.folder)
     with folders.given_back(source.folder):
-        return _check_source(config, first, source)
+        return _check_source(config, source)
 
 
-def _check_source(config: ConfigDict, first: Path, source: Source) -> Place:
+def _check_source(config: ConfigDict, source: Source) -> Place:
     """Raises UserError unless the run can go on from its source; notes in its folder what it reads."""
     folder, path, parent = source
-    folders.own_files(folder)
     checkpoint, lines = checkpoints.choose(path) if path else (None, [])
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
@@ -69,7 +70,6 @@ def _check_source(config: ConfigDict, first: Path, source: Source) -> Place:
     if parent:
         _check_inherited(checkpoint, changed)
     elif checkpoint:
-        _check_name(checkpoint / "config.json", first)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, epoch)
     inputs, notices = _inputs(config, source, epoch)
@@ -97,55 +97,44 @@ def _source(first: Path, resume_from: str) -> Source:
     """Raises UserError unless config.resume_from is "", "latest", or a path in a folder of this run or of another."""
     if not resume_from:
         return Source(folders.take(first))
-    _check_folders(first)
     if resume_from == "latest":
-        return _latest(first)
+        return Source(_latest_folder(first))
     path = Path(os.path.realpath(resume_from))
     if checkpoints.find(path) is None:
         expected = "a folder like epoch_000010, or one that holds such folders"
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.family(first):
-        if _holds(folder, path):
-            _check_name(folder / "config.json", first)
+        if _name(folder) == first.name and _holds(folder, path):
             return Source(folder, path)
-    return _branch(first, path)
+    for folder in path.parents[:3]:
+        if _name(folder) and _holds(folder, path):
+            return Source(folders.take(first), path, folder)
+    raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
-def _check_folders(first: Path) -> None:
-    """Raises UserError unless all that has this run's name is a folder, without links into another run's."""
-    for folder in folders.family(first):
-        if not folder.is_dir():
-            raise UserError(f"config.resume_from: {folder} is no folder")
-        _check_links(folder)
-
-
-def _branch(first: Path, path: Path) -> Source:
-    """Raises UserError unless a checkpoint is in the folder of a run of another name."""
-    parents = [folder for folder in path.parents[:3] if _name(folder / "config.json") and _holds(folder, path)]
-    if parents and _name(parents[0] / "config.json") != first.name:
-        return Source(folders.take(first), path, parents[0])
-    place = _description(parents[0]) if parents else "in no folder that a run has written"
-    raise UserError(f"config.resume_from: {path} is {place}, but this run writes to {first}")
-
-
-def _latest(first: Path) -> Source:
+def _latest_folder(first: Path) -> Path:
     """The newest folder of the run that has a checkpoint; otherwise the newest without one, or a new one."""
-    family = {folder: _name(folder / "config.json") for folder in folders.family(first)}
-    begun = [folder for folder in family if checkpoints.find(folder / "checkpoints")]
-    for folder in begun:
-        if folder == first or not family[folder]:
-            _check_name(folder / "config.json", first)
-    if own := [folder for folder in begun if family[folder] == first.name]:
-        return Source(own[-1], own[-1] / "checkpoints")
-    others = [folder for folder in family if folder not in begun]
-    own = [folder for folder in others if family[folder] == first.name]
-    own = own or [folder for folder in others if folders.is_unused(folder)]
-    return _begun(own[-1]) if own else Source(folders.take(first))
+    family = [folder for folder in folders.family(first) if folder.is_dir()]
+    own = [folder for folder in family if _name(folder) == first.name]
+    begun = [folder for folder in own if checkpoints.find(folder / "checkpoints")]
+    if not own and checkpoints.find(first / "checkpoints"):
+        raise UserError(
+            f"config.resume_from: {first} is of the run {_name(first) or 'of an unknown name'}, not of {first.name}: "
+            "correct config.run_name, or copy config.json from a checkpoint of the run"
+        )
+    unused = [folder for folder in family if folders.is_unused(folder)]
+    return (begun or own or unused or [folders.take(first)])[-1]
 
 
-def _begun(folder: Path) -> Source:
-    """Of a run without a checkpoint. A branch that was killed before it had one begins again from its parent."""
-    if not (file := folder / folders.PARENT).exists():
+def _latest(folder: Path) -> Source:
+    """What there is to go on from in a run's own folder. A branch that was killed before it had a checkpoint begins
+    again from its parent."""
+    path, file = folder / "checkpoints", folder / folders.PARENT
+    if os.path.lexists(path) and not path.is_dir():
+        raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
+    if checkpoints.find(path):
+        return Source(folder, path)
+    if not file.exists():
         return Source(folder)
     parent = folders.read_json(file)
     if checkpoints.find(checkpoint := Path(parent["checkpoint"])) is None:
@@ -159,50 +148,13 @@ def _holds(folder: Path, path: Path) -> bool:
     return path in places or path.parent in places
 
 
-def _check_links(folder: Path) -> None:
-    """Raises UserError where a run would read what is no folder, or write through a link into another run's."""
-    own = folder.resolve()
-    for path in (folder / name for name in ("checkpoints", *folders.FOLDERS)):
-        if path.name == "checkpoints" and os.path.lexists(path) and not path.is_dir():
-            raise UserError(f"{path} is no folder, so there is nothing to go on from; put the run's checkpoints there")
-        target = Path(os.path.realpath(path))
-        for other in (target, *target.parents[:2]):
-            if not own.is_relative_to(other) and _name(other / "config.json"):
-                raise UserError(f"{path} is a link into another run's folder, {other}; remove the link")
-
-
-def _name(config_file: Path) -> str:
-    """Of the run that wrote a config.json; "" where no run has."""
+def _name(folder: Path) -> str:
+    """Of the run that wrote a folder's config.json; "" where no run has."""
     try:
-        stored = folders.read_json(config_file)
-    except ValueError:
+        stored = folders.read_json(folder / "config.json")
+    except UserError:
         return ""
-    name = stored.get("run_name") or stored.get("name") if "output_dir" in stored else ""
-    return Path(name).name if isinstance(name, str) else ""
-
-
-def _check_name(config_file: Path, first: Path) -> None:
-    """Raises UserError unless a config.json in a run's folder is of a run of the same name."""
-    if name := _name(config_file):
-        if name != first.name:
-            raise UserError(
-                f"config.resume_from: {config_file.parent} is of the run {name}, and this one is {first.name}; "
-                f"--config.run_name={name} goes on with it, or begin a run from its weights by config.lora.path"
-            )
-    else:
-        raise UserError(
-            f"config.resume_from: {config_file} is no run's config, so {config_file.parent} may be anybody's; if it is "
-            "this run's folder, copy config.json from a checkpoint of it"
-        )
-
-
-def _description(parent: Path) -> str:
-    """Of a run with this run's name in another folder, and the way to go on from it, if there is one."""
-    name = _name(parent / "config.json")
-    if parent in folders.family(parent.with_name(name)):
-        flags = f"--config.output_dir={parent.parent} --config.run_name={name}"
-        return f"of the run in {parent}, with which {flags} goes on"
-    return f"of the run {name}, whose folder was renamed to {parent}"
+    return Path(str(stored.get("run_name") or stored.get("name"))).name if "output_dir" in stored else ""
 
 
 def changed_settings(checkpoint: Path, config: ConfigDict) -> dict[str, tuple]:
