@@ -379,6 +379,7 @@ def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(tmp_path, num_by
 
 STEPS = [
     (Path, "rename"),
+    (Path, "replace"),
     (folders, "sync"),
     (folders, "remove"),
     (shutil, "rmtree"),

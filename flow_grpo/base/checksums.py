@@ -98,11 +98,10 @@ def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]
 
 def _remembered(memory: Path) -> Digests:
     """What a memory holds; nothing where it is missing or damaged."""
-    with suppress(OSError, ValueError, RecursionError):
-        stored = json.loads(memory.read_text())
-        if isinstance(stored, dict) and all(isinstance(entry, list) and len(entry) == 4 for entry in stored.values()):
-            return stored
-    return {}
+    try:
+        return folders.read_json(memory)
+    except UserError:
+        return {}
 
 
 def _entry_of(remembered: Digests, file: Path) -> list:

@@ -186,18 +186,12 @@ def lock(folder: Path) -> str:
 def _wait_for_lock(file: TextIO, folder: Path) -> None:
     """For a holder that was killed. One that is alive is refused."""
     end = time.monotonic() + WAIT_S
-    while not _locks(file):
+    while True:
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if time.monotonic() > end:
             raise UserError(_refusal(folder))
         time.sleep(0.1)
-
-
-def _locks(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _refusal(folder: Path) -> str:

@@ -162,11 +162,6 @@ def find(path: Path) -> Path | None:
     return checkpoints[-1] if (checkpoints := _at(path)) else None
 
 
-def later(folder: Path, epoch: int) -> list[Path]:
-    """The checkpoints in `folder` of epochs after this one."""
-    return [path for number, path in _checkpoints(folder) if number > epoch]
-
-
 def named(checkpoint: Path | None) -> str:
     """The last checkpoint, for a sentence."""
     return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"

@@ -71,7 +71,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         _check_inherited(checkpoint, changed)
     elif checkpoint:
         _check_unchanged(checkpoint, changed)
-        _check_newest(folder, path, epoch)
+        _check_newest(folder, path, checkpoint)
     inputs, notices = _inputs(config, source, epoch)
     if changed:  # so that health compares no rewards of other settings
         inputs = inputs._replace(rewards_since=epoch)
@@ -187,14 +187,14 @@ def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
         )
 
 
-def _check_newest(folder: Path, path: Path, epoch: int) -> None:
+def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
     """Raises UserError where config.resume_from names an older checkpoint: to go on from it in this folder would
     destroy what came later."""
-    own = os.path.realpath(path) == os.path.realpath(folder / "checkpoints")
-    if later := [] if own else checkpoints.later(folder / "checkpoints", epoch):
+    newest = checkpoints.find(folder / "checkpoints")
+    if newest and newest.name > checkpoint.name and path.resolve() != newest.parent.resolve():
         raise UserError(
-            f"config.resume_from: {folder} has later checkpoints than {path}: {', '.join(p.name for p in later)}; "
-            "with another --config.run_name the same command branches off there"
+            f"config.resume_from: {folder} has a later checkpoint than {path}: {newest.name}; with another "
+            "--config.run_name the same command branches off there"
         )
 
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from flow_grpo.base import distributed, folders
@@ -58,11 +57,10 @@ def _explained(run_folder: Path) -> Iterator[None]:
     """What cannot be written is a WriteFailed that says how to go on."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not (isinstance(error, OSError) or folders.is_full(error) or "(os error" in str(error)):  # of safetensors
+    except Exception as error:
+        if not (isinstance(error, OSError) or "(os error" in str(error)):  # of safetensors
             raise
-        what = "disk full: " if folders.is_full(error) else ""
-        way_out = "free some space; " if what else ""
+        what, way_out = ("disk full: ", "free some space; ") if folders.is_full(error) else ("", "")
         raise WriteFailed(f"{what}{error}; {way_out}{folders.how_to_go_on(run_folder)}") from error
 
 
