@@ -135,19 +135,21 @@ def two_epochs(tmp_path_factory, shallow):
     """A folder with RUN, which has two checkpoints and the state of its best evaluation."""
     folder = tmp_path_factory.mktemp("two_epochs")
     how = shallow | dict(num_epochs=2, save_freq=1, eval_freq=1, health__action="roll_back", logger="none")
-    train(NAME, folder / "runs", **how, eval__num_prompts=1)
+    how |= dict(eval__num_prompts=1)
+    train(NAME, folder / "runs", **how)
     return folder, how
+
+
+@pytest.fixture
+def how(two_epochs, tmp_path, monkeypatch):
+    """Settings of RUN, of which the working directory has a copy."""
+    shutil.copytree(two_epochs[0], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return two_epochs[1]
 
 
 def sums_of(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def prepared(source, folder, commands, monkeypatch):
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    monkeypatch.chdir(folder)
-    subprocess.run(["sh", "-ec", commands], check=True)
-    return sums_of(folder)
 
 
 def take_folder(how, **more):
@@ -160,11 +162,9 @@ def take_folder(how, **more):
 
 
 @pytest.mark.parametrize(("commands", "resume_from", "others", "folder"), CASES.values(), ids=CASES)
-def test_a_run_goes_on_from_nothing_but_its_own_folder(
-    two_epochs, tmp_path, commands, resume_from, others, folder, monkeypatch
-):
-    source, how = two_epochs
-    before = prepared(source, tmp_path, commands, monkeypatch)
+def test_a_run_goes_on_from_nothing_but_its_own_folder(how, tmp_path, commands, resume_from, others, folder):
+    subprocess.run(["sh", "-ec", commands], check=True)
+    before = sums_of(tmp_path)
     if folder:
         begun = Path(folder).exists()
         place = take_folder(how, resume_from=resume_from, **others)
@@ -177,21 +177,16 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(
     assert {path.name for path in after.keys() - before} <= {folders.LOCK, folders.INPUTS, folders.DIGESTS}
 
 
-def test_latest_is_what_another_process_has_saved_until_it_let_go_of_the_folder(two_epochs, tmp_path, monkeypatch):
-    source, how = two_epochs
-    prepared(source, tmp_path, f"mv {RUN}/checkpoints .", monkeypatch)
-    lock = folders.lock
-    saved = lambda folder: Path("checkpoints").rename(folder / "checkpoints") and lock(folder)  # noqa: E731
-    monkeypatch.setattr(folders, "lock", saved)
+def test_latest_is_what_another_process_has_saved_until_it_let_go_of_the_folder(how, monkeypatch):
+    away, lock = Path(RUN, "checkpoints").rename("checkpoints"), folders.lock
+    monkeypatch.setattr(folders, "lock", lambda folder: away.rename(folder / "checkpoints") and lock(folder))
     assert take_folder(how, resume_from="latest").checkpoint == Path(NEWEST)
 
 
 @pytest.mark.parametrize(("resume_from", "others", "epoch"), BRANCHES.values(), ids=BRANCHES)
-def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(
-    two_epochs, tmp_path, monkeypatch, resume_from, others, epoch
-):
-    source, how = two_epochs
-    before = prepared(source, tmp_path, f"ln -s {RUN} ck", monkeypatch)
+def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_path, resume_from, others, epoch):
+    Path("ck").symlink_to(RUN)
+    before = sums_of(tmp_path)
     for again in (resume_from, "latest"):  # as if it had been killed before its first checkpoint
         place = take_folder(how, resume_from=again, train__learning_rate=1e-5, **others)
         expected = Path(others.get("output_dir", "runs"), others["run_name"])
@@ -202,10 +197,8 @@ def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
 
-def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(two_epochs, tmp_path, monkeypatch):
-    source, how = two_epochs
-    before = prepared(source, tmp_path, "", monkeypatch)
-    how = how | dict(eval__num_prompts=1, run_name="branch")
+def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
+    before, how = sums_of(tmp_path), how | dict(run_name="branch")
     branch = train(NAME, "runs", **how, resume_from=f"{RUN}/checkpoints/epoch_000001")
     assert lines_of(branch) == lines_of(tmp_path / RUN)
     ours, theirs = (sums_of(folder / LAST / "state") for folder in (branch, tmp_path / RUN))
@@ -216,13 +209,11 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(two_epochs, tmp_path
     assert (folder, len(lines_of(folder, "epoch"))) == (branch, 3)
 
 
-def test_a_branch_may_change_its_reward_rate_and_algorithm(two_epochs, tmp_path, monkeypatch):
+def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkeypatch):
     """What is compared with its parent's begins anew, and the policies that its parent had not are the loaded one."""
-    source, how = two_epochs
     read_progress = checkpoints.read_progress
     halved = lambda checkpoint: read_progress(checkpoint)._replace(learning_rate_factor=0.5)  # noqa: E731
     monkeypatch.setattr(checkpoints, "read_progress", halved)
-    prepared(source, tmp_path, "", monkeypatch)
     how = {key: value for key, value in how.items() if not key.startswith("reward")} | dict(num_epochs=3)
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
     how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, train__learning_rate=1e-4)
@@ -239,9 +230,9 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(two_epochs, tmp_path,
     assert best.read(back).inputs["dataset"] != best.read(branch).inputs["dataset"]
 
 
-def test_a_branch_that_never_began_is_no_new_run(two_epochs, tmp_path, monkeypatch):
-    source, how = two_epochs
-    prepared(source, tmp_path, f"cp -r {RUN} gone; mkdir runs/b", monkeypatch)
+def test_a_branch_that_never_began_is_no_new_run(how):
+    shutil.copytree(RUN, "gone")
+    Path("runs/b").mkdir()
     record = dict(folder="gone", checkpoint="gone/checkpoints/epoch_000009")
     Path("runs/b", folders.PARENT).write_text(json.dumps(record))
     for _ in range(2):
@@ -249,14 +240,12 @@ def test_a_branch_that_never_began_is_no_new_run(two_epochs, tmp_path, monkeypat
             take_folder(how, run_name="b", resume_from="latest")
 
 
-def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(two_epochs, tmp_path):
-    source, how = two_epochs
-    shutil.copytree(source / "runs", tmp_path / "runs")
+def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):
     folder, backup = tmp_path / RUN, tmp_path / "backup"
     shutil.copytree(folder, backup, copy_function=os.link)
     before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read(folder)
     assert last.epoch == 2  # so the end's evaluation was the best
-    prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest", eval__num_prompts=1)
+    prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest")
     assert train(NAME, tmp_path / "runs", **prolonged) == folder
     assert [line["epoch"] for line in lines_of(folder, "epoch")] == [0, 1, 2]
     assert json.loads((folder / "config.json").read_text())["num_epochs"] == 3
@@ -271,10 +260,8 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_
     assert changed <= {folders.LOCK, "README.md", "reward.png", "samples.png"} | PEFT
 
 
-def test_evaluations_with_other_steps_begin_a_series_of_their_own(two_epochs, tmp_path):
-    source, how = two_epochs
-    shutil.copytree(source / "runs", tmp_path / "runs")
-    how = how | dict(num_epochs=3, eval__num_prompts=1, resume_from="latest", eval__num_steps=7)
+def test_evaluations_with_other_steps_begin_a_series_of_their_own(how, tmp_path):
+    how = how | dict(num_epochs=3, resume_from="latest", eval__num_steps=7)
     folder = train(NAME, tmp_path / "runs", **how)
     kept = best.read(folder)
     assert (kept.num_steps, kept.since) == (7, 2)
@@ -283,13 +270,11 @@ def test_evaluations_with_other_steps_begin_a_series_of_their_own(two_epochs, tm
     assert "health/eval_drop" not in lines_of(folder, "epoch")[-1]
 
 
-def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(two_epochs, tmp_path, monkeypatch):
+def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(how, tmp_path, monkeypatch):
     monkeypatch.setattr(health, "not_finite", lambda epoch: [health.Alarm("not_finite", 0.0, 0.0, "")])
-    source, how = two_epochs
-    shutil.copytree(source / "runs", tmp_path / "runs")
     for state in (tmp_path / RUN).rglob("best/checkpoint"):
         shutil.rmtree(state)
-    how = how | dict(num_epochs=9, eval__num_prompts=1, eval_freq=20, resume_from="latest")
+    how = how | dict(num_epochs=9, eval_freq=20, resume_from="latest")
     folder = train(NAME, tmp_path / "runs", **how)
     assert [line["health/action_taken"] for line in lines_of(folder, "epoch")[2:]] == [1.0]
     assert (folder / "checkpoints" / "epoch_000003").is_dir()
@@ -340,10 +325,7 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     assert "shapes" not in fingerprint.of(served, tmp_path).rewards
 
 
-def test_damage_is_named_and_costs_an_epoch_at_most(two_epochs, tmp_path, capfd):
-    source, how = two_epochs
-    how = how | dict(eval__num_prompts=1)
-    shutil.copytree(source / "runs", tmp_path / "runs")
+def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):
     folder, output_dir = tmp_path / RUN, tmp_path / "runs"
     before, (first, newest) = lines_of(folder), sorted((folder / "checkpoints").iterdir())
     for path in [next((newest / "state").iterdir()), next((first / "best").glob("*.safetensors"))]:
