@@ -111,20 +111,16 @@ def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -
     be writing it, and so does what cannot be removed."""
     with suppress(OSError):
         for leftover in [*folder.glob(f"{stem}{SCRATCH}*")]:
-            written = max(path.stat().st_mtime for path in [leftover, *leftover.rglob("*")])
-            if time.time() - written >= age_s:
+            if time.time() - leftover.stat().st_mtime >= age_s:
                 remove(leftover)
 
 
 def family(first: Path) -> list[Path]:
     """What there is of `first`, NAME-2, NAME-3 and so on, the lowest number first, whatever lies there."""
-    pattern = re.compile(rf"{re.escape(first.name)}(?:-([1-9]\d*))?")
-    try:
-        matches = [(pattern.fullmatch(path.name), path) for path in first.parent.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    pattern = re.compile(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?")
+    matches = [(pattern.fullmatch(path.name), path) for path in first.parent.glob("*")]
     numbers = {path: int(match[1] or 1) for match, path in matches if match}
-    return sorted((path for path in numbers if path == first or numbers[path] > 1), key=numbers.get)
+    return sorted(numbers, key=numbers.get)
 
 
 def take(first: Path, key: str = "config.output_dir") -> Path:
