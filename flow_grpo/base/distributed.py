@@ -153,11 +153,7 @@ def over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 def any_rank(flag: bool) -> bool:
     """Whether some rank says so; all ranks must call."""
-    if not dist.is_initialized():
-        return flag
-    highest = torch.tensor(int(flag))
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return bool(highest)
+    return bool(gather(torch.tensor([int(flag)])).any())
 
 
 def gather_objects(values: list) -> list:
