@@ -25,14 +25,14 @@ from tqdm import tqdm
 from flow_grpo import rewards
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import quoted
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
-from flow_grpo.monitoring.plots import contact_sheet, fit
+from flow_grpo.monitoring.dashboard import plain
+from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import checks, command_line
@@ -53,9 +53,7 @@ def configured(args):
 
 def override(config, args):
     """Put what the command line says into a config."""
-    flags = dict(num_steps=args.num_steps, num_prompts=args.num_prompts, batch_size=args.batch_size)
-    config.eval.update({key: value for key, value in flags.items() if value is not None})
-    config.precision = args.precision or config.precision
+    config.eval.num_prompts = config.eval.num_prompts if args.num_prompts is None else args.num_prompts
     for text in args.set:
         key, _, value = text.partition("=")
         try:
@@ -63,17 +61,14 @@ def override(config, args):
         except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
     if args.rewards:
-        weights = {name: weight_of(weight) for name, _, weight in (text.partition("=") for text in args.rewards)}
         with config.unlocked():
-            config.reward_fn, config.eval.rewards = weights, ()
+            config.reward_fn, config.eval.rewards = dict(args.rewards), ()
 
 
-def weight_of(text):
+def reward_and_weight(text):
     """Of NAME or NAME=WEIGHT."""
-    try:
-        return float(text or 1)
-    except ValueError as error:
-        raise UserError(f"--rewards: {quoted(text)} is no weight") from error
+    name, _, weight = text.partition("=")
+    return name, float(weight or 1)
 
 
 def chosen_prompts(args, config):
@@ -88,12 +83,11 @@ def chosen_prompts(args, config):
     return evaluation.part_of(split, config)
 
 
-def check(args, compared, config, split):
+def check(args, compared, config, split, seeds):
     """The policies' model classes. Raises UserError, before any weight is loaded, for what is wrong or not there."""
     for flag, values in (("--sizes", args.sizes), ("--best-of", args.best_of), ("--seeds", args.seeds)):
         if len(set(values or [])) != len(values or []):
             raise UserError(f"{flag} names a value twice: {values}")
-    seeds = seeds_of(args, config)
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
     checks.drop_unused_rewards(config)
@@ -118,12 +112,7 @@ def sizes_of(args, config):
     return args.sizes or [training_size(config)]
 
 
-def seeds_of(args, config):
-    """Those of the command line, or the run's own."""
-    return args.seeds or list(range(config.eval.noises_per_prompt))
-
-
-def rows_of(candidate, model, pool, ranks, args, split, seeds):
+def rows_of(candidate, model, pool, args, split, seeds):
     """Score a policy at every guidance scale and size; yields the row's settings and its scores."""
     config = candidate.config
     scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
@@ -141,19 +130,11 @@ def rows_of(candidate, model, pool, ranks, args, split, seeds):
         embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
         config=config,
     )
-    shown = evaluation.spread(range(len(split.prompts)), evaluation.NUM_SHOWN)
     for scale, size in itertools.product(scales, sizes):
         config.eval.guidance_scale, config.height, config.width = scale, size.height, size.width
         settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
-        scores = evaluation.score(sampler, split, seeds, shown)
+        scores = evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN)
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
-
-
-def figure_of_categories(args, values):
-    """The score that is shown by category: --by, or the first that says right or wrong, or the weighted sum."""
-    if args.by and args.by not in values:
-        raise UserError(f"--by {args.by}: the scores are {', '.join(values)}")
-    return args.by or next((name for name, column in values.items() if estimates.is_binary(column)), "avg")
 
 
 def summary(values, by, categories, best_of):
@@ -197,32 +178,22 @@ def shown(estimate):
 def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
-    captions, rewards = [split.prompts[i].text for i in numbers], scores.values["avg"][0, numbers].tolist()
+    images, captions = torch.stack([*scores.images.values()]), [split.prompts[i].text for i in numbers]
+    sheet = contact_sheet(images, captions, scores.values["avg"][0, numbers])
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
-    pictures = [fit(picture) for picture in to_pictures(torch.stack([*scores.images.values()]))]
-    figures = [f"{reward:.3f}" for reward in rewards]
-    contact_sheet(pictures, captions, figures).page.save(folder / f"{number}_{name}.png")
+    sheet.page.save(folder / f"{number}_{name}.png")
 
 
 def as_json(row, scores):
-    """A row with every score, [prompts][seeds]; null for those that failed."""
-    plain = {kind: {name: e._asdict() for name, e in row[kind].items()} for kind in ("all", "by_category")}
-    return without_nan(row | plain | {"scores": {name: column.T.tolist() for name, column in scores.values.items()}})
-
-
-def without_nan(value):
-    """The same with None in the place of NaN, which JSON has not."""
-    if isinstance(value, dict):
-        return {key: without_nan(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [without_nan(part) for part in value]
-    return None if value != value else value
+    """A row with every score, [prompts][seeds]; "nan" for those that failed."""
+    parts = {kind: {name: e._asdict() for name, e in row[kind].items()} for kind in ("all", "by_category")}
+    return plain(row | parts | {"scores": {name: column.T.tolist() for name, column in scores.values.items()}})
 
 
 def main(args):
     compared, common = configured(args)
-    split, seeds = chosen_prompts(args, common), seeds_of(args, common)
-    families = check(args, compared, common, split)
+    split, seeds = chosen_prompts(args, common), args.seeds or list(range(common.eval.noises_per_prompt))
+    families = check(args, compared, common, split, seeds)
     ranks = distributed.init_distributed()
     for candidate in compared:
         quantisation.check_device(candidate.config, ranks.device)
@@ -236,8 +207,8 @@ def main(args):
         model = None  # two do not fit on a GPU together
         loading.free_memory()
         model = policies_to_compare.load(candidate, family, ranks.device)
-        for row, scores in rows_of(candidate, model, pool, ranks, args, split, seeds):
-            by = figure_of_categories(args, scores.values)
+        for row, scores in rows_of(candidate, model, pool, args, split, seeds):
+            by = next((name for name, column in scores.values.items() if estimates.is_binary(column)), "avg")
             rows.append(row | summary(scores.values, by, categories, args.best_of or ()))
             if distributed.is_main():
                 texts.append(as_json(rows[-1], scores))
@@ -264,20 +235,12 @@ def parser():
     add("--prompts", help="a data set's folder, or a file of prompts; default: the first run's data set")
     add("--split", choices=["test", "validation", "train"], default="test", help="of a data set's folder")
     add("--num-prompts", type=int, help="evenly spread; default: all of --prompts, or as many as the run evaluated")
-    add("--rewards", nargs="+", help="NAME or NAME=WEIGHT; default: the first run's")
+    add("--rewards", nargs="+", type=reward_and_weight, help="NAME or NAME=WEIGHT; default: the first run's")
     add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
     add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
-    add("--num-steps", type=int, help="deterministic denoising steps")
-    add("--precision", choices=["fp32", "bf16"], help="of the transformer")
-    add(
-        "--batch-size",
-        type=int,
-        help="images per forward and GPU; large ones keep small models from waiting for Python",
-    )
     add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
-    add("--by", help="the score that is shown by category")
-    add("--set", nargs="*", default=[], help="settings of the config, such as reward.device=cuda:1")
+    add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
     add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
     return parser
 

@@ -274,9 +274,10 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
 
 
 def test_a_larger_batch_changes_no_score(runs, tmp_path):
-    found = [evaluated(tmp_path, runs[4], "--batch-size", size)[0]["rows"][0]["scores"] for size in (1, 3, 64)]
-    assert found[0]["shapes"] == found[1]["shapes"] == found[2]["shapes"]
-    assert torch.tensor(found[0]["shapes"]).unique().numel() > 2
+    rows = [evaluated(tmp_path, runs[4], "--set", f"eval.batch_size={size}")[0]["rows"][0] for size in (1, 3, 64)]
+    one, three, many = (row["scores"]["shapes"] for row in rows)
+    assert one == three == many
+    assert torch.tensor(one).unique().numel() > 2
 
 
 def test_two_ranks_write_what_one_writes(runs, tmp_path):

@@ -45,17 +45,17 @@ class Scores(NamedTuple):
 
 
 @torch.no_grad()
-def score(sampler: Sampler, split: Split, seeds: range | list[int], shown: list[int] | None = None) -> Scores:
+def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: int = 0) -> Scores:
     """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
 
     Noise s of prompt i does not depend on the run or its seed, and batches are the same on any number of ranks.
 
     Args:
         seeds: S numbers; the first noise of all prompts is drawn first, so that one noise more changes no batch.
-        shown: prompts whose image of the first noise is returned.
+        num_shown: of how many prompts, evenly spread, the image of the first noise is returned.
     """
-    rows = [(seed, number) for seed in seeds for number in range(len(split.prompts))]
-    size, shown, batches = sampler.config.eval.batch_size, torch.tensor(shown or [], dtype=torch.long), []
+    numbers, size, batches = range(len(split.prompts)), sampler.config.eval.batch_size, []
+    rows, shown = [(seed, number) for seed in seeds for number in numbers], torch.tensor(spread(numbers, num_shown))
     for turn, counts in turns(-(-len(rows) // size), sampler.bar):
         start = turn * size
         images, pending = _draw(sampler, split, rows[start : start + size])

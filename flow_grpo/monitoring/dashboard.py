@@ -8,7 +8,6 @@ folder alone. Where no tracker is open, report.html is written at every evaluati
 import functools
 import json
 import math
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -24,9 +23,7 @@ from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import report, trackers
 from flow_grpo.monitoring.plots import (
     contact_sheet,
-    damaged_lines,
     evaluations,
-    fit,
     plot_reward,
     plot_samples,
     read_metrics,
@@ -82,17 +79,8 @@ class Dashboard:
         config = plain(self.config.to_dict())
         folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         (self.run_dir / "images").mkdir(exist_ok=True)
-        self._name_damage()
         self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
-
-    def _name_damage(self):
-        """A run goes on without damaged lines of metrics.jsonl; the file as it was is kept under another name."""
-        metrics = self.run_dir / "metrics.jsonl"
-        if lines := damaged_lines(self.run_dir):
-            numbers = ", ".join(map(str, lines[:8])) + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
-            shutil.copy2(metrics, aside := metrics.with_suffix(".damaged.jsonl"))
-            say(f"{metrics}: line {numbers} cannot be read and is left out; the file as it was is {aside}")
 
     def _recall(self):
         records = read_metrics(self.run_dir)
@@ -147,8 +135,7 @@ class Dashboard:
         self.latest |= record
         self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
         if kind != "update":
-            tqdm.write(self._summary(kind, epoch, values, seconds_left), file=sys.stdout)
-            sys.stdout.flush()
+            say(self._summary(kind, epoch, values, seconds_left))
 
     @contextmanager
     def timed(self, phase: str):
@@ -217,17 +204,14 @@ class Dashboard:
         Args:
             scores: prompt -> its reward, of all prompts, not only those that are shown.
         """
-        whole = to_pictures(images)
-        figures = [""] * len(whole) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
-        labels = [" | ".join(filter(None, pair)) for pair in zip(captions, figures, strict=True)]
-        pictures = [fit(picture) for picture in whole]
-        sheet = contact_sheet(pictures, captions, figures)
+        sheet = contact_sheet(images, captions, rewards)
+        labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
         for tracker in self.trackers:
-            tracker.log_images(name, whole, labels, sheet.page, {"epoch": epoch, "step": step}, self.lines)
+            at = {"epoch": epoch, "step": step}
+            tracker.log_images(name, to_pictures(images), labels, sheet.page, at, self.lines)
         file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
         file.parent.mkdir(exist_ok=True)
-        cells = [dict(caption=c, reward=f, box=box) for c, f, box in zip(captions, figures, sheet.boxes, strict=True)]
-        file.with_suffix(".json").write_text(json.dumps(plain({"cells": cells, "scores": scores or {}})))
+        file.with_suffix(".json").write_text(json.dumps(plain({"cells": sheet.cells, "scores": scores or {}})))
         sheet.page.save(scratch := file.with_suffix(".tmp"), "png")
         scratch.replace(file)  # a kill must not leave half a picture
         if name == "eval" and not self.trackers:

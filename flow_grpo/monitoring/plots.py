@@ -14,8 +14,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.pixels import to_pictures
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
@@ -32,27 +34,19 @@ class Sheet(NamedTuple):
     """Pictures on a page."""
 
     page: Image.Image
-    boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom of each picture
+    cells: list[dict]  # of each picture its caption, its reward and its box
 
 
 def read_metrics(run_dir) -> list[dict]:
     """The whole lines of metrics.jsonl: `kind` a string, everything else a number. Damaged lines are passed over."""
-    return [record for record in map(_record, _lines(run_dir)) if record is not None]
-
-
-def damaged_lines(run_dir) -> list[int]:
-    """Numbers of the whole lines of metrics.jsonl that no run has written."""
-    return [number for number, line in enumerate(_lines(run_dir), start=1) if _record(line) is None]
-
-
-def _lines(run_dir) -> list[bytes]:
     path = Path(run_dir, "metrics.jsonl")
     try:
-        return path.read_bytes().split(b"\n")[:-1]  # the last one was cut by a kill, or is empty
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last one was cut by a kill, or is empty
     except FileNotFoundError:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return [record for record in map(_record, lines) if record is not None]
 
 
 def _record(line: bytes) -> dict | None:
@@ -123,11 +117,14 @@ def fit(picture: Image.Image) -> Image.Image:
     return picture.resize([round(length * factor) for length in picture.size], resampling)
 
 
-def contact_sheet(pictures: list[Image.Image], captions: list[str], figures: list[str]) -> Sheet:
-    """The pictures in about twice as many columns as rows, caption and figure under each."""
+def contact_sheet(images: Tensor, captions: list[str], rewards: Iterable[float] | None = None) -> Sheet:
+    """Images [N, 3, H, W] in [0, 1] in about twice as many columns as rows, caption and reward under each."""
+    figures = [""] * len(captions) if rewards is None else [f"{float(reward):.3f}" for reward in rewards]
+    pictures = [fit(picture) for picture in to_pictures(images)]
     cells = [(p, wrap(c, p.width), figure) for p, c, figure in zip(pictures, captions, figures, strict=True)]
     columns = math.ceil(math.sqrt(2 * len(cells)))
-    return draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
+    page, boxes = draw_cells([cells[i : i + columns] for i in range(0, len(cells), columns)])
+    return Sheet(page, [dict(caption=c, reward=f, box=box) for c, f, box in zip(captions, figures, boxes)])
 
 
 def evaluations(run_dir) -> dict[int, Path]:
@@ -157,7 +154,7 @@ def plot_samples(run_dir) -> Path | None:
         rows += [[]] if i % prompts_per_row == 0 else []
         picture, caption, _ = pair[0]
         rows[-1] += [(None, wrap(caption, picture.width), ""), *((image, [], figure) for image, _, figure in pair)]
-    draw_cells(rows).page.save(Path(run_dir, "samples.png"))
+    draw_cells(rows)[0].save(Path(run_dir, "samples.png"))
     return Path(run_dir, "samples.png")
 
 
@@ -166,8 +163,9 @@ def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
 
 
-def draw_cells(rows: list[list[tuple]]) -> Sheet:
-    """Draw rows of (picture or None, lines of ink under it, one more line in blue) on a white page."""
+def draw_cells(rows: list[list[tuple]]) -> tuple[Image.Image, list[tuple[int, int, int, int]]]:
+    """Rows of (picture or None, lines of ink under it, one more line in blue) on a white page, and where pictures are:
+    left, top, right, bottom of each."""
     gap, line = 14, 15
     width = max((picture.width for row in rows for picture, _, _ in row if picture), default=128)
     cell_heights = [[(p.height + 4 if p else 0) + line * (len(t) + bool(figure)) for p, t, figure in r] for r in rows]
@@ -186,7 +184,7 @@ def draw_cells(rows: list[list[tuple]]) -> Sheet:
                 draw.text((left, y), text, colour, FONT)
                 y += line
         top += height + gap
-    return Sheet(page, boxes)
+    return page, boxes
 
 
 def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> None:

@@ -63,9 +63,8 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     """
     settings = run.config.eval
     split = evaluation.part_of(run.choosing_prompts, run.config)
-    shown = evaluation.spread(range(len(split.prompts)), evaluation.NUM_SHOWN)
     with run.ema.applied(), run.board.timed("eval"):
-        scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), shown)
+        scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), evaluation.NUM_SHOWN)
     figures, masked = evaluation.means(scores), run.pool.masked_shares(scores.values)
     logged = {f"eval/{name}": value for name, value in figures.items()}
     logged |= {f"eval/{name}_masked_share": share for name, share in masked.items()}
