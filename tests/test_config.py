@@ -12,6 +12,7 @@ from flow_grpo import rewards
 from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.monitoring import health
+from flow_grpo.run import health_actions
 from flow_grpo.scoring.settings import RewardSettings
 from flow_grpo.settings import checks, table
 from flow_grpo.weights import policies
@@ -147,9 +148,9 @@ def test_every_setting_is_read_somewhere():
     assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
 
 
-def test_every_type_of_step_can_be_set():
-    choices = {setting.key: setting.choices for setting in table.SETTINGS}
-    assert choices["sample.sde_type"] == SDE_TYPES
+def test_every_type_of_step_and_every_action_about_an_alarm_can_be_set():
+    assert table.BY_KEY["sample.sde_type"].choices == SDE_TYPES
+    assert table.BY_KEY["health.action"].choices == tuple(health_actions.ACTIONS)
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():

@@ -6,15 +6,17 @@ not log is skipped.
 """
 
 import math
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby, pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 LATENT_SIGNS = ("latent_rms", "diversity")
+FINITE = "reward/avg", "grad_norm", "policy_loss", "reference_distance", "kl_reference"  # what must be so in any run
+FINITE = *FINITE, *(f"health/{sign}" for sign in LATENT_SIGNS)
 WINDOW = 5  # epochs in a smoothed figure: a single epoch's reward is mostly the luck of its prompts
 PAUSE = 2 * WINDOW  # epochs between two actions: WINDOW until smoothed figures forget what was before, WINDOW to judge
 
@@ -41,13 +43,9 @@ class Epoch(NamedTuple):
     number: int
     reward: float | None = None  # reward/avg
     no_signal: bool = False  # all groups score alike, or no update had a gradient
-    latent_rms: float | None = None
-    diversity: float | None = None
-    grad_norm: float | None = None  # sum of the updates'; of interest where it is not finite
-    loss: float | None = None  # policy_loss, mean of the updates
-    distance: float | None = None  # reference_distance or kl_reference, mean of the updates
     evaluation: float | None = None  # of config.eval.best_by, before the epoch
     evaluation_error: float | None = None  # its standard error; None for a single prompt
+    not_finite: Mapping[str, float] = MappingProxyType({})  # figures that are NaN or infinite
     acted: bool = False  # whether config.health.action was taken
 
 
@@ -90,27 +88,19 @@ def summarize(records: list[dict], config) -> Epoch:
     epoch = next(record for record in records if record["kind"] == "epoch")
     updates = [record for record in records if record["kind"] == "update"]
     evaluation = next((record for record in records if record["kind"] == "eval"), {})
-    error = evaluation.get("eval/std_error", math.nan)
-    losses = _values(updates, "policy_loss")
-    distances = _values(updates, "reference_distance") or _values(updates, "kl_reference")
-    grad_norms = _values(updates, "grad_norm")
+    chosen_by, error = f"eval/{config.eval.get('best_by', 'avg')}", evaluation.get("eval/std_error", math.nan)
+    grad_norms = [update["grad_norm"] for update in updates if "grad_norm" in update]
     flat = bool(grad_norms) and not any(grad_norms)
+    watched = [(name, record[name]) for record in records for name in (*FINITE, chosen_by) if name in record]
     return Epoch(
         number=int(epoch["epoch"]),
         reward=epoch.get("reward/avg"),
         no_signal=flat or epoch.get("reward/zero_std_share", 0.0) >= 1,
-        **{sign: epoch.get(f"health/{sign}") for sign in LATENT_SIGNS},
-        grad_norm=sum(grad_norms) if grad_norms else None,
-        loss=statistics.fmean(losses) if losses else None,
-        distance=statistics.fmean(distances) if distances else None,
-        evaluation=evaluation.get(f"eval/{config.eval.get('best_by', 'avg')}"),
+        evaluation=evaluation.get(chosen_by),
         evaluation_error=error if math.isfinite(error) else None,
+        not_finite={name: value for name, value in watched if not math.isfinite(value)},
         acted=bool(epoch.get("health/action_taken", 0.0)),
     )
-
-
-def _values(updates: list[dict], name: str) -> list[float]:
-    return [update[name] for update in updates if name in update]
 
 
 def judge(epochs: list[Epoch], limits) -> Verdict:
@@ -133,11 +123,8 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
 
 def not_finite(epoch: Epoch) -> list[Alarm]:
     """An alarm for each figure of an epoch that is NaN or infinite, whatever the limits: no comparison would see it."""
-    return [
-        Alarm("not_finite", value, 0.0, f"{name.replace('_', ' ')} is {value}, which is no finite number")
-        for name, value in epoch._asdict().items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
+    sentence = "{} is {}, which is no finite number"
+    return [Alarm("not_finite", value, 0.0, sentence.format(name, value)) for name, value in epoch.not_finite.items()]
 
 
 def reward_drop(epochs: list[Epoch]) -> Sign | None:
