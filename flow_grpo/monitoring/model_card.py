@@ -136,7 +136,7 @@ def _without_the_machine(model: Path) -> str:
 
 def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, str]]:
     """Name, figure before training, figure of these weights; on the test prompts."""
-    tests = [record for record in run.records if record["kind"] == "test"]
+    tests = run.lines("test")
     first = next((record for record in tests if record["epoch"] == 0), {})
     last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
     names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
@@ -145,21 +145,17 @@ def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, 
 
 def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
     """What was trained, on what, for how long."""
-    config, lines = run.config, [record for record in run.records if record["kind"] == "epoch"]
+    config, lines = run.config, run.lines("epoch")
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
-    rewards = {key: value for key, value in run.stored.items() if key.startswith("reward_fn.")}
     averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
     chosen = best.read(run.folder) if folder.name == best.NAME else None
     return [
         ("prompts", Path(config.dataset).name),
-        (
-            "rewards and weights",
-            ", ".join(f"{key.removeprefix('reward_fn.')} {value}" for key, value in rewards.items()),
-        ),
+        ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
         ("epochs, updates, images", f"{len(lines)}, {steps}, {images}"),
         ("weights", averaged if steps >= config.train.ema_interval else "as trained: no averaging had begun"),
         ("chosen", f"best {chosen.best_by}, after {chosen.epoch} epochs" if chosen else "the last"),
-        ("seed", str(run.stored.get("seed", ""))),
+        ("seed", str(config.seed)),
         ("size", f"{config.height} x {config.width} pixels, height first"),
     ]
 

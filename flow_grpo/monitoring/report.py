@@ -11,13 +11,12 @@ import io
 import json
 import math
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 from ml_collections import ConfigDict
@@ -25,7 +24,7 @@ from ml_collections import ConfigDict
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.monitoring import health, metrics, plots
-from flow_grpo.settings import command_line, table
+from flow_grpo.settings import command_line, older, table
 
 GROUPS = {  # title -> what the names of its curves look like
     "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
@@ -33,6 +32,7 @@ GROUPS = {  # title -> what the names of its curves look like
     "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
     "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_",
     "Health": "health/|parity/log_prob_abs_diff_max$",
+    "Speed and memory": "time/|images_per_s|memory/|batch_occupancy",
 }
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm")  # settings that say nothing
 MOST_EVALUATIONS = 12  # whose images are on the page
@@ -45,18 +45,19 @@ class Recorded:
 
     label: str
     folder: Path
-    stored: dict[str, Any]  # config.json, flat
-    config: ConfigDict  # the same; settings that are younger than the run have their defaults
+    config: ConfigDict  # settings that are younger than the run have their defaults
     records: list[dict[str, float]]
+
+    def lines(self, kind: str) -> list[dict[str, float]]:
+        """The records of a kind."""
+        return [record for record in self.records if record["kind"] == kind]
 
 
 class Panel(NamedTuple):
     """A curve of every run."""
 
     name: str
-    unit: str
-    meaning: str
-    expect: str
+    metric: metrics.Metric
     svg: str
 
 
@@ -77,12 +78,8 @@ def read(folder: Path, label: str) -> Recorded:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} is no run's folder: {path} does not exist")
-    stored, config = table.flat(ConfigDict(folders.read_json(path))), table.default_config()
-    with config.unlocked(), config.ignore_type():
-        for key in set(stored) & set(table.BY_KEY):
-            section, _, name = key.rpartition(".")
-            (config[section] if section else config)[name] = stored[key]
-    return Recorded(label, folder, stored, config, plots.read_metrics(folder))
+    config = ConfigDict(older.with_defaults(folders.read_json(path), path))
+    return Recorded(label, folder, config, plots.read_metrics(folder))
 
 
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
@@ -97,11 +94,11 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
     """One figure of all runs, and what the table of metrics says of it."""
-    key, metric = metrics.explain(name) or (name, metrics.Metric("", "logged by a script of your own", ""))
+    key, metric = metrics.explain(name) or (name, metrics.Metric("logged by a script of your own", ""))
     lines = [plots.curve(run.records, name, run.label) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
-    return Panel(name, metric.unit, metric.meaning, expect, plots.svg_panel(lines, limit))
+    return Panel(name, metric._replace(expect=expect), plots.svg_panel(lines, limit))
 
 
 def summary(runs: Sequence[Recorded]) -> Table:
@@ -111,7 +108,7 @@ def summary(runs: Sequence[Recorded]) -> Table:
 
 
 def _summary_row(run: Recorded) -> list[str]:
-    epochs = [record for record in run.records if record["kind"] == "epoch"]
+    epochs = run.lines("epoch")
     hours = sum(record.get("time/epoch_s", 0.0) for record in epochs) / 3600
     name = f"eval/{run.config.eval.best_by}"
     values = [(record[name], int(record["epoch"])) for record in run.records if name in record]
@@ -176,24 +173,12 @@ def prompts(run: Recorded) -> dict[str, Table]:
 def changed_settings(runs: Sequence[Recorded]) -> Table:
     """Settings in which a run differs from the defaults; no secret among them."""
     defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
-    keys = sorted({key for run in runs for key in run.stored} | {*defaults})
+    columns = defaults, *(table.flat(run.config) for run in runs)
+    keys = sorted({key for column in columns for key in column})
     keys = [key for key in keys if key not in NOT_SHOWN and not key.endswith("token")]
-    columns = defaults, *(run.stored for run in runs)
     rows = [[key, *("" if (value := values.get(key)) is None else str(value) for values in columns)] for key in keys]
     rows = [row for row in rows if any(value != row[1] for value in row[2:])]
     return Table(["setting", "default", *(run.label for run in runs)], rows)
-
-
-def phases(runs: Sequence[Recorded]) -> Table:
-    """Mean seconds of an epoch's phases, its rate, and its memory."""
-    epochs = [[record for record in run.records if record["kind"] == "epoch"] for run in runs]
-    names = sorted({name for lines in epochs for line in lines for name in line if name.startswith("time/")})
-    names += ["images_per_s", "memory/peak_gib"]
-    columns = [[[line[name] for line in lines if name in line] for name in names] for lines in epochs]
-    means = [[f"{statistics.fmean(values):.4g}" if values else "" for values in column] for column in columns]
-    return Table(
-        ["mean of an epoch", *(run.label for run in runs)], [[name, *row] for name, *row in zip(names, *means)]
-    )
 
 
 def page(runs: Sequence[Recorded]) -> str:
@@ -207,7 +192,6 @@ def page(runs: Sequence[Recorded]) -> str:
         alarms=[sentence for run in runs for sentence in alarms(run)],
         runs=[(run, moments(run), prompts(run)) for run in runs],
         settings=changed_settings(runs),
-        phases=phases(runs),
     )
 
 
