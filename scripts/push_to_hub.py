@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from flow_grpo.base import checksums
 from flow_grpo.base.errors import UserError
-from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
 from flow_grpo.settings import command_line
@@ -28,10 +27,8 @@ def chosen_folder(run_folder: Path, weights: str) -> Path:
     """Raises UserError for what is no run, or has no such weights."""
     if not policies_to_compare.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
-    folder = best.find(run_folder) if weights == "best" else run_folder
-    if folder is None or not ((folder / lora_files.FILE).is_file() or (folder / "transformer").is_dir()):
-        raise UserError(f"{run_folder} has no weights of --weights {weights}; the other ones may be there")
-    return folder
+    candidate = policies_to_compare.find(str(run_folder), None, weights)
+    return candidate.lora or candidate.transformer.parent
 
 
 def check(folder: Path) -> None:

@@ -13,9 +13,8 @@ from peft import PeftModel
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import ROOT, as_prompts, config_of, flip_a_bit, lines_of, loaded
+from small import ROOT, as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
-from flow_grpo.base import checksums
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
 
@@ -27,6 +26,12 @@ LORA = "pytorch_lora_weights.safetensors"
 def run(recorded):
     """The folder of a run with a function as its reward, without a tracker."""
     return recorded("window").folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """Of the run's folder, to be changed."""
+    return shutil.copytree(run, tmp_path / "run")
 
 
 def velocity(model):
@@ -48,12 +53,14 @@ def test_diffusers_and_peft_load_the_same_adapter_from_the_last_and_the_best_fol
     assert (velocity(by_peft) - base).abs().max() > 1e-3
 
 
-def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets(run):
+def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_its_numbers(run):
     like = (run / "config.json").stat().st_mode
     files = [*run.rglob("*.safetensors")]
     exported = [file for file in files if "state" not in file.parts]
     assert {file.parent.name for file in exported} >= {run.name, "best"}
     assert {file.name for file in exported if file.stat().st_mode != like} == set()
+    assert "weight_norm" in (run / "report.html").read_text()
+    assert len({line["weight_norm"] for line in lines_of(run, "epoch")}) == 3
 
 
 def test_the_card_says_what_was_trained_and_how_good_it_is(run):
@@ -83,36 +90,27 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
         assert Image.open(folder / "samples.png").width > 100
 
 
-def test_a_run_keeps_its_page_and_knows_all_its_numbers(run):
-    assert "weight_norm" in (run / "report.html").read_text()
-    norms = [line["weight_norm"] for line in lines_of(run, "epoch")]
-    assert len(set(norms)) == 3
-    assert not (run / "wandb").exists()
-
-
-def test_a_lora_of_zeros_is_said(run, tmp_path):
-    shutil.copytree(run, folder := tmp_path / "run")
-    assert model_card.complete(folder) == []
-    with safe_open(folder / LORA, "pt") as file:
+def test_a_lora_of_zeros_is_said(copy):
+    assert model_card.complete(copy) == []
+    with safe_open(copy / LORA, "pt") as file:
         metadata = file.metadata()
-    weights = load_file(folder / LORA)
+    weights = load_file(copy / LORA)
     untouched = {name: w if ".lora_A." in name else torch.zeros_like(w) for name, w in weights.items()}
-    save_file(untouched, folder / LORA, metadata=metadata)
-    (notice,) = model_card.complete(folder)
+    save_file(untouched, copy / LORA, metadata=metadata)
+    (notice,) = model_card.complete(copy)
     assert "changes nothing: all of its B weights are 0" in notice
-    save_file(untouched, folder / "best" / LORA, metadata=metadata)
-    evaluation = json.loads((folder / "best/evaluation.json").read_text())
-    (folder / "best/evaluation.json").write_text(json.dumps(evaluation | {"epoch": 0}))
-    assert "no evaluation was better than the one before training" in model_card.complete(folder)[1]
+    save_file(untouched, copy / "best" / LORA, metadata=metadata)
+    evaluation = json.loads((copy / "best/evaluation.json").read_text())
+    (copy / "best/evaluation.json").write_text(json.dumps(evaluation | {"epoch": 0}))
+    assert "no evaluation was better than the one before training" in model_card.complete(copy)[1]
 
 
-def test_what_is_no_lora_file_is_named_and_the_other_folder_is_completed(run, tmp_path):
-    shutil.copytree(run, folder := tmp_path / "run")
-    (folder / "adapter_config.json").unlink()
-    (folder / "best" / LORA).write_bytes(b"no safetensors")
-    (notice,) = model_card.complete(folder)
-    assert f"added to {folder / 'best'}: {folder / 'best' / LORA} cannot be read" in notice
-    assert (folder / "adapter_config.json").is_file()
+def test_what_is_no_lora_file_is_named_and_the_other_folder_is_completed(copy):
+    (copy / "adapter_config.json").unlink()
+    (copy / "best" / LORA).write_bytes(b"no safetensors")
+    (notice,) = model_card.complete(copy)
+    assert f"added to {copy / 'best'}: {copy / 'best' / LORA} cannot be read" in notice
+    assert (copy / "adapter_config.json").is_file()
 
 
 def test_full_weights_and_links_to_the_rest_are_a_pipeline(tmp_path):
@@ -132,25 +130,25 @@ def test_the_card_names_the_loss_that_was_chosen():
     assert model_card.algorithm(config) == "of_a_fork"
 
 
-def test_what_a_machine_knows_is_not_on_the_card(run, tmp_path):
-    shutil.copytree(run, folder := tmp_path / "run")
-    config = json.loads((folder / "config.json").read_text())
+def test_what_a_machine_knows_is_not_on_the_card(copy):
+    config = json.loads((copy / "config.json").read_text())
     config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", custom={"note": "a | b\nc", "at": "/x"})
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    model_card.complete(folder)
-    text = (folder / "README.md").read_text()
+    (copy / "config.json").write_text(json.dumps(config))
+    model_card.complete(copy)
+    text = (copy / "README.md").read_text()
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.at`") if word in text] == []
     assert "| prompts | prompts |" in text
     assert "| `custom.note` | a \\| b c |" in text
 
 
-def arguments(run, *words):
-    return push_to_hub.parser().parse_args([str(run), "--repo", "me/red", *words])
+def push(run, *words, hub=None):
+    args = push_to_hub.parser().parse_args([str(run), "--repo", "me/red", *words])
+    push_to_hub.main(args, hub or HfApi(endpoint="http://127.0.0.1:1"))
 
 
 def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
-    push_to_hub.main(arguments(run, "--dry-run"), HfApi(endpoint="http://127.0.0.1:1"))
+    push(run, "--dry-run")
     out = capsys.readouterr().out
     names = {line.split()[-1] for line in out.splitlines() if line.startswith(" ")}
     adapters = {"adapter_config.json", "adapter_model.safetensors", LORA}
@@ -179,7 +177,7 @@ def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeyp
             send(handler, {})
 
     with http_server(answer) as (address, asked):
-        push_to_hub.main(arguments(run, "--weights=last"), HfApi(endpoint=address, token="hf_test"))
+        push(run, "--weights=last", hub=HfApi(endpoint=address, token="hf_test"))
     assert asked[0] == "/api/repos/create"
     assert {"README.md", LORA, "adapter_model.safetensors", "adapter_config.json"} < set(committed)
     assert not [name for name in committed if name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))]
@@ -191,23 +189,17 @@ def not_finite(path):
 
 
 @pytest.mark.parametrize("weights", ["best", "last"])
-@pytest.mark.parametrize("kind", ["LoRA", "full weights"])
-def test_damaged_weights_are_not_uploaded(weights, kind, run, tmp_path):
+@pytest.mark.parametrize("kind", ["window", "nft, full weights"])
+def test_damaged_weights_are_not_uploaded(weights, kind, recorded, tmp_path):
     """Bits are compared where checksums are, which is in best/; numbers everywhere."""
-    shutil.copytree(run, folder := tmp_path / "run")
-    source = folder / "best" if weights == "best" else folder
-    file = source / LORA
-    if kind == "full weights":
-        file.unlink()
-        shutil.copytree(ROOT / TINY / "transformer", source / "transformer")
-        (file,) = (source / "transformer").glob("*.safetensors")
-    checksums.write(folder / "best")
-    push_to_hub.check(source)
+    copy = shutil.copytree(recorded(kind).folder, tmp_path / "run")
+    file = exported(copy / "best" if weights == "best" else copy)
+    push(copy, "--weights", weights, "--dry-run")
     (flip_a_bit if weights == "best" else not_finite)(file)
     with pytest.raises(ValueError, match=file.name):
-        push_to_hub.main(arguments(folder, "--weights", weights), HfApi(endpoint="http://127.0.0.1:1"))
+        push(copy, "--weights", weights)
 
 
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no run's folder"):
-        push_to_hub.main(arguments(tmp_path), HfApi(endpoint="http://127.0.0.1:1"))
+        push(tmp_path)

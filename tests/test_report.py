@@ -89,6 +89,8 @@ def page(runs, tmp_path_factory):
 
 
 def test_a_run_without_a_tracker_leaves_its_own_page(runs):
+    names = {"config.json", "images", "metrics.jsonl", "report.html", "reward.png", "samples.png"}
+    assert {path.name for path in runs[0].iterdir()} == names
     page = Page((runs[0] / "report.html").read_text())
     assert page.texts["h1"] == ["first"]
     assert ["first", "10 of 10", "0", "eval/avg", "0", "0.8", "0.8 (after 8 epochs)", "2"] in page.rows
