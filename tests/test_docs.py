@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -86,23 +85,9 @@ def test_every_python_block_is_run_by_a_test_or_says_why_not():
     assert all(f"def {name}" in tests for names in RUN.values() for name in names)
 
 
-def test_shell_scripts_of_several_machines_say_what_they_miss():
+def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
     for path in (ROOT / "scripts").glob("*/*.sh"):
         assert subprocess.run(["bash", "-n", path], check=False).returncode == 0, path
-    environment = {"PATH": os.environ["PATH"]}
-    for missing, given in (("NODES", {}), ("NODE_RANK", {"NODES": "2"}), ("HEAD", {"NODES": "2", "NODE_RANK": "0"})):
-        done = subprocess.run(
-            ["bash", "scripts/multi_node/torchrun.sh"],
-            cwd=ROOT,
-            env=environment | given,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode != 0
-        assert f"{missing}: " in done.stderr
-
-
-def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
     assert len(SHELL) >= 11
     for path in SHELL:
         ((program, *arguments),) = commands.of_shell_script(path)
@@ -112,14 +97,16 @@ def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
         assert path.stat().st_mode & 0o111, f"{path.name} is to be executable"
 
 
-def test_every_recipe_is_in_the_table_with_a_level_and_only_what_was_run_is_claimed():
-    rows = re.findall(
-        r"^\| `(\w+\.sh)` \| (.+) \| ([\w ]+) \|$", (ROOT / "scripts/reproduce/README.md").read_text(), re.M
-    )
-    assert len(rows) == len(RECIPES)
-    assert {name for name, _, _ in rows} == {path.name for path in RECIPES}
-    assert {level for _, _, level in rows} <= {"full size", "tiny"}, "a curve needs a record"
-    assert all("arXiv" in result or "not available" in result for _, result, _ in rows)
+def test_every_recipe_is_in_the_table():
+    rows = re.findall(r"^\| `(\w+\.sh)` \|", (ROOT / "scripts/reproduce/README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == [path.name for path in RECIPES]
+
+
+def executed(code, name):
+    """What a block defines as a module."""
+    names = {"__name__": name}
+    exec(code, names)
+    return names
 
 
 def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
@@ -150,9 +137,9 @@ def test_the_reward_of_a_notebook_trains(tmp_path, monkeypatch):
 def test_the_loss_of_ones_own_on_noisy_steps_trains(shallow, tmp_path):
     """Its first ratios are 1, and its second ones have moved towards clip_range times the advantage."""
     loss, _ = python_of("howto/own_loss")
-    names = {"__name__": "train_penalty"}
-    exec(loss, names)
-    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow))
+    executed(loss, "train_penalty")["main"](
+        config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
+    )
     first, second = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")
     assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
     assert second["ratio_std"] > 0
@@ -160,8 +147,7 @@ def test_the_loss_of_ones_own_on_noisy_steps_trains(shallow, tmp_path):
 
 def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     (advantage,) = python_of("howto/own_advantage")
-    names = {"__name__": "train_ranks"}
-    exec(advantage, names)
+    names = executed(advantage, "train_ranks")
     scores, groups = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 4.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     run = SimpleNamespace(config=SimpleNamespace(reward_fn={"shapes": 2.0}), device="cpu")
     values, weights = names["rank_advantages"](run, Rewards({"shapes": scores}, groups, groups.shape))
@@ -177,15 +163,14 @@ def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     """It has no ratio; DiffusionNFT's own settings are refused."""
     monkeypatch.setitem(FORWARD_OBJECTIVES, "reward_weighted", None)  # to be put back
     _, loss = python_of("howto/own_loss")
-    names = {"__name__": "train_reward_weighted"}
-    exec(loss, names)
+    main = executed(loss, "train_reward_weighted")["main"]
     how = shallow | dict(num_epochs=1, eval_freq=0, train__adv_clip_max=2.0)
-    names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how))
+    main(config_of("shapes_qwenimage_nft", tmp_path, **how))
     first, _ = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
     assert first["grad_norm"] > 0 == first["old_distance"]
     assert "ratio_std" not in first
     with pytest.raises(ValueError, match="'reward_weighted' would ignore it"):
-        names["main"](config_of("shapes_qwenimage_nft", tmp_path, **how, train__nft_beta=0.3))
+        main(config_of("shapes_qwenimage_nft", tmp_path, **how, train__nft_beta=0.3))
 
 
 def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):
@@ -216,7 +201,7 @@ def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(sha
         evaluate.main(arguments)
 
 
-def test_prompts_are_split_by_their_own_text(tmp_path, capsys):
+def test_prompts_are_split_by_their_own_text_and_keep_their_metadata(tmp_path, capsys):
     lines = [f"a photo of number {i}" for i in range(40)]
     (tmp_path / "a.txt").write_text("\n".join([*lines, "", lines[0], "x" * 99]))
     pq.write_table(pa.table({"caption": [f"  {line} " for line in lines], "id": range(40)}), tmp_path / "a.parquet")
@@ -233,11 +218,8 @@ def test_prompts_are_split_by_their_own_text(tmp_path, capsys):
         list(split_prompts.rows(tmp_path / "a.parquet", "prompt"))
     with pytest.raises(ValueError, match="40 prompts are too few for 40 test"):
         split_prompts.split(split_prompts.rows(tmp_path / "a.parquet", "caption"), 40, 0, 0)
-
-
-def test_prompts_with_metadata_keep_it(tmp_path):
-    rows = [{"prompt": f"say {i}", "target": str(i)} for i in range(10)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metadata = [{"prompt": f"say {i}", "target": str(i)} for i in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metadata))
     split_prompts.write(split_prompts.split(split_prompts.rows(tmp_path / "a.jsonl", ""), 2, 2, 0), tmp_path / "out")
     found = [p for split in split_prompts.SPLITS for p in prompts.load_prompts(str(tmp_path / "out"), split)]
     assert sorted(p.metadata["target"] for p in found) == [str(i) for i in range(10)]
