@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,17 +32,20 @@ from flow_grpo.run.rewards import Rewards
 from flow_grpo.settings import table
 
 PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+INDEXES = ("reference/experiments.md", "design/checks.md", "reference/code_map.md")
+NAMED = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs" / page for page in INDEXES)))
+FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "tools", "docs")
 RECIPES = sorted((ROOT / "scripts/reproduce").glob("*.sh"))
 SHELL = [*RECIPES, *sorted((ROOT / "scripts/single_node").glob("*.sh"))]
 
 
 RUN = {  # Python blocks, and the tests that run them; another one is marked "<!-- not run: why -->"
-    "README.md": ["test_the_examples_run"] * 2,  # of test_readme.py
+    "README.md": ["test_the_examples_of_readme_run"] * 2,
     "docs/howto/own_config.md": ["own_configs"],
     "docs/howto/own_reward.md": ["test_the_reward_of_ones_own_scores", "test_the_reward_of_a_notebook_trains"],
     "docs/howto/own_loss.md": ["test_the_loss_of_ones_own_on_noisy_steps_trains", "test_the_loss_of_ones_own_trains"],
     "docs/howto/own_advantage.md": ["test_the_advantage_of_ones_own_trains"],
-    "docs/howto/own_model.md": ["test_the_model_of_ones_own"],
+    "docs/howto/own_model.md": ["test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance"],
 }
 
 
@@ -81,8 +85,7 @@ def test_every_python_block_is_run_by_a_test_or_says_why_not():
         text = page.read_text()
         unmarked = re.findall(r"(?<!-->\n)^```python$", text, re.MULTILINE)
         assert len(unmarked) == len(RUN.get(str(page.relative_to(ROOT)), [])), page
-    tests = "".join((ROOT / "tests" / name).read_text() for name in ("test_docs.py", "test_readme.py"))
-    assert all(f"def {name}" in tests for names in RUN.values() for name in names)
+    assert all(name in globals() for names in RUN.values() for name in names)
 
 
 def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
@@ -271,3 +274,53 @@ def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stron
         if beta := re.search(r"train\.beta=([\d.]+)", recipe.read_text()):
             published = 0.004 if "tempflow" in recipe.stem else 0.04 / ratio  # TempFlow-GRPO's KL is ours
             assert float(beta[1]) == pytest.approx(published, rel=0.01)
+
+
+def test_every_path_that_is_named_exists():
+    named = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", NAMED))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_script_config_and_make_target_that_is_named_exists():
+    for script in re.findall(r"`(train_\w+?)(?:\.py)?`", NAMED):
+        assert (ROOT / "scripts" / f"{script}.py").exists(), script
+    runs = {run.__name__ for module in make_docs.CONFIGS.values() for run in module.RUNS}
+    assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", NAMED)) == runs
+    makefile = (ROOT / "Makefile").read_text()
+    lists = re.findall(r"^(?:QUICK|ON_GPU) := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    files = [f"tests/test_{name}.py" for names in lists for name in names.replace("\\", " ").split()]
+    assert len(files) > 20
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", NAMED, re.MULTILINE)
+    assert {first or second for first, second in named} <= set(targets)
+
+
+def test_the_tests_that_it_names_are_there():
+    named = re.findall(r'ARGS="?((?:tests/\S+?\.py ?)+)(?:-k (\w+))?["`]', NAMED)
+    assert len(named) == NAMED.count("ARGS=") - NAMED.count("ARGS=FILE")
+    for files, word in named:
+        text = "".join((ROOT / file).read_text() for file in files.split())
+        assert re.search(rf"def test_\w*{word}", text), (files, word)
+
+
+def test_every_link_leads_to_a_file():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())]
+    links = [(page, link) for page, link in links if not link.startswith("http")]
+    assert len(links) > 20
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_examples_of_readme_run(recorded, tmp_path, monkeypatch, capsys):
+    (tmp_path / "flow_grpo").symlink_to(ROOT / "flow_grpo")
+    shutil.copytree(recorded("branches").folder, tmp_path / "runs" / "shapes_qwenimage_pr")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        exec(code, {})
+    shown = capsys.readouterr().out
+    assert "torch.Size([2, 3, 64, 64]) [tensor([" in shown
+    assert "torch.Size([2, 7, 6, 3, 64, 64])" in shown
