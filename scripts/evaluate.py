@@ -85,9 +85,8 @@ def chosen_prompts(args, config):
 
 def check(args, compared, config, split, seeds):
     """The policies' model classes. Raises UserError, before any weight is loaded, for what is wrong or not there."""
-    for flag, values in (("--sizes", args.sizes), ("--best-of", args.best_of), ("--seeds", args.seeds)):
-        if len(set(values or [])) != len(values or []):
-            raise UserError(f"{flag} names a value twice: {values}")
+    if len(set(seeds)) != len(seeds):
+        raise UserError(f"--seeds names a value twice: {seeds}")
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
     checks.drop_unused_rewards(config)

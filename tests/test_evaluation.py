@@ -13,9 +13,7 @@ import torch
 import warm
 from recorded import EPOCHS
 from refused import assert_refused
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from small import ROOT, exported, few_prompts, lines_of, record, train
+from small import ROOT, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
@@ -23,7 +21,7 @@ from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.run.evaluate import due
 from flow_grpo.settings.table import default_config
 
-TINY, LORA_FILE = "flow_grpo/assets/tiny_qwenimage", "pytorch_lora_weights.safetensors"
+TINY = "flow_grpo/assets/tiny_qwenimage"
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 
 
@@ -248,21 +246,10 @@ def test_two_ranks_write_what_one_writes(runs, tmp_path):
     assert not (tmp_path / "ranks-2").exists()
 
 
-def lora_of_another_model(folder, lora, change):
-    """A copy of a LoRA folder with changed tensors."""
-    folder.mkdir()
-    with safe_open(lora / LORA_FILE, "pt") as file:
-        save_file(change(load_file(lora / LORA_FILE)), folder / LORA_FILE, file.metadata())
-    return folder
-
-
 REFUSED = [  # the arguments, and words of the sentence
     ("{run} --rewards shapse", "'shapse'", "nearest: shapes"),
     ("runs/nowhere/at_all", "'runs/nowhere/at_all'"),
     ("docs", "'docs'"),
-    ("{wider}", "[256, 4]", "128"),
-    ("{deeper}", "transformer_blocks.90."),
-    ("{strange}", "lora_te_up"),
     ("{damaged}", "pytorch_lora_weights.safetensors"),
     ("{damaged_weights}", "transformer/", ".safetensors"),
     ("{unfinished}", "--weights last"),
@@ -277,23 +264,14 @@ REFUSED = [  # the arguments, and words of the sentence
 
 
 def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypatch):
-    lora = runs[4] / "best"
-    widths = {name: 2 if ".lora_B." in name else 1 for name in load_file(lora / LORA_FILE)}
-    changes = dict(
-        wider=lambda tensors: {name: tensor.repeat(widths[name], 1) for name, tensor in tensors.items()},
-        deeper=lambda tensors: {name.replace("blocks.0", "blocks.90"): tensor for name, tensor in tensors.items()},
-        strange=lambda tensors: {"lora_te_up.weight": torch.zeros(2)},
-    )
-    places = {name: lora_of_another_model(tmp_path / name, lora, change) for name, change in changes.items()}
     (tmp_path / "plain.txt").write_text("a red circle\n")
     (tmp_path / "long.txt").write_text("a red circle " * 20)
     shutil.copytree(runs[4], tmp_path / "unfinished", ignore=shutil.ignore_patterns("best", "wandb"))
+    places = dict(run=runs[4], full=runs[0], unfinished=tmp_path / "unfinished")
+    places |= dict(plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
     for name, source in (("damaged", runs[4]), ("damaged_weights", runs[0])):
         places[name] = shutil.copytree(source, tmp_path / name)
-        file = exported(tmp_path / name / "best")
-        file.write_bytes(file.read_bytes()[:-1] + b"!")
-    places |= dict(run=runs[4], plain=tmp_path / "plain.txt", long=tmp_path / "long.txt")
-    places |= dict(full=runs[0], unfinished=tmp_path / "unfinished")
+        flip_a_bit(exported(tmp_path / name / "best"))
 
     def load(*_, **__):
         raise AssertionError("weights were loaded")

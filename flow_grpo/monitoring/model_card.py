@@ -108,11 +108,8 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
-        num_prompts=config.eval.num_prompts,
-        num_steps=config.eval.num_steps,
-        guidance_scale=config.eval.guidance_scale,
+        config=config,
         pictures=[folder / name for name in PICTURES if (folder / name).is_file()],
-        lora=bool(config.lora.rank),
         facts=facts(run, folder),
         settings=public_settings(run),
     )

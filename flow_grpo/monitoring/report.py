@@ -195,15 +195,12 @@ def page(runs: Sequence[Recorded]) -> str:
     )
 
 
-def labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, or their paths where two have the same."""
-    names = [folder.resolve().name for folder in folders]
-    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names)]
-
-
 def write(runs: Sequence[Path], file: Path) -> None:
-    """Draw the page of some runs; whoever looks at it meanwhile sees the old one, or the new one."""
-    folders.write_text(file, page([read(folder, label) for folder, label in zip(runs, labels(runs))]))
+    """Draw the page of some runs by their names, or by their paths where two have the same; whoever looks at it
+    meanwhile sees the old one, or the new one."""
+    names = [folder.resolve().name for folder in runs]
+    labels = [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
+    folders.write_text(file, page(list(map(read, runs, labels))))
 
 
 def write_own(run_folder: Path) -> None:
