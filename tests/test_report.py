@@ -128,6 +128,7 @@ def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
         ("0", "2", "2"),
         ("0", "1", "1"),
     ]
+    assert page.texts["output"] == ["after 8 epochs"] * 2
     shown = [attributes for attributes in page.all("div") if LAST in attributes]
     assert [part[LAST] for part in shown] == [f"after {n} epochs" for n in (0, 4, 8, 0, 8)]
     assert ["hidden" in part for part in shown] == [True, True, False, True, False]
@@ -158,7 +159,7 @@ def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, t
     text = (folder / "report.html").read_text()
     assert "reward.args.judge.model" in text
     assert "secret-word" not in text
-    with pytest.raises(ValueError, match="is no run's folder"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json cannot be read"):
         report.main([str(tmp_path)])
 
 

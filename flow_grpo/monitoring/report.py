@@ -22,7 +22,6 @@ import jinja2
 from ml_collections import ConfigDict
 
 from flow_grpo.base import folders
-from flow_grpo.base.errors import UserError
 from flow_grpo.monitoring import health, metrics, plots
 from flow_grpo.settings import command_line, older, table
 
@@ -61,13 +60,6 @@ class Panel(NamedTuple):
     svg: str
 
 
-class Moment(NamedTuple):
-    """An evaluation's images."""
-
-    title: str
-    cells: list[tuple[str, str, str]]  # picture as a data: address, prompt, reward
-
-
 class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
@@ -76,8 +68,6 @@ class Table(NamedTuple):
 def read(folder: Path, label: str) -> Recorded:
     """Raises UserError for what is no run's folder."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder} is no run's folder: {path} does not exist")
     config = ConfigDict(older.with_defaults(folders.read_json(path), path))
     return Recorded(label, folder, config, plots.read_metrics(folder))
 
@@ -136,15 +126,16 @@ def alarms(run: Recorded) -> list[str]:
     return sentences
 
 
-def moments(run: Recorded) -> list[Moment]:
-    """The panel's images at evenly spread evaluations, the first and the last among them."""
+def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
+    """Picture, prompt and reward of the panel's images at evenly spread evaluations, the first and the last among them,
+    by the title of each."""
     sheets = list(plots.evaluations(run.folder).items())
     count = min(len(sheets), MOST_EVALUATIONS)
     sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
-    return [
-        Moment(f"after {epochs} epochs", [(data_address(image), *rest) for image, *rest in plots.panel_pictures(sheet)])
+    return {
+        f"after {epochs} epochs": [(data_address(image), *rest) for image, *rest in plots.panel_pictures(sheet)]
         for epochs, sheet in sheets
-    ]
+    }
 
 
 def data_address(picture: plots.Image.Image) -> str:
