@@ -100,33 +100,18 @@ def test_variants_give_the_same_config_in_any_order():
                 assert one == two, (run, pair)
 
 
-def assignments(tree):
-    """(name, value) of each `name = value` and of each pair of `a, b = x, y`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            target, value = node.targets[0], node.value
-            pairs = zip(target.elts, value.elts) if {type(target), type(value)} == {ast.Tuple} else [(target, value)]
-            yield from ((left.id, right) for left, right in pairs if isinstance(left, ast.Name))
-
-
 def reads():
-    """ "section.key", or ".key" of a config itself, of every attribute that flow_grpo or a script takes from one."""
-    taken = set()
+    """ "section.key", or "config.key", of every attribute that flow_grpo or a script takes from something so called."""
     for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("[tp]r*_*.py")]:
-        tree = ast.parse(path.read_text())
-        aliases = {name: value.attr for name, value in assignments(tree) if isinstance(value, ast.Attribute)}
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
-                taken.add(f"{aliases.get(owner, owner)}.{node.attr}")
-    return taken
+                yield f"{getattr(node.value, 'attr', getattr(node.value, 'id', ''))}.{node.attr}"
 
 
 def test_every_setting_is_read_somewhere():
-    known = reads() | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
+    known = {*reads()} | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
     known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
     known |= {f"sample.{field.name}" for field in dataclasses.fields(SamplingParams)}  # SamplingParams.of as well
-    known |= {key.replace("settings.", "reward.") for key in known}  # as the pool calls config.reward
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in table.SETTINGS]
     assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
 

@@ -60,17 +60,6 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     assert best.find(tmp_path) is None
 
 
-def test_where_the_checkpoints_best_is_damaged_the_present_one_is_set_aside_with_a_line(tmp_path):
-    write(tmp_path, 9, "checkpoint")
-    (tmp_path / "checkpoint" / "best" / "weights").unlink()
-    kept, _, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8))
-    assert kept is None
-    assert f"{tmp_path / 'checkpoint' / 'best'} is damaged: " in notice
-    assert (tmp_path / "best_damaged").is_dir()
-    write(tmp_path, 5)
-    assert content(tmp_path / "best") == 5
-
-
 @pytest.mark.parametrize(
     "change",
     [
