@@ -1,6 +1,6 @@
-"""The walk of a batch in lockstep against loops written out by hand, with a velocity that is a formula."""
+"""Denoising against loops written out by hand, with a velocity that is a formula."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise, joined
-from flow_grpo.diffusers_patch.sample_with_logprob import split_shared_prefix
+from flow_grpo.diffusers_patch.sample_with_logprob import shared_prefixes
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
@@ -36,27 +36,46 @@ def generators():
     return [rng.generator(0, "noise", b) for b in range(B)]
 
 
-def start():
-    """Latents, the walk's noise function, and a velocity that writes down the rows of its calls."""
-    streams, calls = generators(), []
+def denoised(noisy, num_branches=0, ode_rows=1000, prompts=range(B), groups=None, **flash):
+    """Latents and trace of B rows, and of each call of the velocity: timestep, rows, whether inside the fast context.
+
+    Rows of one prompt start from one noise, as sample.same_latent has it.
+    """
+    streams, calls, inside = generators(), [], []
+    latents, params = rng.normal(SHAPE, streams)[list(prompts)], SamplingParams(T, 1.0, **HOW, **flash)
+
+    @contextmanager
+    def fast():
+        inside.append(True)
+        yield
+        inside.clear()
 
     def velocity(x, t, condition, guidance_scale, size):
-        calls.append(len(x))
         assert (guidance_scale, size) == (1.0, Size(64, 96))
+        calls.append((t[0].item(), len(x), bool(inside)))
         return formula(x, t, condition.text[:, 0, 0].long())
 
-    latents = rng.normal(SHAPE, streams)
-    return latents, lambda num: rng.normal((num, *SHAPE), streams).flatten(0, 1), velocity, calls
+    requests = [
+        Request(
+            b,
+            Condition(torch.full((1, 1, 1), float(prompt))),
+            latents[b : b + 1],
+            Size(64, 96),
+            SCHEDULER,
+            params,
+            noisy=noisy,
+            num_branches=num_branches,
+            generator=streams[b],
+        )
+        for b, prompt in enumerate(prompts)
+    ]
+    requests = shared_prefixes(requests, groups) if groups else requests
+    finished = denoise(velocity, requests, Batching(B, ode_rows, filled=False), fast=fast)
+    return *joined(sorted(finished, key=lambda request: request.name)), calls
 
 
-def walked(started, noisy, num_branches=0, ode_rows=1000, groups=None, prompts=None, fast=nullcontext, **flash):
-    """Latents and trace of B rows in lockstep; prompts = the numbers of their prompts."""
-    latents, noise, velocity, _ = started
-    condition = Condition(torch.tensor(prompts or range(B)).float().view(-1, 1, 1))
-    params, own = SamplingParams(T, 1.0, **HOW, **flash), dict(noisy=noisy, num_branches=num_branches, noise=noise)
-    request = Request("", condition, latents, Size(64, 96), SCHEDULER, params, **own)
-    request = request if groups is None else split_shared_prefix(request, groups)
-    return joined(list(denoise(velocity, [request], Batching(B, ode_rows, filled=False), fast=fast)))
+def num_rows(calls):
+    return sum(rows for _, rows, _ in calls)
 
 
 def noisy_step(x, i, b, noise):
@@ -71,12 +90,10 @@ def ode_steps(x, steps, b):
 
 
 @pytest.mark.parametrize("window", [range(0), range(2), range(2, 4), range(T - 1)])
-def test_a_window_walk_is_the_loop_one_would_write(window):
-    started = start()
-    found, trace = walked(started, window)
-    calls = started[-1]
+def test_a_window_is_the_loop_one_would_write_whose_log_probs_are_outside_the_fast_context(window):
+    found, trace, calls = denoised(window)
     assert [step.timestep.tolist() for step in trace] == [[SCHEDULER.timesteps[i].item()] * B for i in window]
-    assert calls == [B] * T
+    assert calls == [(SCHEDULER.timesteps[i].item(), B, i not in window) for i in range(T)]
     for b, stream in enumerate(generators()):
         x = torch.randn(1, *SHAPE, generator=stream)
         for i in range(T):
@@ -91,15 +108,12 @@ def test_a_window_walk_is_the_loop_one_would_write(window):
         torch.testing.assert_close(found[b], x[0])
 
 
-def branched(steps, ode_rows=1000):
-    started = start()
-    return *walked(started, steps, J, ode_rows), started[-1]
-
-
 @pytest.mark.parametrize("steps", [range(T - 1), range(3), range(1, 4)])
-def test_branches_are_what_one_gets_one_at_a_time(steps):
-    found, trace, _ = branched(steps)
+def test_branches_are_what_one_gets_one_at_a_time_without_a_forward_too_many(steps):
+    found, trace, calls = denoised(steps, J)
     assert found.shape == (B, len(steps), J, *SHAPE)
+    assert num_rows(calls) == B * steps.stop + B * J * sum(T - 1 - i for i in steps)
+    assert [call for call in calls if not call[2]] == [(SCHEDULER.timesteps[i].item(), B, False) for i in steps]
     for b, stream in enumerate(generators()):
         latents = torch.randn(1, *SHAPE, generator=stream)
         for k, i in enumerate(steps):
@@ -112,49 +126,50 @@ def test_branches_are_what_one_gets_one_at_a_time(steps):
                 torch.testing.assert_close(found[b, k, j], ode_steps(step.prev_sample, range(i + 1, T), b)[0])
 
 
-@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
-def test_no_forward_is_made_twice_and_none_for_nothing(steps):
-    _, _, calls = branched(steps)
-    assert sum(calls) == B * len(steps) + B * J * sum(T - 1 - i for i in steps)
-
-
 @pytest.mark.parametrize("ode_rows", [1, 5, B * J])
-def test_the_rows_of_a_forward_change_nothing_but_the_calls(ode_rows):
-    found, trace, calls = branched(range(T - 1), ode_rows)
-    expected, expected_trace, expected_calls = branched(range(T - 1))
+def test_the_rows_of_a_forward_change_nothing_but_the_calls_of_which_one_at_most_is_not_full(ode_rows):
+    found, trace, calls = denoised(range(T - 1), J, ode_rows)
+    expected, expected_trace, expected_calls = denoised(range(T - 1), J)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     for traced, other in zip(trace, expected_trace, strict=True):
         assert torch.equal(traced.step.log_prob, other.step.log_prob)
-    assert max(calls) == max(ode_rows, B)
-    assert sum(calls) == sum(expected_calls)
+    assert num_rows(calls) == num_rows(expected_calls)
+    branches = [rows for *_, rows, fast in calls if fast]
+    assert sorted(branches)[1:] == [ode_rows] * (len(branches) - 1)
 
 
-GROUPS = [7, 3, 7]
-
-
+@pytest.mark.parametrize("ode_rows", [1, 1000])
 @pytest.mark.parametrize("window", [range(2), range(2, 4), range(3, T - 1)])
-def test_a_shared_prefix_is_walked_once_and_makes_the_same_images(window):
-    started, again = start(), start()
-    for latents, *_ in (started, again):
-        latents[2] = latents[0]  # as sample.same_latent has it
-    found, trace = walked(started, window, groups=GROUPS, prompts=[0, 1, 0])
-    assert sum(started[-1]) == len(set(GROUPS)) * window.start + B * (T - window.start)
-    expected, expected_trace = walked(again, window, prompts=[0, 1, 0])
+def test_a_shared_prefix_is_denoised_once_and_makes_the_same_images(window, ode_rows):
+    groups, prompts = [7, 3, 7], [0, 1, 0]
+    found, trace, calls = denoised(window, ode_rows=ode_rows, groups=groups, prompts=prompts)
+    assert num_rows(calls) == len(set(groups)) * window.start + B * (T - window.start)
+    expected, expected_trace, _ = denoised(window, prompts=prompts)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(trace[0].latents, expected_trace[0].latents)
+    for ours, theirs in zip(trace, expected_trace, strict=True):
+        torch.testing.assert_close(ours.latents, theirs.latents)
+        torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob)
     assert (found[0] - found[2]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("window", [range(0), range(1), range(2, 4), range(4, 5), range(T - 1)])
-@pytest.mark.parametrize("ratio", [0.4, 1.0])
-def test_flash_walks_the_rest_in_fewer_steps_and_ends_at_sigma_0(window, ratio):
-    started = start()
-    found, _ = walked(started, window, flash_ratio=ratio)
-    assert len(started[-1]) == window.stop + max(1, int((T - window.stop) * ratio))
-    sigmas = DPMSolver(SCHEDULER, window.stop, ratio).scheduler.sigmas
-    assert sigmas[-1] == 0
-    assert sigmas[0] == SIGMAS[window.stop]
-    assert found.isfinite().all()
+def test_solvers_take_their_share_of_the_forwards_and_all_that_extrapolation_can_ask_for_are_eulers(window):
+    left = T - window.stop
+    for solver, share in (("dpm", int), ("extrapolate", round)):
+        for ratio in (0.4, 0.5, 1.0):
+            found, _, calls = denoised(window, flash_ratio=ratio, flash_solver=solver)
+            assert len(calls) == window.stop + max(1, share(left * ratio))
+            assert found.isfinite().all()
+    torch.testing.assert_close(found, denoised(window)[0])
+    sigmas = DPMSolver(SCHEDULER, window.stop, 0.4).scheduler.sigmas
+    assert (sigmas[0], sigmas[-1]) == (SIGMAS[window.stop], 0)
+
+
+@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
+def test_flash_branches_take_their_share_of_the_steps(steps):
+    found, _, calls = denoised(steps, J, flash_ratio=0.5)
+    assert found.shape == (B, len(steps), J, *SHAPE)
+    assert num_rows(calls) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
 
 
 def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
@@ -197,51 +212,3 @@ def test_extrapolation_is_exact_where_the_velocity_is_linear_in_sigma(start_step
     torch.testing.assert_close(extrapolated(0.9), euler)
     torch.testing.assert_close(extrapolated(0.7), euler)
     assert (extrapolated(0.3) - euler).abs().max() < (extrapolated(0.1) - euler).abs().max()
-
-
-@pytest.mark.parametrize("window", [range(0), range(2, 4), range(T - 1)])
-def test_extrapolation_asks_for_a_share_of_the_velocities_and_all_of_them_are_eulers(window):
-    def drawn(**flash):
-        started = start()
-        return walked(started, window, **flash)[0], started[-1]
-
-    plain, _ = drawn()
-    whole, calls = drawn(flash_ratio=1.0, flash_solver="extrapolate")
-    torch.testing.assert_close(whole, plain)
-    half, fewer = drawn(flash_ratio=0.5, flash_solver="extrapolate")
-    assert len(fewer) - window.stop == max(1, round((T - window.stop) * 0.5)) <= len(calls) - window.stop
-    assert half.isfinite().all()
-
-
-@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
-def test_flash_branches_take_their_share_of_the_steps(steps):
-    started = start()
-    found, _ = walked(started, steps, J, flash_ratio=0.5)
-    assert found.shape == (B, len(steps), J, *SHAPE)
-    assert sum(started[-1]) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
-
-
-def test_forwards_of_a_log_prob_and_only_these_are_outside_the_fast_context():
-    inside, seen = [False], []
-
-    @contextmanager
-    def fast():
-        inside[0] = True
-        yield
-        inside[0] = False
-
-    def watched():
-        latents, noise, velocity, calls = start()
-
-        def watch(x, t, *others):
-            seen.append((t[0].item(), len(x), inside[0]))
-            return velocity(x, t, *others)
-
-        return latents, noise, watch, calls
-
-    walked(watched(), range(2, 4), fast=fast)
-    assert [fast for *_, fast in seen] == [i not in (2, 3) for i in range(T)]
-    seen.clear()
-    walked(watched(), range(3), J, fast=fast)
-    assert all(fast == (rows > B) for _, rows, fast in seen)
-    assert sum(not fast for *_, fast in seen) == 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Condition:
         """L."""
         return self.text.shape[1]
 
-    @property
+    @cached_property
     def shapes(self) -> tuple:
         """Of a row's fields, the negative's included. Only conditions of the same shapes can be joined."""
         own = tuple((name, tensor.shape[1:]) for name, tensor in self.tensors().items())

@@ -5,8 +5,6 @@ requests share a forward changes no trajectory: a forward has one shape, in whic
 its neighbours, and all else that belongs to a request (schedule, noise, solver) is stored in it. Steps whose velocity
 enters a log-prob have forwards of their own, of the shape of the update's, so that the update computes the same bits;
 they run inside `exact()`. The others may be faster than exact: they run inside `fast()`.
-
-A batch whose rows take each step together is one request of several rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
@@ -36,35 +35,28 @@ class TracedStep(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """R rows that take each step together: images, trunks, the prefix that a group shares before its noise, or branches
-    that left at one step."""
+    """A row of the forwards: an image, a trunk, the prefix that a group shares before its noise, or a branch."""
 
     name: Any  # what the caller knows it by
-    condition: Condition  # R rows
-    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the prefix that it continues
+    condition: Condition  # one row
+    latents: Tensor | None  # [1, ...] f32, before its next step; None = from the prefix that it continues
     size: Size
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
     noisy: range = range(0)  # its noisy steps
-    num_branches: int = 0  # above 0: trunks; they go on without noise, and end with their last noisy step
-    noise: Callable[[int], Tensor] | None = None  # J -> standard normal [R * J, ...] for its next noisy step
+    num_branches: int = 0  # above 0: a trunk; it goes on without noise, and ends with its last noisy step
+    generator: torch.Generator | None = None  # of the normal draws of its noisy steps, in their order
     short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
     continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
-    source_rows: Tensor | None = None  # of a continuation, [R]: rows of the prefix; None = all
     trunk: "Request | None" = None  # of a branch
-    branches: list["Request"] = field(default_factory=list)  # of trunks, in the order of their steps
+    branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of its steps
     solver: Solver | None = None  # what takes its next step, if not Euler
-    memory: Tensor | None = None  # [R, ...], what its solver remembers
+    memory: Tensor | None = None  # [1, ...], what its solver remembers
     trace: list[TracedStep] = field(default_factory=list)
 
     def __post_init__(self):
         self.begin_solver()
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return len(self.latents)
 
     @property
     def needs_log_prob(self) -> bool:
@@ -108,8 +100,12 @@ class Request:
         if not self.continuations or not self.finished:
             return []
         for request in self.continuations:
-            request.latents = self.latents if request.source_rows is None else self.latents[request.source_rows]
+            request.latents = self.latents
         return self.continuations
+
+    def noise(self, num: int) -> Tensor:
+        """[num, ...], the next draws of its generator."""
+        return rng.normal((num, *self.latents.shape[1:]), [self.generator], self.latents.device)[0]
 
 
 @dataclass
@@ -144,8 +140,8 @@ def denoise(
     exact: Callable = nullcontext,
     fast: Callable = nullcontext,
 ) -> Iterator[Request]:
-    """Denoise all requests; yields each as it is finished, with its latents and trace, trunks with their last
-    branch. A shared prefix is not yielded; its continuations are.
+    """Denoise all requests; yields each as it is finished, with its latents and trace, a trunk with its last branch.
+    A shared prefix is not yielded; its continuations are.
 
     Args:
         requests: taken one by one, when there is room for them.
@@ -153,7 +149,7 @@ def denoise(
     """
     coming, in_flight = iter(requests), []
     while True:
-        while sum(request.num_rows for request in in_flight) < batching.log_prob_rows + batching.ode_rows:
+        while len(in_flight) < batching.log_prob_rows + batching.ode_rows:
             request = next(coming, None)
             if request is None:
                 break
@@ -162,7 +158,7 @@ def denoise(
             return
         batch = next_batch(in_flight, batching)
         mode = exact if batch[0].needs_log_prob else fast
-        new = step_scheduler(batch, denoise_step(velocity, batch, batching, mode), batching)
+        new = step_scheduler(batch, denoise_step(velocity, batch, batching, mode))
         in_flight = [request for request in in_flight + new if not request.finished]
         ended = [request for request in batch + new if request.finished and not request.continuations]
         yield from completed_roots(ended)
@@ -179,32 +175,16 @@ def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
     by_key = {}
     for request in in_flight:
         by_key.setdefault(request.batch_key, []).append(request)
-    packed = [fit_rows(requests, batching.size(requests[0])) for requests in by_key.values()]
-    return max(packed, key=lambda batch: (filled_fraction(batch, batching), batch[0].needs_log_prob))
-
-
-def fit_rows(requests: list[Request], size: int) -> list[Request]:
-    """The first ones that fit into `size` rows; at least one."""
-    chosen, rows = [], 0
-    for request in requests:
-        if not chosen or rows + request.num_rows <= size:
-            chosen.append(request)
-            rows += request.num_rows
-    return chosen
-
-
-def filled_fraction(batch: list[Request], batching: Batching) -> float:
-    """Fraction of a forward's rows that a batch takes."""
-    return sum(request.num_rows for request in batch) / batching.size(batch[0])
+    batches = [requests[: batching.size(requests[0])] for requests in by_key.values()]
+    return max(batches, key=lambda batch: (len(batch) / batching.size(batch[0]), batch[0].needs_log_prob))
 
 
 def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, mode: Callable) -> Tensor:
     """Velocities of a batch's rows, by one forward inside mode(), maybe filled up with copies of the last row."""
-    first, num = batch[0], sum(request.num_rows for request in batch)
-    x = _joined([request.latents for request in batch])
-    t = _joined([request.timestep.expand(request.num_rows) for request in batch])
+    first, num = batch[0], len(batch)
+    x, t = inputs_of(batch)
     condition = Condition.concat([request.current_condition for request in batch])
-    size = max(batching.size(first), num) if batching.filled else num
+    size = batching.size(first) if batching.filled else num
     batching.count(num, size)
     if size > num:
         rows = torch.arange(size, device=x.device).clamp(max=num - 1)
@@ -214,10 +194,15 @@ def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, m
     return v[:num].detach()
 
 
-def step_scheduler(batch: list[Request], velocities: Tensor, batching: Batching) -> list[Request]:
+def inputs_of(requests: list[Request]) -> tuple[Tensor, Tensor]:
+    """Latents [R, ...] and timesteps [R] of R requests."""
+    return torch.cat([request.latents for request in requests]), torch.stack([r.timestep for r in requests])
+
+
+def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
     """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
     new, groups = [], {}
-    for request, v in zip(batch, velocities.split([request.num_rows for request in batch]), strict=True):
+    for request, v in zip(batch, velocities.split(1), strict=True):
         params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
         if request.solver:
             key = id(request.solver), request.step
@@ -225,11 +210,11 @@ def step_scheduler(batch: list[Request], velocities: Tensor, batching: Batching)
             key += request.num_branches, params.noise_level, params.sde_type
         groups.setdefault(key, []).append((request, v))
     for pairs in groups.values():
-        requests, v = [request for request, _ in pairs], _joined([v for _, v in pairs])
+        requests, v = [request for request, _ in pairs], torch.cat([v for _, v in pairs])
         if requests[0].solver:
             solver_step(requests, v)
         elif requests[0].needs_log_prob:
-            new += noisy_step(requests, v, batching.ode_rows)
+            new += noisy_step(requests, v)
         else:
             euler_step(requests, v)
     for request in batch:
@@ -241,77 +226,50 @@ def step_scheduler(batch: list[Request], velocities: Tensor, batching: Batching)
 
 def euler_step(requests: list[Request], velocities: Tensor) -> None:
     """One of the ODE, for requests of one schedule."""
-    sizes = [request.num_rows for request in requests]
-    x = _joined([request.latents for request in requests])
-    t = _joined([request.timestep.expand(size) for request, size in zip(requests, sizes)])
+    x, t = inputs_of(requests)
     after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
-    for request, latents in zip(requests, after.split(sizes)):
+    for request, latents in zip(requests, after.split(1)):
         request.latents = latents
 
 
 def solver_step(requests: list[Request], velocities: Tensor) -> None:
     """One of a solver, for requests at the same of its steps."""
-    first, sizes = requests[0], [request.num_rows for request in requests]
-    memory = None if first.memory is None else _joined([request.memory for request in requests])
-    x = _joined([request.latents for request in requests])
+    first, (x, _) = requests[0], inputs_of(requests)
+    memory = None if first.memory is None else torch.cat([request.memory for request in requests])
     after, memory = first.solver.step(velocities, first.step, x, memory)
-    for request, latents, remembered in zip(requests, after.split(sizes), memory.split(sizes)):
+    for request, latents, remembered in zip(requests, after.split(1), memory.split(1)):
         request.latents, request.memory = latents, remembered
 
 
-def noisy_step(requests: list[Request], velocities: Tensor, ode_rows: int) -> list[Request]:
+def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     """One of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
     outcomes, params = max(1, requests[0].num_branches), requests[0].params
-    sizes = [request.num_rows for request in requests]
-    x = _joined([request.latents for request in requests])
-    t = _joined([request.timestep.expand(size) for request, size in zip(requests, sizes)])
-    noise = _joined([request.noise(outcomes) for request in requests])
-    source_rows = torch.arange(len(x), device=x.device).repeat_interleave(outcomes)
+    x, t = inputs_of(requests)
     step = sde_step_with_logprob(
         requests[0].scheduler,
-        velocities[source_rows],
-        t[source_rows],
-        x[source_rows],
+        *(part.repeat_interleave(outcomes, 0) for part in (velocities, t, x)),
         noise_level=params.noise_level,
         sde_type=params.sde_type,
-        noise=noise,
+        noise=torch.cat([request.noise(outcomes) for request in requests]),
     )
-    new, first = [], 0
-    for request, size in zip(requests, sizes):
-        rows, drawn = slice(first, first + size), slice(first * outcomes, (first + size) * outcomes)
-        request.trace.append(TracedStep(t[rows], x[rows], SDEStep(*(part[drawn] for part in step))))
+    new, steps = [], zip(*(part.split(outcomes) for part in step))
+    for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
+        request.trace.append(TracedStep(timestep, latents, drawn))
         if request.num_branches:
-            new += make_branches(request, step.prev_sample[drawn], ode_rows)
+            new += make_branches(request, drawn.prev_sample)
         else:
-            request.latents = step.prev_sample[drawn]
-        first += size
-    if requests[0].num_branches:
+            request.latents = drawn.prev_sample
+    if new:
         euler_step(requests, velocities)
     return new
 
 
-def make_branches(trunk: Request, latents: Tensor, ode_rows: int) -> list[Request]:
-    """The branches of trunks at their present step.
-
-    Those of a single trunk are one request if nine tenths of a forward can be filled with such requests, else a request
-    each. Those of several trunks are requests as large as a forward.
-    """
-    source_rows = torch.arange(trunk.num_rows, device=latents.device).repeat_interleave(trunk.num_branches)
-    together = ode_rows // len(latents) * len(latents) >= 0.9 * ode_rows
-    size = ode_rows if trunk.num_rows > 1 else len(latents) if together else 1
+def make_branches(trunk: Request, latents: Tensor) -> list[Request]:
+    """The branches of a trunk at its present step, each from one of `latents` [J, ...]."""
+    shared = trunk.size, trunk.scheduler, trunk.params
     new = [
-        Request(
-            trunk.name,
-            trunk.condition.take(rows),
-            part,
-            trunk.size,
-            trunk.scheduler,
-            trunk.params,
-            short=None if trunk.short is None else trunk.short.take(rows),
-            step=trunk.step + 1,
-            trunk=trunk,
-        )
-        for part, rows in zip(latents.split(size), source_rows.split(size))
+        Request(trunk.name, trunk.condition, part, *shared, short=trunk.short, step=trunk.step + 1, trunk=trunk)
+        for part in latents.split(1)
     ]
     trunk.branches += new
     return new
@@ -319,25 +277,12 @@ def make_branches(trunk: Request, latents: Tensor, ode_rows: int) -> list[Reques
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
     """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per step."""
-    trace = [
-        TracedStep(
-            _joined([traced.timestep for traced in traced_steps]),
-            _joined([traced.latents for traced in traced_steps]),
-            SDEStep(*(_joined(column) for column in zip(*(traced.step for traced in traced_steps)))),
-        )
-        for traced_steps in zip(*(request.trace for request in finished), strict=True)
-    ]
-    return _joined([_drawn(request) for request in finished]), trace
-
-
-def _drawn(request: Request) -> Tensor:
-    """Latents of a request's images [R, ...], or of its branches [R, K, J, ...]."""
-    if not request.num_branches:
-        return request.latents
-    shape = len(request.noisy), request.num_rows, request.num_branches
-    return _joined([branch.latents for branch in request.branches]).unflatten(0, shape).transpose(0, 1)
-
-
-def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Along the rows; one tensor as it is."""
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    trace = []
+    for traced_steps in zip(*(request.trace for request in finished), strict=True):
+        timesteps, latents, steps = zip(*traced_steps)
+        trace.append(TracedStep(torch.cat(timesteps), torch.cat(latents), SDEStep(*map(torch.cat, zip(*steps)))))
+    shape = len(finished), len(finished[0].noisy), finished[0].num_branches
+    if not finished[0].num_branches:
+        return torch.cat([request.latents for request in finished]), trace
+    branches = [branch.latents for request in finished for branch in request.branches]
+    return torch.cat(branches).unflatten(0, shape), trace

@@ -2,17 +2,15 @@
 diffusers pipeline, and what training calls.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes
@@ -33,19 +31,6 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class NoiseSource:
-    """The normal draws of B images, in the order of their steps."""
-
-    latents: Tensor  # [B, ...], the first ones
-    generators: list[torch.Generator]
-
-    def noise(self, rows: slice, num: int) -> Tensor:
-        """[rows * num, ...], the next draws of these rows."""
-        shape = (num, *self.latents.shape[1:])
-        return rng.normal(shape, self.generators[rows], self.latents.device).flatten(0, 1)
-
-
-@dataclass(frozen=True)
 class SamplingJob:
     """B prompts about to be sampled."""
 
@@ -54,23 +39,6 @@ class SamplingJob:
     generators: list[torch.Generator]  # B; each draws its image's noise, then its steps' in order
     params: SamplingParams
     size: Size
-
-    def noise_source(self, latents: Tensor | None) -> NoiseSource:
-        """Of these prompts' normal draws; `latents` may take the place of the first ones."""
-        return NoiseSource(
-            self.model.noise(self.size, self.generators) if latents is None else latents, self.generators
-        )
-
-    def schedule(self) -> Any:
-        """A scheduler with timesteps set."""
-        return self.model.schedule(self.params.num_steps, self.size)
-
-
-class Branching(NamedTuple):
-    """Branches that leave a trunk."""
-
-    num_branches: int  # at each step
-    completion_batch_size: int  # rows per forward on their way to the image
 
 
 @torch.no_grad()
@@ -89,7 +57,6 @@ def pipeline_with_logprob(
     flash_ratio: float = 0.0,
     flash_solver: str = "dpm",
     latents: Tensor | None = None,
-    groups: list[int] | None = None,
     vae_batch_size: int = 8,
 ) -> Samples:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
@@ -103,16 +70,16 @@ def pipeline_with_logprob(
         guidance_scale: None = the model's published one; at most 1 = no second forward.
         flash_ratio: above 0, what follows the window takes this share of its forwards, by `flash_solver` of solvers.py.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
-        groups: B numbers; rows of one number start from the first one's latents and are one row until the window.
 
     Raises:
         UserError: before anything is encoded, for a value that cannot be meant.
     """
-    scale = _guidance_scale(pipeline, guidance_scale)
+    model = model_classes.of_pipeline(pipeline)
+    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    _check_counts(_num_rows(prompts), dict(groups=groups, latents=latents), dict(vae_batch_size=vae_batch_size))
-    job = _checked_job(pipeline, prompts, generators, params, Size(height, width), window, "window")
-    return sample(job, noisy=window, latents=latents, groups=groups, vae_batch_size=vae_batch_size)
+    _check_counts(dict(vae_batch_size=vae_batch_size))
+    job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window", latents)
+    return sample(job, noisy=window, latents=latents, vae_batch_size=vae_batch_size)
 
 
 @torch.no_grad()
@@ -140,68 +107,56 @@ def pipeline_with_logprob_perstep(
     Args:
         steps: at which branches leave, within range(num_steps).
         num_branches: of each trunk and step.
-        completion_batch_size: rows per forward of the branches on their way to the image.
+        completion_batch_size: rows per forward of the branches on their way to the image; at least B.
 
     Raises:
         UserError: before anything is encoded, for a value that cannot be meant.
     """
-    sizes = dict(vae_batch_size=vae_batch_size, completion_batch_size=completion_batch_size, num_branches=num_branches)
-    _check_counts(_num_rows(prompts), {}, sizes)
+    model = model_classes.of_pipeline(pipeline)
+    scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
+    params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
+    how = dict(num_branches=num_branches, completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
+    _check_counts(how)
     if not steps:
         raise UserError(f"steps is {steps}; there must be a step at which branches leave")
-    scale = _guidance_scale(pipeline, guidance_scale)
-    params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    job = _checked_job(pipeline, prompts, generators, params, Size(height, width), steps, "steps")
-    branching = Branching(num_branches, completion_batch_size)
-    return sample(job, noisy=steps, branching=branching, vae_batch_size=vae_batch_size)
+    job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
+    return sample(job, noisy=steps, **how)
 
 
-def _guidance_scale(pipeline: DiffusionPipeline, chosen: float | None) -> float:
-    return model_classes.of_pipeline(pipeline).GUIDANCE_SCALE if chosen is None else chosen
+def _check_counts(counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
 
 
 def _checked_job(
-    pipeline: DiffusionPipeline,
+    model: FlowModel,
     prompts: str | list[str] | Condition,
     generators: torch.Generator | list[torch.Generator],
     params: SamplingParams,
     size: Size,
     steps: range,
     name: str,
+    latents: Tensor | None = None,
 ) -> SamplingJob:
     """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
-    model, count = model_classes.of_pipeline(pipeline), _num_rows(prompts)
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    count = len(prompts.text) if isinstance(prompts, Condition) else len(prompts)
+    if not count:
+        raise UserError("prompts is empty; there must be at least one")
+    generators = [generators] * count if isinstance(generators, torch.Generator) else generators
+    for argument, values in (("generators", generators), ("latents", latents)):
+        if values is not None and len(values) != count:
+            raise UserError(f"{argument} has {len(values)} entries for {count} prompts; give one for each")
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
     if steps and steps.stop > params.num_steps:
         raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
     params.check_noisy(steps)
-    generators = [generators] * count if isinstance(generators, torch.Generator) else generators
-    if len(generators) != count:
-        raise UserError(f"{len(generators)} generators for {count} prompts; give one for each, or one for all")
     if not isinstance(prompts, Condition):
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        prompts = model.encode([Prompt(text) for text in texts], guided=model.is_guided(params.guidance_scale))
+        prompts = model.encode([Prompt(text) for text in prompts], guided=model.is_guided(params.guidance_scale))
     return SamplingJob(model, prompts, generators, params, size)
-
-
-def _check_counts(num_prompts: int, per_prompt: dict[str, Sized | None], sizes: dict[str, int]) -> None:
-    """Raises UserError for no prompt, for arguments `per_prompt` of another length, and for sizes below 1."""
-    if not num_prompts:
-        raise UserError("prompts is empty; there must be at least one")
-    for name, values in per_prompt.items():
-        if values is not None and len(values) != num_prompts:
-            raise UserError(f"{name} has {len(values)} entries for {num_prompts} prompts; give one for each")
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise UserError(f"{name} is {size!r}; it must be an integer of at least 1")
-
-
-def _num_rows(prompts: str | list[str] | Condition) -> int:
-    if isinstance(prompts, Condition):
-        return len(prompts.text)
-    return 1 if isinstance(prompts, str) else len(prompts)
 
 
 @torch.no_grad()
@@ -209,50 +164,25 @@ def sample(
     job: SamplingJob,
     *,
     noisy: range,
-    branching: Branching | None = None,
+    num_branches: int = 0,
+    completion_batch_size: int = 0,
     velocity: Velocity | None = None,
     latents: Tensor | None = None,
-    groups: list[int] | None = None,
     vae_batch_size: int = 8,
-    exact: Callable = nullcontext,
     fast: Callable = nullcontext,
 ) -> Samples:
-    """Images of B prompts whose rows take each step together, or with `branching` their trunks' branches.
+    """Images of B prompts that take each step together, or their trunks' branches; arguments as in `prepare_encode`.
 
     Args:
-        noisy: the window, or the steps at which branches leave.
+        completion_batch_size: rows per forward of branches; at least B.
         velocity: the policy; None = the model's own.
-        exact: context of the forwards whose velocity enters a log-prob; `fast` of the others.
+        fast: context of the forwards whose velocity enters no log-prob.
     """
-    source = job.noise_source(latents)
-    request = Request(
-        None,
-        job.condition,
-        source.latents,
-        job.size,
-        job.schedule(),
-        job.params,
-        noisy=noisy,
-        num_branches=branching.num_branches if branching else 0,
-        noise=partial(source.noise, slice(None)),
-    )
-    if groups is not None:
-        request = split_shared_prefix(request, groups)
-    num = len(source.latents)
-    batching = Batching(num, branching.completion_batch_size if branching else num, filled=False)
-    finished = list(denoise(velocity or job.model.velocity, [request], batching, exact, fast))
-    return _decoded(job.model, finished, vae_batch_size)
-
-
-def split_shared_prefix(request: Request, groups: list[int]) -> Request:
-    """What the groups of a request's rows share until its noise begins: the first row of each."""
-    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    device = request.latents.device
-    firsts = torch.tensor([groups.index(group) for group in numbers], device=device)
-    request.source_rows = torch.tensor([numbers[group] for group in groups], device=device)
-    request.latents, latents, request.step = None, request.latents[firsts], request.noisy.start
-    shared = request.size, request.scheduler, request.params
-    return Request(None, request.condition.take(firsts), latents, *shared, continuations=[request])
+    num = len(job.generators)
+    requests = prepare_encode(job, noisy=noisy, names=range(num), num_branches=num_branches, latents=latents)
+    batching = Batching(num, max(num, completion_batch_size), filled=False)
+    finished = denoise(velocity or job.model.velocity, requests, batching, fast=fast)
+    return _decoded(job.model, sorted(finished, key=lambda request: request.name), vae_batch_size)
 
 
 @torch.no_grad()
@@ -267,51 +197,50 @@ def prepare_encode(
     groups: list[int] | None = None,
     short: list[Condition] | None = None,
 ) -> list[Request]:
-    """Requests of one row each for `denoise`; arguments as in `sample`.
+    """A request for each prompt, for `denoise`.
 
     Args:
+        noisy: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
+        num_branches: above 0: that leave each trunk at each noisy step.
         scheduler: with timesteps set, for requests to share; None = one for these.
+        latents: [B, ...] to start from, in the place of the generators' first draws.
+        groups: B numbers; requests of one number, which start from the same latents, share a prefix.
         short: [B] as in Request.
     """
-    scheduler, source, requests = scheduler or job.schedule(), job.noise_source(latents), []
-    for row, name in enumerate(names):
-        rows = slice(row, row + 1)
-        request = Request(
+    scheduler = scheduler or job.model.schedule(job.params.num_steps, job.size)
+    latents = job.model.noise(job.size, job.generators) if latents is None else latents
+    requests = [
+        Request(
             name,
-            job.condition.take(rows),
-            source.latents[rows],
+            job.condition.take(slice(row, row + 1)),
+            latents[row : row + 1],
             job.size,
             scheduler,
             job.params,
             noisy=noisy,
             num_branches=num_branches,
-            noise=partial(source.noise, rows),
+            generator=job.generators[row],
             short=short[row] if short else None,
         )
-        requests.append(request)
-    return requests if groups is None else _split_shared_prefixes(requests, groups)
+        for row, name in enumerate(names)
+    ]
+    return requests if groups is None else shared_prefixes(requests, groups)
 
 
-def _split_shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]:
-    """One request per group, which the group's own follow where the noise begins."""
-    prefixes = {}
+def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]:
+    """A request for each group, from its first one's latents, which the group's own follow where the noise begins."""
+    of_group = {}
     for request, group in zip(requests, groups, strict=True):
-        if group not in prefixes:
-            prefixes[group] = Request(
-                name=None,
-                condition=request.condition,
-                latents=request.latents,
-                size=request.size,
-                scheduler=request.scheduler,
-                params=request.params,
-                short=request.short,
-                continuations=[request],
-            )
-        else:
-            prefixes[group].continuations.append(request)
+        of_group.setdefault(group, []).append(request)
+    prefixes = []
+    for members in of_group.values():
+        first = members[0]
+        shared = first.condition, first.latents, first.size, first.scheduler, first.params
+        prefixes.append(Request(None, *shared, short=first.short, continuations=members))
+    for request in requests:
         request.latents, request.step = None, request.noisy.start
-    return list(prefixes.values())
+    return prefixes
 
 
 @torch.no_grad()
@@ -323,7 +252,7 @@ def post_decode(
     ready = []
     for request in finished:
         ready.append(request)
-        if sum(max(1, len(r.branches)) for r in ready) >= vae_batch_size:
+        if sum(len(r.noisy) if r.num_branches else 1 for r in ready) >= vae_batch_size:
             yield ready, _decoded(model, ready, vae_batch_size)
             ready = []
     if ready:
