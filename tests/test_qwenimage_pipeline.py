@@ -4,16 +4,13 @@ import copy
 import shutil
 from pathlib import Path
 
-import draw_shapes
 import pytest
 import torch
 from ml_collections import ConfigDict
 from peft.tuners.lora import LoraLayer
-from rounding import rounding
 from small import as_prompts, loaded
 
 from flow_grpo.base import rng
-from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
@@ -33,38 +30,8 @@ def model():
     return loaded("qwenimage")
 
 
-@pytest.fixture(scope="module")
-def exact():
-    """In float64, for comparisons of forwards whose sums are made in two orders. What remains is the rounding of a
-    velocity, up to 16 here, to float32: 1e-6."""
-    return loaded("qwenimage", torch_dtype=torch.float64)
-
-
-@pytest.fixture
-def calls(model):
-    """Rows of each call of the transformer."""
-    rows = []
-    hook = model.transformer.register_forward_hook(lambda module, args, output: rows.append(len(output[0])))
-    yield rows
-    hook.remove()
-
-
 def generators():
     return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
-
-
-def velocity(model, prompts, guidance_scale=1.0, width=None):
-    """Of rows at different timesteps."""
-    condition = model.encode(as_prompts(prompts), width=width, guided=guidance_scale > 1)
-    x, t = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0])
-    with torch.no_grad():
-        return model.velocity(x, t, condition, guidance_scale, SIZE)
-
-
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:2] * 3], ids=["of several lengths", "of one length"])
-def test_padding_changes_no_velocity(exact, prompts):
-    padded, plain = velocity(exact, prompts, width=40), velocity(exact, prompts)
-    torch.testing.assert_close(padded, plain, rtol=0, atol=rounding(size=16))
 
 
 def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
@@ -86,7 +53,7 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     }
     whole = Condition(**rows, negative=Condition(**{name: -values for name, values in rows.items() if name != "mask"}))
     again = Condition.concat([whole.take(slice(0, 2)), whole.take(torch.tensor([2]))])
-    repeated = whole.take(slice(1, 2)).expand(5)
+    repeated = whole.take(slice(1, 2)).take(torch.zeros(5, dtype=torch.long))
     assert set(whole.tensors()) == set(TENSORS)
     for name, values in whole.tensors().items():
         assert torch.equal(getattr(again, name), values)
@@ -100,34 +67,22 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     assert wider.mask.sum() == 12
 
 
-@pytest.mark.parametrize(("guidance_scale", "forwards"), [(0.0, 1), (1.0, 1), (4.0, 2)])
-def test_a_second_forward_only_for_guidance(model, calls, guidance_scale, forwards):
-    velocity(model, PROMPTS, guidance_scale)
-    assert calls == [3] * forwards
-
-
-def test_guidance_turns_a_tokens_velocity_and_keeps_its_norm(model):
-    guided, positive = velocity(model, PROMPTS, 4.0), velocity(model, PROMPTS)
-    norms = [v.double().norm(dim=-1) for v in (guided, positive)]
-    torch.testing.assert_close(*norms, rtol=rounding(guided.shape[-1]), atol=0)
-    assert (guided - positive).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("branches", [1, 3])
-def test_both_entry_points_return_log_probs_that_replay_bit_for_bit(model, guidance_scale, branches):
-    how, pipeline = dict(noise_level=0.7, sde_type="sde"), model.pipeline
-    size = dict(num_steps=STEPS, guidance_scale=guidance_scale, **SIDES)
+def test_both_entry_points_return_log_probs_that_replay_bit_for_bit_and_the_images_of_their_latents(
+    model, guidance_scale, branches
+):
+    how = dict(num_steps=STEPS, guidance_scale=guidance_scale, noise_level=0.7, vae_batch_size=5, **SIDES)
     if branches == 1:
         steps = range(1, 3)
-        sampled = pipeline_with_logprob(pipeline, PROMPTS, generators(), window=steps, **size, **how)
+        sampled = pipeline_with_logprob(model.pipeline, PROMPTS, generators(), window=steps, **how)
         assert sampled.images.shape == (3, 3, 64, 64)
     else:
-        steps, branching = range(STEPS - 1), dict(num_branches=branches, completion_batch_size=4)
-        sampled = pipeline_with_logprob_perstep(
-            pipeline, PROMPTS, generators(), steps=steps, **branching, **size, **how
-        )
+        steps, how = range(STEPS - 1), how | dict(num_branches=branches, completion_batch_size=4)
+        sampled = pipeline_with_logprob_perstep(model.pipeline, PROMPTS, generators(), steps=steps, **how)
         assert sampled.images.shape == (3, len(steps), branches, 3, 64, 64)
+    images = model.decode(sampled.latents.flatten(0, -3), SIZE, batch_size=1)
+    torch.testing.assert_close(sampled.images.flatten(0, -4), images, rtol=0, atol=1e-3)
     scheduler, condition = model.schedule(STEPS, SIZE), model.encode(as_prompts(PROMPTS), guided=guidance_scale > 1)
     assert len(sampled.trace) == len(steps)
     for i, traced in zip(steps, sampled.trace, strict=True):
@@ -135,50 +90,20 @@ def test_both_entry_points_return_log_probs_that_replay_bit_for_bit(model, guida
         with torch.no_grad():
             v = model.velocity(traced.latents, traced.timestep, condition, guidance_scale, SIZE)
         rows = [part.repeat_interleave(branches, 0) for part in (v, traced.timestep, traced.latents)]
-        replayed = sde_step_with_logprob(scheduler, *rows, prev_sample=traced.step.prev_sample, **how)
+        replayed = sde_step_with_logprob(scheduler, *rows, prev_sample=traced.step.prev_sample, noise_level=0.7)
         assert torch.equal(replayed.log_prob, traced.step.log_prob)
 
 
-def test_images_are_those_of_the_latents_returned(exact):
-    """Decoded five at a time and alone: the same float64 sums, rounded to float32 at the end."""
-    size = dict(num_steps=STEPS, guidance_scale=1.0, noise_level=0.7, **SIDES)
-    branching = dict(steps=range(2), num_branches=2, vae_batch_size=5)
-    sampled = pipeline_with_logprob_perstep(exact.pipeline, PROMPTS, generators(), **branching, **size)
-    for where in ((0, 0, 0), (1, 0, 1), (2, 1, 0)):
-        image = exact.decode(sampled.latents[where][None], SIZE)[0]
-        torch.testing.assert_close(sampled.images[where], image, rtol=0, atol=rounding())
-
-
-@pytest.fixture(scope="module")
-def renders():
-    prompts = [prompt.metadata for prompt in load_prompts("dataset/shapes", "test")]
-    return draw_shapes.pictures(prompts[:3], torch.Generator().manual_seed(0))
-
-
 @torch.no_grad()
-def test_latent_statistics_are_used_the_right_way_round(exact, renders):
-    """Latents are stored as float32: numbers up to 8 round by 5e-7."""
-    pipeline, renders = exact.pipeline, renders.double()
-    vae, config = pipeline.vae, pipeline.vae.config
-    z = vae.encode(renders[:, :, None] * 2 - 1).latent_dist.mean
-    mean, std = (torch.tensor(s).view(1, -1, 1, 1, 1) for s in (config.latents_mean, config.latents_std))
-    latents = pipeline._pack_latents((z - mean) / std, 3, 16, *z.shape[3:])
-    expected = (vae.decode(z).sample[:, :, 0] / 2 + 0.5).clamp(0, 1)
-    decoded = exact.decode(latents, SIZE, batch_size=2)
-    torch.testing.assert_close(decoded, expected.float(), rtol=0, atol=rounding(size=8))
-    assert (decoded - renders).abs().mean() < 0.05
-
-
-@torch.no_grad()
-def test_convolutions_in_2d_decode_the_same_picture_with_less(exact, renders):
+def test_convolutions_in_2d_decode_the_same_picture_with_less():
     """In float64 two kernels of one sum differ by 1e-15 of it; 1e-9 leaves room for what the layers make of that."""
-    pipeline, renders = exact.pipeline, renders.double()
-    vae = copy.deepcopy(pipeline.vae)
+    plain = loaded("qwenimage", torch_dtype=torch.float64).pipeline.vae
+    vae = copy.deepcopy(plain)
     convolve_in_2d(vae)
-    z = vae.encode(renders[:, :, None] * 2 - 1).latent_dist.mean
-    torch.testing.assert_close(vae.decode(z).sample, pipeline.vae.decode(z).sample, rtol=0, atol=1e-9)
+    z = torch.randn(2, plain.config.z_dim, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     clip = torch.cat([z, z.flip(0)], dim=2)
-    torch.testing.assert_close(vae.decode(clip).sample, pipeline.vae.decode(clip).sample, rtol=0, atol=1e-9)
+    for latents in (z, clip):
+        torch.testing.assert_close(vae.decode(latents).sample, plain.decode(latents).sample, rtol=0, atol=1e-9)
     for slices in (conv.weight for name, conv in vae.decoder.named_modules() if name.endswith("conv1")):
         slices[:, :, :-1] = torch.nan  # a kernel's earlier slices are not looked at
     assert vae.decode(z).sample.isfinite().all()
@@ -210,9 +135,5 @@ def test_lora_targets_are_a_blocks_twelve_linear_layers(model):
     linears = {name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)}
     policies.attach(transformer, ConfigDict(dict(rank=2, alpha=4)), QwenImage.LORA_TARGETS)
     adapted = {name for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
-    blocks = [f"transformer_blocks.{i}." for i in range(len(transformer.transformer_blocks))]
-    for block in blocks:
-        in_block = {name for name in linears if name.startswith(block)}
-        assert {name for name in adapted if name.startswith(block)} == {n for n in in_block if "_mod." not in n}
-        assert len({name for name in adapted if name.startswith(block)}) == 12
-    assert len(adapted) == 12 * len(blocks)
+    assert adapted == {name for name in linears if name.startswith("transformer_blocks.") and "_mod." not in name}
+    assert len(adapted) == 12 * len(transformer.transformer_blocks)

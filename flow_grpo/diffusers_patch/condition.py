@@ -59,10 +59,6 @@ class Condition:
             rows = [row.padded(width or longest) for row in rows]
         return Condition.concat(rows)
 
-    def expand(self, num: int) -> "Condition":
-        """One row as `num` rows."""
-        return _map(lambda tensors: tensors[0].expand(num, *tensors[0].shape[1:]), [self])
-
     def padded(self, width: int) -> "Condition":
         """Rows of `width` text tokens, masked beyond their own; for transformers that take a mask."""
         missing = width - self.num_tokens
