@@ -13,7 +13,6 @@ from torch.distributions import Normal, kl_divergence
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.losses import (
     awm_loss,
-    awm_surrogate,
     clipped_surrogate,
     dpo_loss,
     dppo_surrogate,
@@ -78,8 +77,7 @@ def test_golden_step_weights(key):
 
 
 def test_every_mode_of_the_settings_exists_and_no_other():
-    for mode in BY_KEY["train.step_weight"].choices:
-        assert step_weights(torch.ones(3), mode).shape == (3,)
+    assert all(step_weights(torch.ones(3), mode).shape == (3,) for mode in BY_KEY["train.step_weight"].choices)
     with pytest.raises(ValueError, match=r"sqrt2.*equal, sqrt3, mean_one"):
         step_weights(torch.ones(3), "sqrt2")
 
@@ -195,22 +193,15 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
 
 
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])
-def test_an_average_image_does_not_move_nft_from_its_old_policy(beta):
+def test_nft_moves_towards_good_images_away_from_bad_ones_and_stays_where_it_is_for_an_average_one(beta):
     """With r = 1/2 and v = v_old both terms are one function, and pull in opposite directions."""
     old = golden(f"nft/{beta}/v_old")
-    for prob, still in ((0.5, True), (0.9, False)):
+    better = golden(f"nft/{beta}/noise") - golden(f"nft/{beta}/x0")  # the velocity of that image
+    for prob, sign in ((1.0, -1), (0.5, 0), (0.0, 1)):
         velocity = old.clone().requires_grad_()
         nft(beta, velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
-        assert (velocity.grad.abs().max() < 1e-12) == still
-
-
-def test_nft_moves_towards_good_images_and_away_from_bad_ones():
-    old = golden("nft/1.0/v_old")
-    better = golden("nft/1.0/noise") - golden("nft/1.0/x0")  # the velocity of that image
-    for prob, sign in ((1.0, -1), (0.0, 1)):
-        velocity = old.clone().requires_grad_()
-        nft("1.0", velocity=velocity, reward_prob=torch.full((12,), prob, dtype=torch.float64)).sum().backward()
-        assert ((velocity.grad * (better - old)).sum((1, 2)) * sign > 0).all()
+        slope = (velocity.grad * (better - old)).sum((1, 2))
+        assert (slope * sign > 0).all() if sign else velocity.grad.abs().max() < 1e-12
 
 
 def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
@@ -223,8 +214,6 @@ def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
         expected = -np.minimum(advantages * ratio, advantages * np.clip(ratio, 1 - clip_range, 1 + clip_range))
         found = awm_loss(*map(torch.tensor, (v, old, noise - x_0, advantages)), clip_range)
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-9, atol=0)
-        stored = awm_surrogate(*map(torch.tensor, (*errors, advantages)), clip_range)
-        torch.testing.assert_close(stored, found, rtol=1e-9, atol=0)
 
 
 def test_awms_gradient_at_the_old_policy_is_flow_matching_times_the_advantage():

@@ -44,7 +44,7 @@ def sampled(images, step_weight="equal", num_steps=STEPS):
 def rank(number, world_size):
     """All batches of one rank, with advantages that are their log-probs' negatives."""
     mine = range(number, BATCHES, world_size)
-    rollout = concat([sampled(range(BATCH * n, BATCH * (n + 1))) for n in mine])
+    rollout = concat([sampled(range(BATCH * n, BATCH * (n + 1)), "sqrt3") for n in mine])
     rollout.advantages, rollout.loss_weight = -rollout.log_probs, torch.ones_like(rollout.log_probs)
     return rollout
 
@@ -64,7 +64,6 @@ def test_the_first_steps_of_the_trace_are_kept_with_their_shapes():
     assert rollout.log_probs.shape == (4, STEPS, OUTCOMES)
     assert rollout.images.tolist() == [4, 5, 6, 7]
     assert rollout.means.shape == rollout.latents.shape  # one for all outcomes
-    torch.testing.assert_close(rollout.step_weights, 3**0.5 * torch.tensor(STD[:STEPS]).expand(4, -1))
     torch.testing.assert_close(sampled(range(4), "mean_one").step_weights.mean(1), torch.ones(4))
 
 
@@ -82,15 +81,12 @@ def test_an_optimizer_step_trains_the_same_rows_on_one_rank_and_on_two():
     assert [sorted(rows) for rows in two] == [sorted(rows) for rows in one]
 
 
-@pytest.mark.parametrize("other", [(0, 1), (1, 0)], ids=["inner epoch", "epoch"])
-def test_epochs_and_inner_epochs_are_shuffled_anew(other):
+def test_epochs_inner_epochs_and_batches_are_shuffled_apart():
     rollout = rank(0, 1)
-    assert updates(rollout, 0, 0) == updates(rollout, 0, 0)
-    assert [set(rows) for rows in updates(rollout, 0, 0)] != [set(rows) for rows in updates(rollout, *other)]
-
-
-def test_batches_are_shuffled_apart():
-    first, *_ = updates(rank(0, 1), 0, 0)
+    first, *_ = shuffled = updates(rollout, 0, 0)
+    assert updates(rollout, 0, 0) == shuffled
+    for other in ((0, 1), (1, 0)):
+        assert [set(rows) for rows in updates(rollout, *other)] != [set(rows) for rows in shuffled]
     shares = [{(i % BATCH, k) for i, k in first if i // BATCH == batch} for batch in range(BATCHES)]
     assert any(share != shares[0] for share in shares[1:])
 
@@ -109,28 +105,17 @@ def test_a_row_keeps_its_outcomes_and_everything_else_that_is_its_own():
             assert torch.equal(part.means, rows.repeat_interleave(OUTCOMES)[:, None, None].expand(-1, 2, 3))
             assert torch.equal(part.condition.text[:, 0, 0], image)
             assert part.condition.mask.shape == (len(rows), 5)
-            assert part.step_weights.shape == part.log_probs.shape
+            weights = 3**0.5 * torch.tensor(STD)[step]
+            torch.testing.assert_close(part.step_weights, weights.repeat_interleave(OUTCOMES))
 
 
-def test_a_rows_weight_is_its_steps():
-    for update in shuffled_updates(sampled(range(BATCH), "sqrt3"), PLAN, 0, 0, 0):
-        for part in update:
-            expected = 3**0.5 * torch.tensor(STD)[part.row_ids[:, 1]]
-            torch.testing.assert_close(part.step_weights, expected.repeat_interleave(OUTCOMES))
-
-
-def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last():
-    sizes = [
-        [len(part.timesteps) for part in update] for update in shuffled_updates(sampled(range(BATCH)), PLAN, 0, 0, 0)
-    ]
-    assert sizes == [[4, 2], [4, 2]]
-
-
-def test_a_window_that_is_cut_off_is_shared_out_like_a_whole_one():
-    rollout = sampled(range(BATCH), num_steps=1)
-    parts = [part for update in shuffled_updates(rollout, PLAN, 0, 0, 0) for part in update]
-    assert sorted(tuple(row) for part in parts for row in part.row_ids.tolist()) == [(i, 0) for i in range(BATCH)]
-    assert [part.num_rows for part in parts] == [BATCH // UPDATES] * UPDATES
+@pytest.mark.parametrize(("num_steps", "sizes"), [(STEPS, [4, 2]), (1, [2])], ids=["whole", "window cut off"])
+def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last(num_steps, sizes):
+    updates = list(shuffled_updates(sampled(range(BATCH), num_steps=num_steps), PLAN, 0, 0, 0))
+    assert [[len(part.timesteps) for part in update] for update in updates] == [sizes] * UPDATES
+    assert {part.num_rows for update in updates for part in update} == {sum(sizes)}
+    rows = [tuple(row) for update in updates for part in update for row in part.row_ids.tolist()]
+    assert sorted(rows) == [(i, k) for i in range(BATCH) for k in range(num_steps)]
 
 
 def test_an_images_advantage_counts_at_each_of_its_steps():

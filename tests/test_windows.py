@@ -9,26 +9,19 @@ from flow_grpo.algorithms.windows import draw_window, window_at
 def places(interval, updates, first_last=(0, 8), **how):
     sample = dict(num_steps=10, sde_window_size=4, sde_window_range=first_last, sde_window_interval=interval)
     sample = ConfigDict(sample | how)
-    return [tuple(window_at(sample, 0, 0, 0, update)) for update in updates]
+    return [window_at(sample, 0, 0, 0, update) for update in updates]
 
 
-def test_a_progressive_window_moves_on_by_one_is_cut_off_at_the_end_and_starts_again_before_it_is_empty():
-    table = {0: (0, 1, 2, 3), 24: (0, 1, 2, 3), 25: (1, 2, 3, 4), 49: (1, 2, 3, 4), 50: (2, 3, 4, 5)}
-    table |= {
-        100: (4, 5, 6, 7),
-        125: (5, 6, 7),
-        150: (6, 7),
-        175: (7,),
-        199: (7,),
-        200: (0, 1, 2, 3),
-        225: (1, 2, 3, 4),
-    }
-    assert dict(zip(table, places(25, table))) == table
-
-
-def test_an_interval_and_a_range_of_ones_own():
-    table = {0: (1, 2, 3, 4), 2: (1, 2, 3, 4), 3: (2, 3, 4, 5), 9: (4, 5, 6), 15: (6,), 17: (6,), 18: (1, 2, 3, 4)}
-    assert dict(zip(table, places(3, table, first_last=(1, 7)))) == table
+@pytest.mark.parametrize(
+    ("interval", "first_last", "table"),
+    [
+        (25, (0, 8), {0: range(4), 24: range(4), 25: range(1, 5), 49: range(1, 5), 50: range(2, 6), 100: range(4, 8)}),
+        (25, (0, 8), {125: range(5, 8), 150: range(6, 8), 175: range(7, 8), 199: range(7, 8), 200: range(4)}),
+        (3, (1, 7), {0: range(1, 5), 2: range(1, 5), 3: range(2, 6), 9: range(4, 7), 17: range(6, 7), 18: range(1, 5)}),
+    ],
+)
+def test_a_progressive_window_moves_on_by_one_is_cut_off_at_the_end_and_starts_again(interval, first_last, table):
+    assert dict(zip(table, places(interval, table, first_last))) == table
 
 
 def test_random_is_uniform_over_the_places_that_fit_and_goes_by_epoch_and_block_not_by_updates():
@@ -48,7 +41,7 @@ def test_no_window_is_ever_empty_or_outside_its_range():
 
 
 def test_size_0_is_all_steps_but_the_last():
-    assert places(25, [0, 77], sde_window_size=0) == [tuple(range(9))] * 2
+    assert places(25, [0, 77], sde_window_size=0) == [range(9)] * 2
 
 
 def test_a_window_that_does_not_fit_is_refused():

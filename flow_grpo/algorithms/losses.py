@@ -160,7 +160,8 @@ def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
 
 
 def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: `awm_surrogate` of both policies' flow matching errors.
+    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: PPO's bound of the ratio exp(old error - error). The
+    negative flow matching error takes the log-prob's place.
 
     Args:
         velocity, old_velocity: [B, ...], of the policy and of the one that sampled.
@@ -168,11 +169,6 @@ def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages:
         advantages: [B].
     """
     error, old_error = ((v - target).square().flatten(1).mean(1) for v in (velocity, old_velocity))
-    return awm_surrogate(error, old_error, advantages, clip_range)
-
-
-def awm_surrogate(error: Tensor, old_error: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """PPO's bound of the ratio exp(old error - error): the negative error takes the log-prob's place. All [B]."""
     return clipped_surrogate(-error, -old_error, advantages, clip_range)
 
 
