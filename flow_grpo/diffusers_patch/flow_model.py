@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
@@ -70,9 +71,20 @@ class FlowModel(ABC):
         alone: bool = False,
         text: bool = True,
     ) -> "FlowModel":
-        """Of a folder or hub id, with the transformer's weights still on the meta device; see loading.load_pipeline."""
-        pipeline = loading.load_pipeline(cls.PIPELINE, cls.TRANSFORMER, folder, device, vae_dtype, alone, text)
-        return cls(pipeline, device)
+        """Of a folder or hub id, with the transformer's weights still on the meta device: fsdp_utils.prepare fills them
+        in. Text encoders are float32 on a CPU and bfloat16 elsewhere.
+
+        Args:
+            alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
+            text: False for no text encoders, where all embeddings are on a disk.
+        """
+        folder, transformer = shipped.find(folder), cls.empty_transformer(folder)
+        if alone:
+            return cls(loading.without_weights(cls.PIPELINE, folder, transformer=transformer), device)
+        dtypes = {"vae": vae_dtype, "default": torch.float32 if device.type == "cpu" else torch.bfloat16}
+        left_out = {} if text else dict.fromkeys(loading.text_encoders(cls.PIPELINE.load_config(folder)))
+        pipeline = cls.PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out)
+        return cls(loading.frozen(pipeline, device), device)
 
     @classmethod
     def without_weights(cls, folder: str) -> "FlowModel":
@@ -82,8 +94,10 @@ class FlowModel(ABC):
 
     @classmethod
     def empty_transformer(cls, folder: str) -> torch.nn.Module:
-        """The transformer of a folder or hub id, on the meta device."""
-        return loading.empty_transformer(cls.TRANSFORMER, folder)
+        """The transformer of a folder or hub id, with meta weights and real position tables."""
+        config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
+        with init_empty_weights():
+            return cls.TRANSFORMER.from_config(config)
 
     @staticmethod
     def transformer_folder(folder: str) -> Path | None:

@@ -2,11 +2,10 @@
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 
 from flow_grpo.base import shipped
@@ -35,46 +34,14 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
 
 
-def empty_transformer(transformer_class: type[torch.nn.Module], folder: str) -> torch.nn.Module:
-    """As its config has it, with meta weights and real position tables."""
-    config = transformer_class.load_config(shipped.find(folder), subfolder="transformer")
-    with init_empty_weights():
-        return transformer_class.from_config(config)
-
-
-def load_pipeline(
-    pipeline_class: type[DiffusionPipeline],
-    transformer_class: type[torch.nn.Module],
-    folder: str,
-    device: torch.device,
-    vae_dtype: torch.dtype = torch.float32,
-    alone: bool = False,
-    text: bool = True,
-) -> DiffusionPipeline:
-    """The pipeline with its transformer's weights still on the meta device: fsdp_utils.prepare fills them in.
-
-    Text encoders are float32 on a CPU and bfloat16 elsewhere, the VAE `vae_dtype`.
-
-    Args:
-        alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
-        text: False for no text encoders, where all embeddings are on a disk.
-    """
-    folder, transformer = shipped.find(folder), empty_transformer(transformer_class, folder)
-    if alone:
-        return without_weights(pipeline_class, folder, transformer=transformer)
-    encoder_dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    dtypes = {"vae": vae_dtype, "default": encoder_dtype}
-    left_out = {} if text else dict.fromkeys(_text_encoders(pipeline_class.load_config(folder)))
-    return frozen(pipeline_class.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out), device)
-
-
-def _text_encoders(names) -> list[str]:
+def text_encoders(names: Iterable[str]) -> list[str]:
+    """Those of a pipeline's parts."""
     return [name for name in names if name.startswith("text_encoder")]
 
 
 def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
     """Give their memory back."""
-    pipeline.register_modules(**dict.fromkeys(_text_encoders(pipeline.components)))
+    pipeline.register_modules(**dict.fromkeys(text_encoders(pipeline.components)))
     free_memory()
 
 
