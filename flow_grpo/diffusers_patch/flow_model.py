@@ -1,5 +1,6 @@
 """A loaded model as training sees it. Each model file has a class of it, one level deep."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -163,13 +164,18 @@ class FlowModel(ABC):
             return condition
         return replace(condition, negative=Condition.stack([rows[prompt.digest] for prompt in negatives]))
 
-    @abstractmethod
+    def grid(self, size: Size) -> tuple[int, int]:
+        """Rows and columns of the transformer's image tokens, of 2 x 2 latents each."""
+        side = self.pipeline.vae_scale_factor * 2
+        return size.height // side, size.width // side
+
     def num_tokens(self, size: Size) -> int:
         """Image tokens of the transformer, on which the schedule depends."""
+        return math.prod(self.grid(size))
 
-    @abstractmethod
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """Of one image."""
+        """Of one image; here [N, C], tokens."""
+        return self.num_tokens(size), self.transformer_config["in_channels"]
 
     @abstractmethod
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -242,18 +248,6 @@ class FlowModel(ABC):
     def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, ...] float32, `batch_size` at a time."""
         return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
-
-
-def packed_tokens(pipeline: DiffusionPipeline, size: Size) -> int:
-    """Of an image, where a token is 2 x 2 latents."""
-    rows, columns = packed_grid(pipeline, size)
-    return rows * columns
-
-
-def packed_grid(pipeline: DiffusionPipeline, size: Size) -> tuple[int, int]:
-    """Rows and columns of tokens, where a token is 2 x 2 latents."""
-    side = pipeline.vae_scale_factor * 2
-    return size.height // side, size.width // side
 
 
 def decode_scaled(vae: AutoencoderKL, z: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled
 from flow_grpo.diffusers_patch.size import Size
 
 T5_TOKENS = 512  # that FluxPipeline reads
@@ -42,14 +42,6 @@ class Flux(FlowModel):
         embeds, pooled, _ = self.pipeline.encode_prompt(prompt.text, prompt.text, **how)
         return Condition(embeds, pooled)
 
-    def num_tokens(self, size: Size) -> int:
-        """Of 2 x 2 latents."""
-        return packed_tokens(self.pipeline, size)
-
-    def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """[N, C]."""
-        return self.num_tokens(size), self.transformer_config["in_channels"]
-
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """T5's tokens and CLIP's vector."""
         config = self.transformer_config
@@ -57,7 +49,7 @@ class Flux(FlowModel):
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""
-        transformer, grid = self.transformer, packed_grid(self.pipeline, size)
+        transformer, grid = self.transformer, self.grid(size)
         dtype, guided = transformer.x_embedder.weight.dtype, transformer.config.guidance_embeds
         return transformer(
             hidden_states=x.to(dtype),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.lora_linear import results_of
@@ -51,14 +51,6 @@ class QwenImage(FlowModel):
         """The last states of the text encoder, without those of the template."""
         return Condition(self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)[0])
 
-    def num_tokens(self, size: Size) -> int:
-        """Of 2 x 2 latents."""
-        return packed_tokens(self.pipeline, size)
-
-    def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """[N, C]."""
-        return self.num_tokens(size), self.transformer_config["in_channels"]
-
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Text and its mask."""
         return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
@@ -71,7 +63,7 @@ class QwenImage(FlowModel):
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """The mask is the text's."""
-        transformer, grid = self.transformer, packed_grid(self.pipeline, size)
+        transformer, grid = self.transformer, self.grid(size)
         dtype = transformer.img_in.weight.dtype
         return transformer(
             hidden_states=x.to(dtype),
