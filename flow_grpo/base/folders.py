@@ -92,11 +92,6 @@ def recover(path: Path) -> None:
     remove_leftovers(path.parent, path.stem, age_s=0.0)
 
 
-def discard(path: Path) -> None:
-    """Remove a folder, which never looks whole when it is half removed."""
-    remove(path.rename(scratch_beside(path)))
-
-
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

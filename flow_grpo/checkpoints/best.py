@@ -140,7 +140,7 @@ def _fit(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | N
         aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""
         return None, sentence + aside
     elif folder.exists():
-        folders.discard(folder)
+        folders.remove(folder)
     return best, ""
 
 

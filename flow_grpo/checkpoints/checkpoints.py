@@ -203,7 +203,7 @@ def prune(folder: Path, epoch: int, keep: int) -> None:
     newest = [path for number, path in checkpoints if number <= epoch][-keep:]
     for _, path in checkpoints:
         if path not in newest:
-            folders.discard(path)
+            folders.remove(path)
 
 
 def _at(path: Path) -> list[Path]:
