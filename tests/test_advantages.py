@@ -39,11 +39,6 @@ def test_a_groups_level_scale_name_and_place_do_not_matter():
     torch.testing.assert_close(advantages, torch.tensor([-1.0, -1, 0, 0, 1, 1]) * 1.5**0.5)
 
 
-def test_a_group_without_spread_teaches_nothing():
-    advantages = group_advantages(torch.tensor([0.5, 0.5, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
-    assert torch.equal(advantages[:2], torch.zeros(2))
-
-
 @pytest.mark.parametrize("value", [0.3, 8.3, 85.3, 612.7])
 @pytest.mark.parametrize("rounding", [0.0, 1e-7])
 def test_rewards_of_any_size_that_differ_by_rounding_alone_are_a_group_without_spread(value, rounding):
