@@ -62,13 +62,14 @@ def override(config, args):
             raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
     if args.rewards:
         with config.unlocked():
-            config.reward_fn, config.eval.rewards = dict(args.rewards), ()
+            config.reward_fn = {name: 1.0 if weight is None else weight for name, weight in args.rewards}
+            config.eval.rewards = ()
 
 
 def reward_and_weight(text):
-    """Of NAME or NAME=WEIGHT."""
+    """Of NAME=WEIGHT, or of NAME, whose weight is None."""
     name, _, weight = text.partition("=")
-    return name, float(weight or 1)
+    return name, float(weight) if weight else None
 
 
 def chosen_prompts(args, config):
@@ -164,9 +165,38 @@ def markdown(rows, by, split, seeds):
 
 
 def without_repeated_sum(row):
-    """A row's estimates; of a single reward, which is the weighted sum, once."""
-    single = any(row["all"]["avg"] == other for name, other in row["all"].items() if name != "avg")
+    """A row's estimates, without the weighted sum where it is a single reward, or where nobody has given weights."""
+    single = row["plain_sum"] or any(row["all"]["avg"] == other for name, other in row["all"].items() if name != "avg")
     return {name: other for name, other in row["all"].items() if not single or name.split(" ")[0] != "avg"}
+
+
+def differences(rows, values, by):
+    """A table of every later row against the first, on the noises and prompts that they share; "" of a single row."""
+    lines = []
+    for number, (row, scores) in enumerate(zip(rows[1:], values[1:]), start=2):
+        compared = estimates.paired(scores[by], values[0][by])
+        name = f"{number}: {row['policy']}, {row['weights']}, guidance {row['guidance_scale']:g}, {row['size']}"
+        lines.append([name, shown(compared.difference), *compared[1:]])
+    head = [f"{by}, less that of row 1", "difference", "better prompts", "worse", "alike"]
+    table = [head, ["---"] * len(head), *lines]
+    return "\n\n" + "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table) + "\n" if lines else ""
+
+
+def over_seeds(rows, compared, by):
+    """Mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are none."""
+    groups = {}
+    for row, candidate in zip(rows, compared) if len(rows) == len(compared) else ():
+        if policies_to_compare.is_run(Path(candidate.name)):
+            key = json.dumps(policies_to_compare.without_seed(Path(candidate.name)), sort_keys=True)
+            groups.setdefault(key, []).append(row)
+    lines = []
+    for group in (group for group in groups.values() if len(group) > 1):
+        means = torch.tensor([row["all"][by].mean for row in group], dtype=torch.float64)
+        estimate = estimates.Estimate(means.mean().item(), (means.std() / len(means) ** 0.5).item(), len(means))
+        lines.append(
+            f"{by} of {', '.join(row['policy'] for row in group)}, which differ in the seed: {shown(estimate)}"
+        )
+    return "\n\n".join(["", *lines]) + "\n" if lines else ""
 
 
 def shown(estimate):
@@ -201,19 +231,22 @@ def main(args):
     folder = distributed.on_main(folders.take, Path(args.out), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []
+    values, unweighted = [], bool(args.rewards) and all(weight is None for _, weight in args.rewards)
     for candidate, family in zip(compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = None  # two do not fit on a GPU together
         loading.free_memory()
         model = policies_to_compare.load(candidate, family, ranks.device)
         for row, scores in rows_of(candidate, model, pool, args, split, seeds):
-            by = next((name for name, column in scores.values.items() if estimates.is_binary(column)), "avg")
-            rows.append(row | summary(scores.values, by, categories, args.best_of or ()))
+            by = next((name for name, column in scores.values.items() if estimates.is_binary(column)), None)
+            by = by or (next(iter(scores.values)) if unweighted else "avg")
+            values.append(scores.values)
+            rows.append(row | summary(scores.values, by, categories, args.best_of or ()) | dict(plain_sum=unweighted))
             if distributed.is_main():
                 texts.append(as_json(rows[-1], scores))
                 write_sheet(folder, len(rows), row, scores, split)
     if distributed.is_main():
-        table = markdown(rows, by, split, seeds)
+        table = markdown(rows, by, split, seeds) + differences(rows, values, by) + over_seeds(rows, compared, by)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
         (folder / "table.md").write_text(table)

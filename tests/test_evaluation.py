@@ -113,6 +113,7 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
     assert len({line["test/jpeg_compressibility"] for line in tests}) == 4
     said = (folder.parents[1] / "said").read_text()
     assert f"{folder / 'best'} holds the best policy, of epoch {kept.epoch} of 3" in said
+    assert re.search(r"on the test prompts: \S+ ± \S+ before, \S+ ± \S+ last, \S+ ± \S+ best", said)
 
 
 def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path):
@@ -169,7 +170,8 @@ def evaluated(folder, *arguments):
 def figures_of_test(folder, prefix, number=-1):
     """A run's own figures on all test prompts, the last of a kind."""
     line = [line for line in lines_of(folder, "test") if f"{prefix}/avg" in line][number]
-    return {name.split("/")[1]: line[name] for name in line if re.fullmatch(rf"{prefix}/\w+", name)}
+    names = [name for name in line if re.fullmatch(rf"{prefix}/\w+", name) and not name.endswith("std_error")]
+    return {name.split("/")[1]: line[name] for name in names}
 
 
 def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(runs, tmp_path, monkeypatch):
@@ -192,6 +194,9 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
     last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")
     full_rows = figures_of_test(full, "test"), figures_of_test(full, "test_best")
     assert rows == [last, base, best_row, *full_rows, last]
+    errors = [found["rows"][i]["all"]["jpeg_compressibility"]["error"] for i in (1, 0)]
+    logged = [line["test/std_error"] for line in lines_of(lora, "test") if "test/avg" in line]
+    assert [logged[0], logged[-1]] == errors  # of eval.best_by, before and after training
     assert len({row["jpeg_compressibility"] for row in rows}) == 5
 
 
@@ -211,8 +216,24 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     assert len({json.dumps(row["scores"]) for row in found["rows"]}) == 4
     table = (tmp_path / "out" / "table.md").read_text()
     assert table in capsys.readouterr().out
-    assert table.count(str(runs[4])) == 8
+    assert table.count(str(runs[4])) == 8 + 3  # and the differences of three rows to the first
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
+
+
+def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_mean(runs, tmp_path):
+    again = shutil.copytree(runs[4], tmp_path / "again")
+    stored = json.loads((again / "config.json").read_text())
+    (again / "config.json").write_text(json.dumps(stored | {"seed": 7, "run_name": "again"}))
+    found, rows = evaluated(tmp_path, runs[4], again, TINY, "--rewards", "shapes", "jpeg_compressibility")
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| avg |" not in table.splitlines()[3]  # nobody said what a kilobyte is worth
+    scores = [torch.tensor(row["scores"]["shapes_accuracy"]) for row in found["rows"]]
+    difference = (scores[2] - scores[0]).mean(1)
+    (line,) = [line for line in table.splitlines() if line.startswith("| 3: ")]
+    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+    assert f"| {difference.mean():.4g} ± " in line
+    assert line.endswith(f"| {wins} | {losses} | {len(difference) - wins - losses} |")
+    assert f"of {runs[4]}, {again}, which differ in the seed: {rows[0]['shapes_accuracy']:.4g} ± 0" in table
 
 
 def test_a_larger_batch_or_a_noise_less_changes_no_score(runs, tmp_path):

@@ -95,6 +95,12 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
     "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}, ""),
     "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}, ""),
     "checkpoints on a disk that is away": (f"rm -r {RUN}/checkpoints; ln -s away {RUN}/checkpoints", "latest", {}, ""),
+    "checkpoints that are another run's": (
+        f"cp -r {RUN} runs/other; rm -r {RUN}/checkpoints; ln -s $PWD/runs/other/checkpoints {RUN}", "latest", {}, ""
+    ),
+    "best/ of another run": (
+        f"cp -r {RUN} runs/other; rm -r {RUN}/best; ln -s $PWD/runs/other/best {RUN}", "latest", {}, ""
+    ),
     "an older checkpoint": ("", f"{RUN}/checkpoints/epoch_000001", {}, ""),
     "another model": ("", NEWEST, dict(run_name="other", model="flow_grpo/assets/tiny_sd3"), ""),
     "another rank": ("", NEWEST, dict(run_name="other", lora__rank=2), ""),

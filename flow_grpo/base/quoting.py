@@ -23,3 +23,8 @@ def in_one_line(text: object, length: int = 1000) -> str:
     """A text, such as another error's, in one line, without the middle of what is long."""
     words = " ".join(str(text).split())
     return words if len(words) <= length else f"{words[: length - length // 10]} ... {words[-(length // 10) :]}"
+
+
+def with_error(value: float, error: float | None) -> str:
+    """A mean, and its standard error where that is known."""
+    return f"{value:.4g}" if error is None or error != error else f"{value:.4g} ± {error:.2g}"

@@ -32,6 +32,22 @@ def best_of(values: Tensor, k: int) -> Estimate:
     return _over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
 
 
+class Paired(NamedTuple):
+    """Two policies on the same prompts and noises."""
+
+    difference: Estimate  # of the first less the second
+    wins: int  # prompts on which the first is better
+    losses: int
+    ties: int
+
+
+def paired(ours: Tensor, theirs: Tensor) -> Paired:
+    """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference."""
+    differences = (ours.double() - theirs.double()).nanmean(0)
+    signs = [int((differences > 0).sum()), int((differences < 0).sum()), int((differences == 0).sum())]
+    return Paired(_over_prompts(differences), *signs)
+
+
 def is_binary(values: Tensor) -> bool:
     """Whether scores say right or wrong, no more; False where all of them failed."""
     values = values[~values.isnan()]

@@ -69,9 +69,13 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
     return Scores(values, {number: image for batch in batches for number, image in batch[2].items()})
 
 
-def means(scores: Scores) -> dict[str, float]:
-    """The mean of each score over prompts and noises, those that failed left out."""
-    return {name: values.nanmean().item() for name, values in scores.values.items()}
+def means(scores: Scores, best_by: str) -> dict[str, float]:
+    """The mean of each score over prompts and noises, those that failed left out; as std_error the standard error of
+    that of `best_by`, where there are several prompts."""
+    figures = {name: values.nanmean().item() for name, values in scores.values.items()}
+    chosen = scores.values.get(best_by)
+    known = chosen is not None and chosen.shape[1] > 1
+    return figures | ({"std_error": estimates.mean(chosen).error} if known else {})
 
 
 def means_by_category(scores: Scores, split: Split) -> dict[str, float]:

@@ -30,6 +30,8 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
         "one reward over the validation prompts, which choose the best policy", "rises with reward/; else it is hacked"
     ),
     "eval/std_error": Metric("standard error of the evaluation that says which policy is best", "steady"),
+    "test/std_error": Metric("the same of the test", "steady"),
+    "test_best/std_error": Metric("the same of the weights in best/", "steady"),
     "test/<name>": Metric("the same over the test prompts, which choose nothing", "follows eval/"),
     "test/<name>/<tag>": Metric("a score of right or wrong over the test prompts of one category", "follows test/"),
     "test_best/<name>": Metric("test/ of the weights in best/, after the last epoch", "at least test/'s last"),

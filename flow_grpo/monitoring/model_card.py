@@ -2,6 +2,7 @@
 around full weights. All of it is made from the run's folder, after training or later."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -17,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.quoting import in_one_line, with_error
 from flow_grpo.checkpoints import best
-from flow_grpo.monitoring import report
+from flow_grpo.monitoring import provenance, report
 from flow_grpo.settings import table
 from flow_grpo.weights import lora_files
 
@@ -137,7 +138,13 @@ def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, 
     first = next((record for record in tests if record["epoch"] == 0), {})
     last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
     names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
-    return [(name, f"{first.get(f'test/{name}', float('nan')):.4g}", f"{last[prefix + name]:.4g}") for name in names]
+    errors = {run.config.eval.best_by: (first.get("test/std_error"), last.get(f"{prefix}std_error"))}
+    rows = []
+    for name in names:
+        before, after = errors.get(name, (None, None))
+        values = first.get(f"test/{name}", math.nan), last[prefix + name]
+        rows.append((name, with_error(values[0], before), with_error(values[1], after)))
+    return [row for row in rows if row[0] != "std_error"]
 
 
 def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
@@ -154,6 +161,21 @@ def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
         ("chosen", f"best {chosen.best_by}, after {chosen.epoch} epochs" if chosen else "the last"),
         ("seed", str(config.seed)),
         ("size", f"{config.height} x {config.width} pixels, height first"),
+        *_made_by(run),
+    ]
+
+
+def _made_by(run: report.Recorded) -> list[tuple[str, str]]:
+    """Commit, versions, kind of GPU and duration of what made it, and no more of run.json."""
+    starts = provenance.starts(run.folder)
+    if not starts:
+        return []
+    versions = ", ".join(f"{name} {number}" for name, number in starts[-1]["versions"].items())
+    changed = ", with changes" if starts[-1]["changed_files"] else ""
+    hours = sum(line.get("time/epoch_s", 0.0) for line in run.lines("epoch")) / 3600
+    return [
+        ("code", f"flow_grpo {starts[-1]['commit'] or 'of an unknown commit'}{changed}; {versions}"),
+        ("made on", f"{starts[-1]['ranks']} x {', '.join(set(starts[-1]['gpus'])) or 'CPU'}, {hours:.3g} hours"),
     ]
 
 

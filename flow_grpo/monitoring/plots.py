@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 
@@ -65,16 +66,31 @@ class Line(NamedTuple):
     label: str
     epochs: np.ndarray
     values: np.ndarray
+    errors: np.ndarray  # standard errors; NaN where they are not known
 
 
-def curve(records: list[dict], name: str, label: str) -> Line | None:
-    """One metric over epochs, of all lines that have it; those of one epoch's updates lie side by side."""
-    points = [(record["epoch"], record[name]) for record in records if name in record]
-    count, seen, epochs = Counter(epoch for epoch, _ in points), Counter(), []
-    for epoch, _ in points:
+def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line | None:
+    """One metric over epochs, of all lines that have it; those of one epoch's updates lie side by side.
+
+    Args:
+        best_by: config.eval.best_by, whose standard error evaluations and tests log.
+    """
+    kind, _, figure = name.partition("/")
+    error_name = f"{kind}/std_error" if figure == best_by else ""
+    points = [(line["epoch"], line[name], line.get(error_name, math.nan)) for line in records if name in line]
+    count, seen, epochs = Counter(epoch for epoch, *_ in points), Counter(), []
+    for epoch, *_ in points:
         epochs.append(epoch + seen[epoch] / count[epoch])
         seen[epoch] += 1
-    return Line(label, np.array(epochs), np.array([value for _, value in points])) if points else None
+    return Line(label, np.array(epochs), *np.array([rest for _, *rest in points]).T) if points else None
+
+
+def best_by_of(run_dir) -> str:
+    """A run's config.eval.best_by; "avg" where that cannot be read."""
+    try:
+        return str(folders.read_json(Path(run_dir, "config.json"))["eval"]["best_by"])
+    except (UserError, KeyError, TypeError):
+        return "avg"
 
 
 def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
@@ -89,7 +105,7 @@ def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
 
 def plot_reward(run_dir) -> Path | None:
     """Draw reward.png from metrics.jsonl, a panel per reward over epochs. None if there is no reward yet."""
-    records = read_metrics(run_dir)
+    records, best_by = read_metrics(run_dir), best_by_of(run_dir)
     logged = dict.fromkeys(name for record in records for name in record if name.startswith(("reward/", "eval/")))
     logged = [name for name in logged if not re.search(SPREADS, name)]
     is_single = len(rewards_alone(records, logged)) < len(logged)
@@ -103,7 +119,7 @@ def plot_reward(run_dir) -> Path | None:
         for position, name in enumerate(names, start=1):
             axes = figure.add_subplot(rows, columns, position)
             kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
-            draw_lines(axes, [curve(records, f"{kind}/{name}", label) for kind, label in kinds.items()])
+            draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
         figure.savefig(Path(run_dir, "reward.png"))
     return Path(run_dir, "reward.png")
@@ -188,7 +204,7 @@ def draw_cells(rows: list[list[tuple]]) -> tuple[Image.Image, list[tuple[int, in
 
 
 def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> None:
-    """Draw curves over epochs. None keeps the next line's style its own.
+    """Draw curves over epochs, with bands of a standard error. None keeps the next line's style its own.
 
     Args:
         limit: a level that is drawn across.
@@ -198,6 +214,8 @@ def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> No
             epochs, values = thinned(line.epochs), thinned(line.values)
             style = dict(color=colour, marker=marker, markersize=4, markevery=-(-len(values) // 12))
             axes.plot(epochs, values, dashes, label=line.label, **style)
+            errors = thinned(line.errors)
+            axes.fill_between(epochs, values - errors, values + errors, color=colour, alpha=0.15, linewidth=0)
     if limit is not None:
         axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
     if len(lines) > 1:

@@ -22,6 +22,7 @@ import jinja2
 from ml_collections import ConfigDict
 
 from flow_grpo.base import folders
+from flow_grpo.base.quoting import with_error
 from flow_grpo.monitoring import health, metrics, plots
 from flow_grpo.settings import command_line, older, table
 
@@ -85,31 +86,36 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
     """One figure of all runs, and what the table of metrics says of it."""
     key, metric = metrics.explain(name) or (name, metrics.Metric("logged by a script of your own", ""))
-    lines = [plots.curve(run.records, name, run.label) for run in runs]
+    lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
     return Panel(name, metric._replace(expect=expect), plots.svg_panel(lines, limit))
 
 
 def summary(runs: Sequence[Recorded]) -> Table:
-    """A row per run: how far it is, and its evaluation before, last and at its best."""
-    head = ["run", "epochs", "hours", "evaluation", "before", "last", "best", "epochs with an alarm"]
-    return Table(head, [_summary_row(run) for run in runs])
+    """A row per run: how far it is, and the score that chooses, before training, last and of the best policy."""
+    head = ["run", "epochs", "hours", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
+    return Table([*head, "epochs with an alarm"], [_summary_row(run) for run in runs])
 
 
 def _summary_row(run: Recorded) -> list[str]:
     epochs = run.lines("epoch")
     hours = sum(record.get("time/epoch_s", 0.0) for record in epochs) / 3600
-    name = f"eval/{run.config.eval.best_by}"
-    values = [(record[name], int(record["epoch"])) for record in run.records if name in record]
-    before, last = (f"{values[i][0]:.4g}" if values else "" for i in (0, -1))
-    best = max((value for value in values if math.isfinite(value[0])), default=None)
-    alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
-    best_text = f"{best[0]:.4g} (after {best[1]} epochs)" if best else ""
-    return [
-        *(run.label, f"{len(epochs)} of {run.config.num_epochs}", f"{hours:.3g}", name),
-        *(before, last, best_text, str(alarmed)),
-    ]
+    score, alarmed = run.config.eval.best_by, sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
+    evaluations, tests, of_best = (_scores(run, kind) for kind in ("eval", "test", "test_best"))
+    best = max((one for one in evaluations if math.isfinite(one[0])), default=None)
+    chosen = [f"{with_error(*best[:2])} (after {best[2]} epochs)" if best else ""]
+    ends = [with_error(*scores[i][:2]) if scores else "" for scores in (evaluations, tests) for i in (0, -1)]
+    last = [with_error(*of_best[-1][:2]) if of_best else ""]
+    columns = [*ends[:2], *chosen, *ends[2:], *last]
+    return [run.label, f"{len(epochs)} of {run.config.num_epochs}", f"{hours:.3g}", score, *columns, str(alarmed)]
+
+
+def _scores(run: Recorded, kind: str) -> list[tuple[float, float | None, int]]:
+    """The score that chooses, its standard error and the epoch of each evaluation of a kind."""
+    name = f"{kind}/{run.config.eval.best_by}"
+    lines = [line for line in run.records if name in line]
+    return [(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
 
 
 def alarms(run: Recorded) -> list[str]:

@@ -1,12 +1,11 @@
 """When a run evaluates its policy, and what follows: the best is kept, and test prompts say how good it is."""
 
-import math
-
 import torch
 from ml_collections import ConfigDict
 
+from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
-from flow_grpo.evaluation import estimates, evaluation
+from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
 
@@ -65,11 +64,9 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     split = evaluation.part_of(run.choosing_prompts, run.config)
     with run.ema.applied(), run.board.timed("eval"):
         scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), evaluation.NUM_SHOWN)
-    figures, masked = evaluation.means(scores), run.pool.masked_shares(scores.values)
+    figures, masked = evaluation.means(scores, settings.best_by), run.pool.masked_shares(scores.values)
     logged = {f"eval/{name}": value for name, value in figures.items()}
     logged |= {f"eval/{name}_masked_share": share for name, share in masked.items()}
-    if settings.best_by in scores.values and len(split.prompts) > 1:
-        logged["eval/std_error"] = estimates.mean(scores.values[settings.best_by]).error
     run.board.log("eval", logged, epoch=epoch, step=run.step)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
     images = torch.stack(list(scores.images.values()))
@@ -89,7 +86,7 @@ def score_test(run: Run) -> dict[str, float]:
         split = evaluation.part_of(run.test_prompts, run.config)
         scores = evaluation.score(sampler_of(run), split, range(run.config.eval.noises_per_prompt))
     run.pool.masked_shares(scores.values)
-    return evaluation.means(scores) | evaluation.means_by_category(scores, split)
+    return evaluation.means(scores, run.config.eval.best_by) | evaluation.means_by_category(scores, split)
 
 
 def _test(run: Run, epoch: int, figures: dict[str, float] | None) -> None:
@@ -120,9 +117,20 @@ def conclude(run: Run) -> None:
         figures = score_test(run)
     logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": chosen.epoch}
     lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
-    before = f"{lines[0].get(f'test/{name}', math.nan):.4g} before, " if lines else ""
+    first = {key.removeprefix("test/"): value for key, value in lines[0].items()} if lines else {}
+    moments = {"before": first, "last": run.test_figures, "best": figures}
+    known = [
+        f"{with_error(part[name], part.get('std_error'))} {moment}" for moment, part in moments.items() if name in part
+    ]
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
     run.board.say(
         f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; {name} on the test prompts: "
-        f"{before}{run.test_figures[name]:.4g} last, {figures[name]:.4g} best"
+        f"{', '.join(known)}{_others(first, figures, name)}"
     )
+
+
+def _others(first: dict[str, float], figures: dict[str, float], chosen: str) -> str:
+    """What became of the other scores, from before training to the best policy."""
+    names = [name for name in figures if name not in (chosen, "std_error") and "/" not in name and name in first]
+    names = [name for name in names if (first[name], figures[name]) != (first.get(chosen), figures[chosen])]
+    return "".join(f"; {name} {first[name]:.4g} before, {figures[name]:.4g} best" for name in names)
