@@ -22,6 +22,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, pipeline_with_logprob
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.rewards.scores import as_scores
 
 SIZE = Size(64, 64)
 NUM_STEPS, NOISY, NOISE_LEVEL = 10, range(3), 0.7  # denoising steps; those with noise; how much
@@ -72,7 +73,7 @@ def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> li
     groups, condition, means = torch.arange(num_prompts).repeat_interleave(group_size), model.encode(prompts), []
     for epoch in range(num_epochs):
         sampled = sample(model, condition, epoch)
-        scores = rewards.as_scores(score(sampled.images, texts, metadata))["score"]
+        scores = as_scores(score(sampled.images, texts, metadata))["score"]
         for _ in range(NUM_UPDATES):
             add_gradients(model, condition, sampled, group_advantages(scores, groups))
             torch.nn.utils.clip_grad_norm_(pipeline.transformer.parameters(), 1.0)

@@ -43,6 +43,7 @@ def get_config(name="mine"):
         ("--config config/grpo.py:shapes_qwenimage,mixgpro", 2, ["'mixgpro'", "mixgrpo"]),
         ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["algorithm"]),
         ("--config.sample.batch_size=7", 2, ["[1, 2, 4, 8, 16"]),
+        ("--config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),
         ("--dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
     ],
 )

@@ -15,6 +15,7 @@ from small import ENV, ROOT, as_prompts, config_of, lines_of, train
 from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients import client
+from flow_grpo.rewards.scores import scores_of
 from flow_grpo.run import rewards as awaited
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
@@ -140,7 +141,7 @@ def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
         prompts.clear()
         return images.mean((1, 2, 3))
 
-    assert rewards.scores_of("writes", score, images, prompts, metadata)["score"].tolist() == [0, 0]
+    assert scores_of("writes", score, images, prompts, metadata)["score"].tolist() == [0, 0]
     assert torch.equal(images, IMAGES[:2])
     assert (prompts, metadata) == (["a", "b"], [{"x": [1]}, {}])
 

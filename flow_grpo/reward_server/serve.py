@@ -19,6 +19,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.reward_server.requests import Limits
 from flow_grpo.reward_server.server import make_app
 from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings.command_line import sentences
 
 KEEP_ALIVE_S = 10  # of a connection without a request; longer than clients keep one
@@ -101,7 +102,7 @@ def check(parsed: argparse.Namespace, token: str) -> None:
             f"--host {parsed.host} lets other machines connect, and there is no token: set REWARD_TOKEN in the "
             "environment or name a file by --token-file, for the server and its clients; or say --without-token"
         )
-    rewards.check_device(parsed.device, "--device")
+    check_device(parsed.device, "--device")
 
 
 def is_loopback(host: str) -> bool:

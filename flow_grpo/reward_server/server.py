@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from flow_grpo import rewards
 from flow_grpo.base.threads import Threads
 from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
+from flow_grpo.rewards.scores import scores_of
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
@@ -61,7 +61,7 @@ class Line:
         images, prompts, metadata = (
             [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata")
         )
-        scores = rewards.scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
+        scores = scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
         return {name: values.tolist() for name, values in scores.items()}
 
 

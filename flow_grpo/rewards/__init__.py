@@ -7,14 +7,14 @@ the lowest and the highest score there can be; check_prompts(prompts, metadata),
 cannot score. `score` may be a coroutine function (async def).
 """
 
-import asyncio
-import copy
 import difflib
 import importlib
 import inspect
 import math
 import os
 import pkgutil
+import sys
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,24 +23,28 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import quoted
-from flow_grpo.base.threads import event_loop
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
 PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
 RUNS_OWN = ("avg", "group_std", "zero_std_share", "std_error")  # metrics that reward/NAME or eval/NAME would be
-HELPERS = ("clip_model",)  # files here that are no rewards
+HELPERS = ("clip_model", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
-__path__ += [folder for folder in os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep) if folder]
 
 
-def register(name: str, score: Callable[[Tensor, list[str], list[dict]], Tensor | dict[str, Tensor]]) -> None:
+def _files() -> set[str]:
+    """Names of the reward files here and in the folders that FLOW_GRPO_REWARDS names now, whose files may import their
+    neighbours."""
+    for folder in filter(None, os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep)):
+        __path__.extend([folder] if folder not in __path__ else [])
+        sys.path.extend([folder] if folder not in sys.path else [])
+    return {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+
+
+def register(name: str, score: Callable) -> None:
     """Make a function a reward of this process, where a script's `main(config)` is called in Python or a notebook.
 
     Args:
@@ -49,15 +53,14 @@ def register(name: str, score: Callable[[Tensor, list[str], list[dict]], Tensor 
     Raises:
         UserError: a file has that name.
     """
-    if name in {module.name for module in pkgutil.iter_modules(__path__)} or not name.isidentifier():
+    if name in _files() or not name.isidentifier():
         raise UserError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
     REGISTERED[name] = SimpleNamespace(load=lambda device: score)
 
 
 def known() -> list[str]:
     """Names of all reward files, and of the functions that were registered."""
-    files = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
-    return sorted(files - set(HELPERS) | set(REGISTERED))
+    return sorted(_files() - set(HELPERS) | set(REGISTERED))
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
@@ -108,17 +111,6 @@ def _fits(value: Any, annotation: Any) -> bool:
     return type(value) in kinds or not PLAIN.issuperset(kinds) or (float in kinds and type(value) is int)
 
 
-def check_device(name: str, key: str) -> None:
-    """Raises UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
-    try:
-        device = torch.device(name or "cpu")
-    except RuntimeError as error:
-        raise UserError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
-        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
-
-
 def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
     """Raises UserError for the first prompt that one of the rewards cannot score."""
     for name in set(names) & set(known()):
@@ -139,7 +131,7 @@ def source(name: str) -> Path | None:
     return Path(file) if file else None
 
 
-def load(name: str, device: torch.device, options: Mapping[str, Any] | None = None) -> Callable:
+def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Callable:
     """A reward file's scorer. Raises UserError where `load` returns none."""
     with _named(name, "was not loaded"):
         score = _file(name).load(device, **options or {})
@@ -148,59 +140,15 @@ def load(name: str, device: torch.device, options: Mapping[str, Any] | None = No
     return score
 
 
-def _awaited(output: Any) -> Any:
-    """What a `score` returned, or what its coroutine returns; all coroutines run on one event loop."""
-    if not inspect.iscoroutine(output):
-        return output
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # the loop's thread has another stream
-    loop = event_loop("async rewards", lambda: (torch.set_grad_enabled(False), torch.set_num_threads(1)))
-    return asyncio.run_coroutine_threadsafe(output, loop).result()
-
-
 def bounds(name: str) -> tuple[float, float]:
     """The lowest and the highest score there can be; without limits for a reward that has no file here."""
     return getattr(_file(name), "RANGE", (-math.inf, math.inf)) if name in known() else (-math.inf, math.inf)
 
 
-def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a `score` returned, as a dict."""
-    return output if isinstance(output, dict) else {"score": output}
-
-
-def scores_of(
-    name: str, score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]
-) -> dict[str, Tensor]:
-    """What a reward's `score` says, by name, each [B] float32 on the CPU.
-
-    Args:
-        images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
-
-    Raises:
-        UserError: not one finite number per image, or no "score" among them.
-    """
-    scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata))))
-    if "score" not in scores:
-        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
-    return {key: checked(name, values, prompts) for key, values in scores.items()}
-
-
-def checked(name: str, values, prompts: list[str]) -> Tensor:
-    """[B] float32 on the CPU. Raises UserError unless they are one finite number per image, and names the prompt."""
-    values = torch.as_tensor(values).detach().float().cpu()
-    if values.shape != (len(prompts),):
-        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
-    bad = (~values.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise UserError(
-            f"reward {name!r} is {values[bad[0]].item()} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
-        )
-    return values
-
-
 def _file(name: str) -> ModuleType | SimpleNamespace:
     if name in REGISTERED:
         return REGISTERED[name]
+    _files()
     with _named(name, "was not imported"):
         module = importlib.import_module(f"flow_grpo.rewards.{name}")
     if not callable(getattr(module, "load", None)):
@@ -217,4 +165,12 @@ def _named(name: str, failed: str) -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         kind = UserError if isinstance(error, OSError) else RuntimeError
-        raise kind(f"reward {name!r} {failed}: {type(error).__name__}: {error}") from error
+        raise kind(f"reward {name!r} {failed}: {in_words(error)}") from error
+
+
+def in_words(error: BaseException) -> str:
+    """An error in a reward's file: its type, what it says, and the file and line where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent.as_posix() in map(str, __path__)]
+    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from ml_collections import ConfigDict
@@ -42,6 +42,20 @@ class Prompts(NamedTuple):
     choosing: prompts.Split
     test: prompts.Split
     drawn: bool  # whether images of the training prompts are made; not where they are stored
+
+    @property
+    def any(self) -> Prompt:
+        """One that images are made of."""
+        return (self.train if self.drawn else self.test.prompts)[0]
+
+
+class Learner(NamedTuple):
+    """What trains the transformer; fields of Run."""
+
+    optimizer: torch.optim.AdamW
+    ema: Ema
+    reference: policies.Reference | None
+    extra_policies: dict[str, Ema]
 
 
 def start(
@@ -93,6 +107,10 @@ def _end_dry_run(
     plan = script.plan(config, config.dry_run)
     if int(os.environ.get("RANK", "0")) == 0:
         say(dry_run.describe(config, plan, family, texts.train, evaluated))
+        if texts.drawn or evaluated:
+            pool = Pool(torch.device("cpu"), config.reward_fn, config.eval.rewards, config.reward)
+            pool.try_rewards(training_size(config), texts.any)
+            pool.close()
     raise SystemExit(0)
 
 
@@ -121,14 +139,9 @@ def _load(
     # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
     synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
     pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
-    model = family.load(
-        config.model,
-        ranks.device,
-        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
-        alone=not images,
-        text=cache is None or bool(missing),  # where the cache holds all that is drawn, no text encoder is loaded
-    )
-    embed_one = _embedder(config, model, cache, missing)  # before the transformer is filled: text encoders may go
+    if pool:
+        distributed.on_all(pool.try_rewards, training_size(config), texts.any)
+    model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
     return Run(
         **ranks._asdict(),
         config=config,
@@ -138,7 +151,7 @@ def _load(
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
         pool=pool,
-        **_load_learner(config, model, mesh, extra_policies, reference),
+        **_load_learner(config, model, mesh, extra_policies, reference)._asdict(),
         inputs=place.inputs,
         board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), synchronize),
         meter=Meter(ranks.device),
@@ -146,6 +159,26 @@ def _load(
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
         gaps=StepGaps(config.sample.num_steps, ranks.device),
     )
+
+
+def _load_frozen(
+    config: ConfigDict,
+    family: type[FlowModel],
+    device: torch.device,
+    images: bool,
+    cache: embedding_cache.Cache | None,
+    missing: list[Prompt],
+) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
+    """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
+    encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
+    model = family.load(
+        config.model,
+        device,
+        vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
+        alone=not images,
+        text=cache is None or bool(missing),
+    )
+    return model, _embedder(config, model, cache, missing)
 
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
@@ -187,8 +220,8 @@ def _load_learner(
     mesh: fsdp_utils.DeviceMesh | None,
     extra_policies: tuple[str, ...],
     reference: bool,
-) -> dict[str, Any]:
-    """Lay out and fill the transformer, and build what trains it; fields of Run."""
+) -> Learner:
+    """Lay out and fill the transformer, and build what trains it."""
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     recomputed = config.fsdp.activation_checkpointing
     if recomputed == 1:
@@ -209,7 +242,7 @@ def _load_learner(
         weight_decay=train.weight_decay,
         fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
     )
-    return dict(
+    return Learner(
         optimizer=optimizer,
         ema=Ema(trained, train.ema_decay, train.ema_interval),
         reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,

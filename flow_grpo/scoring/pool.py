@@ -13,8 +13,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from flow_grpo.base import distributed
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, TooManyMasked, joined, make_scorer
 from flow_grpo.weights import finite
@@ -77,9 +81,29 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
-        self.weights, self.clock = dict(weights), Clock()
+        self.device, self.weights, self.clock = device, dict(weights), Clock()
         self.room = threading.Semaphore(MAX_PENDING)
         self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
+
+    def try_rewards(self, size: Size, prompt: Prompt) -> None:
+        """Score a grey image by every reward, before any weight of the model is loaded, and say what each makes of it.
+
+        Raises:
+            UserError: a reward fails that must not.
+        """
+        image = torch.full((1, 3, size.height, size.width), 0.5, device=self.device)
+        for name, scorer in self.scorers.items():
+            start = time.perf_counter()
+            try:
+                scores = scorer.receive(self._send(scorer, image, [prompt]), [prompt])
+            except RewardFailed as error:
+                raise UserError(f"{error}; tried on a grey image before anything is loaded") from error
+            beside = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items() if key != "score")
+            took_s = time.perf_counter() - start
+            if distributed.is_main():
+                sentence = f"reward {name}: {scores['score'].item():.4g} for a grey image, after {took_s:.2g} s"
+                tqdm.write(f"{sentence}; beside it {beside}" if beside else sentence)
+        self.clock.pop()
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""

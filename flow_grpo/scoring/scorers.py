@@ -20,6 +20,7 @@ from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, urls_of
+from flow_grpo.rewards.scores import scores_of
 from flow_grpo.scoring.processes import ServerProcess, start_server
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
@@ -67,7 +68,7 @@ class Scorer:
             self.last_error = in_one_line(f"{type(error).__name__}: {error}")
             if self.settings.max_masked_share:
                 return {"score": torch.full((len(prompts),), torch.nan)}
-            why = in_one_line(error)
+            why = in_one_line(error if isinstance(error, UserError | RuntimeError) else rewards.in_words(error))
             message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
 
@@ -167,7 +168,7 @@ class LocalScorer(Scorer):
                 images.record_stream(torch.cuda.current_stream())
             try:
                 metadata = [prompt.metadata for prompt in prompts]
-                return rewards.scores_of(self.name, self.score, images, texts_of(prompts), metadata)
+                return scores_of(self.name, self.score, images, texts_of(prompts), metadata)
             except Exception as error:
                 if not self.settings.max_masked_share or len(prompts) == 1:
                     raise

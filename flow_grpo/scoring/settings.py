@@ -11,6 +11,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings import older
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
@@ -62,7 +63,7 @@ def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     for key in KEYS:
         BY_KEY[f"reward.{key}"].check(getattr(reward, key), f"reward.args.{name}.{key}")
-    rewards.check_device(reward.device, f"config.reward.device of {name}")
+    check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     for key in options.keys() - {"url"}:
         if answer := older.ANSWERS.get(f"reward.{key}"):

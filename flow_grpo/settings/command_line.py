@@ -14,6 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line
@@ -65,6 +66,8 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
     """Raises UserError, which names the variant that is to blame."""
     try:
         checks.check(config, script)
+        served = [name for name, args in config.reward.args.items() if "url" in args]
+        rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
         script.plan(config, config.dry_run or _world_size())
     except UserError as error:
         raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
