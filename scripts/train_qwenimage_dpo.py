@@ -118,7 +118,7 @@ def errors_of(run: Run, pairs: preferences.Pairs, schedule: Tensor, streams: lis
     x_t = noised(x_0, noise, timesteps)
 
     def of_policy() -> tuple[Tensor, Tensor]:
-        return velocity_error(run.velocity(x_t, timesteps, condition, guidance_scale=1.0), x_0, noise).chunk(2)
+        return velocity_error(run.velocity(x_t, timesteps, condition, guidance_scale=0.0), x_0, noise).chunk(2)
 
     with torch.no_grad(), run.reference.applied():
         reference = of_policy()
