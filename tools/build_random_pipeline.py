@@ -2,6 +2,7 @@
 
     python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
     python tools/build_random_pipeline.py flux flow_grpo/assets/tiny_flux
+    python tools/build_random_pipeline.py zimage flow_grpo/assets/tiny_zimage
 
 What it draws means nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
 one; benchmarks/bench.py makes models of the published sizes, on no disk.
@@ -24,6 +25,8 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -32,6 +35,9 @@ from transformers import (
     CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -51,6 +57,9 @@ TINY = dict(
     | dict(caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=16, dual_attention_layers=(0,)),
     flux=dict(num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32)
     | dict(pooled_projection_dim=16, axes_dims_rope=(4, 6, 6)),
+    qwen3=dict(vocab_size=465, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+    | dict(num_attention_heads=2, num_key_value_heads=1),
+    zimage=dict(dim=48, n_layers=2, n_refiner_layers=1, n_heads=3, n_kv_heads=3, cap_feat_dim=32, axes_dims=(4, 6, 6)),
 )
 PUBLISHED = dict(
     clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -66,6 +75,10 @@ PUBLISHED = dict(
     qwen_text=dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
     | dict(num_attention_heads=28, num_key_value_heads=4)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
+    qwen3=dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, head_dim=128)
+    | dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960, tie_word_embeddings=True)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    zimage=dict(axes_lens=(1536, 512, 512)),
 )
 
 
@@ -107,6 +120,26 @@ def flux(sizes: dict, make: Callable) -> FluxPipeline:
         tokenizer=clip_tokenizer(),
         text_encoder_2=make(lambda: t5_encoder(sizes), torch.bfloat16),
         tokenizer_2=t5_tokenizer(),
+    )
+
+
+def zimage(sizes: dict, make: Callable) -> ZImagePipeline:
+    """Z-Image, with Z-Image-Turbo's shift. Its chat template has no roles: 20 tokens are to hold a prompt of shapes."""
+
+    def transformer() -> ZImageTransformer2DModel:
+        built = ZImageTransformer2DModel(**sizes["zimage"]).bfloat16()
+        for token in (built.x_pad_token, built.cap_pad_token):  # zeros, until they are trained
+            torch.nn.init.uniform_(token, -1, 1)
+        return built
+
+    tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}<|im_end|>\n<|im_start|>"
+    return ZImagePipeline(
+        transformer=make(transformer, torch.bfloat16),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=make(lambda: vae(sizes, scaling_factor=0.3611, shift_factor=0.1159), torch.float32),
+        text_encoder=make(lambda: Qwen3Model(Qwen3Config(**sizes["qwen3"])), torch.bfloat16),
+        tokenizer=tokenizer,
     )
 
 

@@ -22,8 +22,8 @@ def pipeline_name(folder: str) -> str:
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
-        places = "a folder here, in the Hugging Face cache or on the hub"
-        raise UserError(f"config.model {quoted(folder)} is no model {places}: {in_one_line(error)}") from error
+        places = "no diffusers folder here, in the Hugging Face cache or on the hub"
+        raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}") from error
 
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:

@@ -11,6 +11,7 @@ class Entry(NamedTuple):
     hub_id: str  # of the published weights
     licence: str  # of these
     download_gb: int
+    others: tuple[tuple[str, int], ...] = ()  # further weights of the pipeline and licence: hub id, GB of the download
 
 
 MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowModel, or where its class is
@@ -30,6 +31,14 @@ MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowM
         hub_id="black-forest-labs/FLUX.1-dev",
         licence="FLUX.1 [dev] Non-Commercial License",
         download_gb=34,
+    ),
+    "ZImagePipeline": Entry(
+        file="zimage",
+        name="ZImage",
+        hub_id="Tongyi-MAI/Z-Image",
+        licence="Apache-2.0",
+        download_gb=21,
+        others=(("Tongyi-MAI/Z-Image-Turbo", 33),),
     ),
 }
 
@@ -61,5 +70,9 @@ def entry(name: str) -> Entry:
 
 
 def published(model: str) -> Entry | None:
-    """What config.model names, if these are published weights."""
-    return next((entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.hub_id == model), None)
+    """What config.model names, if these are published weights; with their own hub id and download."""
+    for known in map(entry, names()):
+        for hub_id, size in ((known.hub_id, known.download_gb), *known.others):
+            if hub_id == model:
+                return known._replace(hub_id=hub_id, download_gb=size)
+    return None

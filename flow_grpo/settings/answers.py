@@ -96,10 +96,9 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
     changes = {}
     for (_, before), (stage, after) in pairwise(stages):
         changes |= {key: stage for key, value in after.items() if value != before.get(key)}
-    default = stages[0][1]
-    return {
-        key: stage for key, stage in changes.items() if key not in HIDDEN and stages[-1][1][key] != default.get(key)
-    }
+    default, final = stages[0][1], stages[-1][1]
+    there = {key: stage for key, stage in changes.items() if key in final and key not in HIDDEN}
+    return {key: stage for key, stage in there.items() if final[key] != default.get(key)}
 
 
 def changed_settings(file: str, config: ConfigDict) -> str:
