@@ -32,6 +32,7 @@ import yaml
 from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
+from config import dpo, grpo, nft
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
@@ -212,8 +213,9 @@ def main(args):
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    scripts = [f"train_{model}{kind}" for model in registry.names() for kind in ("", "_pr", "_nft", "_dpo")]
-    scripts.remove("train_flux_dpo")
+    runs = {run.__name__ for module in (grpo, nft, dpo) for run in module.RUNS}
+    kinds = [f"{model}{kind}" for model in registry.names() for kind in ("", "_pr", "_nft", "_dpo")]
+    scripts = [f"train_{kind}" for kind in kinds if f"pickscore_{kind}" in runs]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")

@@ -86,6 +86,31 @@ def pickscore_flux_pr():
     return branching(flux_512(default_config()))
 
 
+def pickscore_zimage():
+    """Flow-GRPO on Z-Image, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. None of its settings is published."""
+    config = zimage_512(default_config())
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_zimage_pr():
+    """TempFlow-GRPO on Z-Image, 512 px."""
+    return branching(zimage_512(default_config()))
+
+
+def pickscore_zimage_turbo():
+    """Flow-GRPO on Z-Image-Turbo, 512 px: 8 steps, noise in all but the last, no guidance."""
+    config = turbo(pickscore_zimage())
+    config.sample.sde_window_size = 0
+    return config
+
+
+def pickscore_zimage_turbo_pr():
+    """TempFlow-GRPO on Z-Image-Turbo, 512 px: 8 steps, no guidance."""
+    return turbo(pickscore_zimage_pr())
+
+
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
     config = large(config, registry.hub_id("qwenimage"))
@@ -120,6 +145,26 @@ def flux_512(config):
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
     config.sample.num_steps, config.sample.noise_level = 6, 0.9
     config.eval.num_steps = 28
+    return config
+
+
+def zimage_512(config):
+    """What every run of the 6 B Z-Image shares. It reads text in multiples of 32 tokens, and a guidance scale of 4 as
+    other models read 5."""
+    config = large(config, registry.hub_id("zimage"))
+    config.lora.rank, config.lora.alpha = 32, 64
+    config.fsdp.activation_checkpointing = 1.0
+    config.compile, config.sample.text_multiple = True, 32
+    config.sample.guidance_scale = config.eval.guidance_scale = 4.0
+    config.eval.num_steps = 50
+    return config
+
+
+def turbo(config):
+    """What every run of Z-Image-Turbo changes: it was distilled to 8 steps without guidance, which is a scale of 0."""
+    config.model += "-Turbo"
+    config.sample.num_steps = config.eval.num_steps = 8
+    config.sample.guidance_scale = config.eval.guidance_scale = 0.0
     return config
 
 
@@ -242,6 +287,7 @@ def is_here(reward):
 RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
+    *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
 )
 # in this order, whatever the command line's is
 VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)

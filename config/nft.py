@@ -50,6 +50,20 @@ def pickscore_flux_nft():
     return config
 
 
+def pickscore_zimage_nft():
+    """DiffusionNFT on Z-Image, 512 px, without guidance."""
+    config = forward(grpo.zimage_512(default_config()))
+    config.sample.guidance_scale = config.eval.guidance_scale = 0.0
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_zimage_turbo_nft():
+    """DiffusionNFT on Z-Image-Turbo, 512 px: 8 steps."""
+    return grpo.turbo(pickscore_zimage_nft())
+
+
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.algorithm, config.sample.sde_window_size = NFT, 0
@@ -81,7 +95,10 @@ def eight_bit_base(config):
     return config
 
 
-RUNS = (shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft)
+RUNS = (
+    *(shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft),
+    *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
+)
 BASES = eight_bit_base, grpo.four_bit_base
 VARIANTS = (long, awm, grpo.flash, grpo.large_gpu, *BASES, grpo.smoke)
 

@@ -45,10 +45,15 @@ def experiments() -> str:
     for file, module in CONFIGS.items():
         for run in module.RUNS:
             config = run()
-            script = settings.SCRIPTS[config.algorithm].replace("*", family_of(config).NAME)
-            name = f"`{file}:{run.__name__}`"
-            rows.append([name, first_paragraph(run.__doc__), f"`{script}`", *size(config), gpu_counts(config)])
+            names = f"`{file}:{run.__name__}`", first_paragraph(run.__doc__), f"`{script_of(config)}`"
+            rows.append([*names, *size(config), gpu_counts(config)])
     return table(["config", "what it is", "script", "epoch", "noisy steps", "GPUs"], rows)
+
+
+def script_of(config) -> str:
+    """The one that is named after its model, else the one that it is an alias of."""
+    scripts = [settings.SCRIPTS[config.algorithm].replace("*", name) for name in (family_of(config).NAME, "qwenimage")]
+    return next(script for script in scripts if (ROOT / "scripts" / script).exists())
 
 
 def size(config) -> tuple[str, str]:
@@ -105,8 +110,8 @@ def model_files() -> str:
         family = model_classes.by_name(name)
         used = sorted({config.model for config in configs if family_of(config) is family})
         hub, file = ", ".join(f"`{model}`" for model in used), family.__module__.replace(".", "/")
-        entry = registry.entry(name)
-        facts = [f"{family.GUIDANCE_SCALE:g}", f"{entry.licence}; {entry.download_gb} GB"]
+        sizes = " and ".join(str(known.download_gb) for model in used if (known := registry.published(model)))
+        facts = [f"{family.GUIDANCE_SCALE:g}", f"{registry.entry(name).licence}; {sizes} GB"]
         rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", *facts])
     head = ["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default", "licence, download"]
     return table(head, rows)
