@@ -23,6 +23,7 @@ from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
+UNEQUAL = as_prompts(["a red circle", "two blue squares " * 12, "a green cross " * 25])
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
 
 
@@ -43,15 +44,15 @@ def other_shift(model):
     model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=other, shift=1.0)
 
 
-def drawn_by_diffusers(model, size, guidance_scale):
+def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
     """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone."""
     guidance = dict(guidance_scale=guidance_scale)
     if model.NEGATIVE_PROMPT is not None and "true_cfg_scale" in inspect.signature(model.PIPELINE.__call__).parameters:
         guidance = dict(true_cfg_scale=guidance_scale)
         if model.is_guided(guidance_scale):
-            guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(PROMPTS)
+            guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(prompts)
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
-    return model.pipeline(texts_of(PROMPTS), latents=model.noise(size, generators()), **guidance).images
+    return model.pipeline(texts_of(prompts), latents=model.noise(size, generators()), **guidance).images
 
 
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
@@ -68,6 +69,17 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
     assert found.trace == []
     # guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8
     expected = drawn_by_diffusers(model, size, guidance_scale).float()
+    torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
+
+
+@pytest.mark.parametrize("width", [None, 96])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].CUTS_PADDING])
+def test_prompts_of_unequal_lengths_are_diffusers_own_whatever_they_are_padded_to(name, width):
+    model = loaded(name, torch_dtype=torch.float64)
+    expected = drawn_by_diffusers(model, SIZE, 4.0, UNEQUAL).float()
+    condition = model.encode(UNEQUAL, width=width)
+    how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=4.0, **SIDES)
+    found = pipeline_with_logprob(model.pipeline, condition, generators(), **how)
     torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
@@ -122,11 +134,14 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
 
 RUNS = {  # each type of noise, both rollouts and both objectives
     "window, cached": ("", dict(sample__sde_type="sde", cache_dir=True)),
-    "branches in slots": ("_pr", dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8)),
+    "branches in slots": (
+        "_pr",
+        dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8, text_tokens=40),
+    ),
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
     "branches, compiled": (
         "_pr,guard",
-        dict(sample__sde_type="sde", compile=True, fsdp__activation_checkpointing=1.0),
+        dict(sample__sde_type="sde", compile=True, fsdp__activation_checkpointing=1.0, text_tokens=40),
     ),
     "window, sharded": (",guard", dict(sample__sde_type="cps_gaussian", fsdp__mode="shard")),
 }
