@@ -12,7 +12,7 @@ from flow_grpo import rewards
 from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.monitoring import health
-from flow_grpo.run import health_actions
+from flow_grpo.run import loop
 from flow_grpo.scoring.settings import RewardSettings
 from flow_grpo.settings import checks, table
 from flow_grpo.weights import policies
@@ -118,7 +118,7 @@ def test_every_setting_is_read_somewhere():
 
 def test_every_type_of_step_and_every_action_about_an_alarm_can_be_set():
     assert table.BY_KEY["sample.sde_type"].choices == SDE_TYPES
-    assert table.BY_KEY["health.action"].choices == tuple(health_actions.ACTIONS)
+    assert table.BY_KEY["health.action"].choices == tuple(loop.ACTIONS)
 
 
 def test_settings_of_rewards_are_those_that_one_reward_may_set():

@@ -9,7 +9,8 @@ from recorded import assert_same, go_on
 from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, ForwardStep
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
+from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.run import startup
 from flow_grpo.settings import checks
 

@@ -115,7 +115,7 @@ def test_a_prompt_that_the_pipeline_would_cut_is_refused(model, width):
     """Whatever is asked for: two prompts that differ at their ends would have one embedding."""
     fits = "red " * 1017 + "circle"
     assert model.encode(as_prompts([fits]), width=width, guided=False).text.shape[1] == (width or 1024)
-    with pytest.raises(ValueError, match="1025 tokens, over the 1024 that its pipeline reads"):
+    with pytest.raises(ValueError, match="more tokens than the 1024 that its pipeline reads; the longest has 1025"):
         model.encode(as_prompts([f"{fits} red"]), width=width, guided=False)
 
 
