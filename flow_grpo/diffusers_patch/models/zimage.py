@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled, packed_grid, packed_tokens
+from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled
 from flow_grpo.diffusers_patch.size import Size
 
 TEXT_TOKENS = 512  # that ZImagePipeline reads, its chat template's among them
@@ -48,10 +48,6 @@ class ZImage(FlowModel):
         device = self.pipeline.text_encoder.device
         (states,), _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
         return Condition(states[None])
-
-    def num_tokens(self, size: Size) -> int:
-        """Of 2 x 2 latents."""
-        return packed_tokens(self.pipeline, size)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """[C, h, w]."""
@@ -92,7 +88,7 @@ class ZImage(FlowModel):
         mask = None if mask is None else F.pad(mask, (image.shape[1], 0), value=True)
         joint, angles = torch.cat([image, text], 1), torch.cat([image_angles, text_angles], 1)
         joint = self._through(transformer.layers, joint, mask, angles, time)
-        return -pictures(project(joint[:, :num_tokens], c=time), *packed_grid(self.pipeline, size)).float()
+        return -pictures(project(joint[:, :num_tokens], c=time), *self.grid(size)).float()
 
     def _through(self, blocks: nn.ModuleList, x: Tensor, *others: Tensor | None) -> Tensor:
         """Tokens [B, L, D] through blocks, with what else these take."""
@@ -108,7 +104,7 @@ class ZImage(FlowModel):
         """Of image tokens and of text tokens, [B, L, D / 2] complex. Text is at 1, 2, ..., the image behind the text
         that is `seen` [B, L], and the image's padding at 0."""
         places, (num_rows, width) = self.transformer.create_coordinate_grid, seen.shape
-        image = places((1, *packed_grid(self.pipeline, size)), device=seen.device).flatten(0, 2)
+        image = places((1, *self.grid(size)), device=seen.device).flatten(0, 2)
         image = image + F.pad(1 + seen.sum(1)[:, None, None], (0, 2))
         image = F.pad(image, (0, 0, 0, -image.shape[1] % SEQ_MULTI_OF))
         text = places((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2).expand(num_rows, -1, -1)
