@@ -47,6 +47,16 @@ def pickscore_qwenimage_pr():
     return branching(compiled_512(qwenimage_512(default_config())))
 
 
+def pickscore_qwenimage_2512():
+    """Flow-GRPO on Qwen-Image-2512, the same transformer with newer weights."""
+    return qwenimage_2512(pickscore_qwenimage())
+
+
+def pickscore_qwenimage_2512_pr():
+    """TempFlow-GRPO on Qwen-Image-2512."""
+    return qwenimage_2512(pickscore_qwenimage_pr())
+
+
 def pickscore_sd3():
     """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
     config = sd3_512(default_config())
@@ -72,6 +82,16 @@ def pickscore_sd3_pr():
     return branching(sd3_512(default_config()))
 
 
+def pickscore_sd35_large():
+    """Flow-GRPO on SD3.5-large, with what is published for medium."""
+    return sd35_large(pickscore_sd3())
+
+
+def pickscore_sd35_large_pr():
+    """TempFlow-GRPO on SD3.5-large."""
+    return sd35_large(pickscore_sd3_pr())
+
+
 def pickscore_flux():
     """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
     config = flux_512(default_config())
@@ -84,6 +104,16 @@ def pickscore_flux():
 def pickscore_flux_pr():
     """TempFlow-GRPO on FLUX.1-dev, 512 px."""
     return branching(flux_512(default_config()))
+
+
+def pickscore_flux_schnell():
+    """Flow-GRPO on FLUX.1-schnell, 512 px: 4 steps, noise in all but the last."""
+    return flux_schnell(pickscore_flux())
+
+
+def pickscore_flux_schnell_pr():
+    """TempFlow-GRPO on FLUX.1-schnell, 512 px: 4 steps."""
+    return flux_schnell(pickscore_flux_pr())
 
 
 def pickscore_zimage():
@@ -122,6 +152,12 @@ def qwenimage_512(config):
     return config
 
 
+def qwenimage_2512(config):
+    """What every run of Qwen-Image-2512 changes."""
+    config.model += "-2512"
+    return config
+
+
 def compiled_512(config):
     """Compiled blocks; forwards without a log-prob see text padded to a multiple of 16 tokens."""
     config.compile, config.sample.text_multiple = True, 16
@@ -137,6 +173,16 @@ def sd3_512(config):
     return config
 
 
+def sd35_large(config):
+    """What every run of the 8 B SD3.5-large changes."""
+    config.model = config.model.replace("-medium", "-large")
+    config.fsdp.activation_checkpointing = 1.0
+    if config.eval.guidance_scale > 1:
+        config.sample.guidance_scale = config.eval.guidance_scale = 3.5
+    config.eval.num_steps = 28
+    return config
+
+
 def flux_512(config):
     """What every run of FLUX.1-dev shares."""
     config = large(config, registry.hub_id("flux"))
@@ -145,6 +191,14 @@ def flux_512(config):
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
     config.sample.num_steps, config.sample.noise_level = 6, 0.9
     config.eval.num_steps = 28
+    return config
+
+
+def flux_schnell(config):
+    """What every run of FLUX.1-schnell changes: it was distilled to 4 steps, and takes no guidance."""
+    config.model = config.model.replace("-dev", "-schnell")
+    config.sample.num_steps = config.eval.num_steps = 4
+    config.sample.guidance_scale = config.eval.guidance_scale = 0.0
     return config
 
 
@@ -199,7 +253,8 @@ def long(config):
 
 def mixgrpo(config):
     """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
-    config.sample.sde_window_size, config.sample.sde_window_range = 4, (0, config.sample.num_steps - 2)
+    last = config.sample.num_steps - 2
+    config.sample.sde_window_size, config.sample.sde_window_range = min(4, last), (0, last)
     config.sample.sde_window_interval = 25
     return config
 
@@ -286,7 +341,9 @@ def is_here(reward):
 
 RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
-    *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_flux, pickscore_flux_pr),
+    *(pickscore_qwenimage_2512, pickscore_qwenimage_2512_pr),
+    *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_sd35_large, pickscore_sd35_large_pr),
+    *(pickscore_flux, pickscore_flux_pr, pickscore_flux_schnell, pickscore_flux_schnell_pr),
     *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
 )
 # in this order, whatever the command line's is

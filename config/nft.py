@@ -33,12 +33,22 @@ def pickscore_qwenimage_nft():
     return config
 
 
+def pickscore_qwenimage_2512_nft():
+    """DiffusionNFT on Qwen-Image-2512, the same transformer with newer weights."""
+    return grpo.qwenimage_2512(pickscore_qwenimage_nft())
+
+
 def pickscore_sd3_nft():
     """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
     config = forward(grpo.sd3_512(default_config()))
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size = 12
     return config
+
+
+def pickscore_sd35_large_nft():
+    """DiffusionNFT on SD3.5-large, with what is published for medium."""
+    return grpo.sd35_large(pickscore_sd3_nft())
 
 
 def pickscore_flux_nft():
@@ -48,6 +58,11 @@ def pickscore_flux_nft():
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
     config.sample.batch_size, config.sample.num_steps = 12, 10
     return config
+
+
+def pickscore_flux_schnell_nft():
+    """DiffusionNFT on FLUX.1-schnell, 512 px: 4 steps."""
+    return grpo.flux_schnell(pickscore_flux_nft())
 
 
 def pickscore_zimage_nft():
@@ -96,7 +111,8 @@ def eight_bit_base(config):
 
 
 RUNS = (
-    *(shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_sd3_nft, pickscore_flux_nft),
+    *(shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_qwenimage_2512_nft),
+    *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
     *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
 )
 BASES = eight_bit_base, grpo.four_bit_base

@@ -24,6 +24,7 @@ from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
 UNEQUAL = as_prompts(["a red circle", "two blue squares " * 12, "a green cross " * 25])
+SIBLINGS = {"flux": dict(guidance_embeds=False), "sd3": dict(dual_attention_layers=())}  # FLUX.1-schnell, SD3.5-large
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
 
 
@@ -58,10 +59,12 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
-    if model.NAME == "flux" and size.width > size.height:  # as FLUX.1-schnell, which takes no guidance
-        config = model.transformer.config | dict(guidance_embeds=False)
+    if size.width > size.height and model.NAME in SIBLINGS:
+        config = model.transformer.config | SIBLINGS[model.NAME]
         model.pipeline.transformer = model.TRANSFORMER.from_config(config).double()
-        other_shift(model := type(model)(model.pipeline, model.device))
+        model = type(model)(model.pipeline, model.device)
+        if model.NAME == "flux":
+            other_shift(model)
     how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2, guidance_scale=guidance_scale)
     how |= dict(height=size.height, width=size.width)
     found = pipeline_with_logprob(model.pipeline, texts_of(PROMPTS), generators(), **how)

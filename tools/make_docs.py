@@ -109,12 +109,16 @@ def model_files() -> str:
     for name in registry.names():
         family = model_classes.by_name(name)
         used = sorted({config.model for config in configs if family_of(config) is family})
-        hub, file = ", ".join(f"`{model}`" for model in used), family.__module__.replace(".", "/")
-        sizes = " and ".join(str(known.download_gb) for model in used if (known := registry.published(model)))
-        facts = [f"{family.GUIDANCE_SCALE:g}", f"{registry.entry(name).licence}; {sizes} GB"]
-        rows.append([f"`{family.PIPELINE.__name__}`", hub, f"`{file}.py`", *facts])
-    head = ["diffusers pipeline", "`config.model` in config/", "file", "guidance scale by default", "licence, download"]
+        file, scale = family.__module__.replace(".", "/"), f"{family.GUIDANCE_SCALE:g}"
+        rows.append([f"`{family.PIPELINE.__name__}`", "; ".join(map(licensed, used)), f"`{file}.py`", scale])
+    head = ["diffusers pipeline", "`config.model` in config/: licence, download", "file", "guidance scale by default"]
     return table(head, rows)
+
+
+def licensed(model: str) -> str:
+    """What config.model names, with its licence and download if these are published weights."""
+    known = registry.published(model)
+    return f"`{model}`" + (f": {known.licence}, {known.download_gb} GB" if known else "")
 
 
 def measured_runs() -> str:

@@ -3,49 +3,56 @@
 from typing import Any, NamedTuple
 
 
+class Weights(NamedTuple):
+    """What somebody has published."""
+
+    hub_id: str
+    licence: str
+    download_gb: int
+
+
 class Entry(NamedTuple):
-    """Where a model's class is, imported when it is asked for."""
+    """Where a model's class is, imported when it is asked for, and which weights it is for."""
 
     file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
-    hub_id: str  # of the published weights
-    licence: str  # of these
-    download_gb: int
-    others: tuple[tuple[str, int], ...] = ()  # further weights of the pipeline and licence: hub id, GB of the download
+    weights: tuple[Weights, ...]  # those of configs that are called after the model come first
 
 
+STABILITY = "Stability AI Community License (free below 1 million USD of yearly revenue)"
 MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowModel, or where its class is
     "QwenImagePipeline": Entry(
-        file="qwenimage", name="QwenImage", hub_id="Qwen/Qwen-Image", licence="Apache-2.0", download_gb=57
+        "qwenimage",
+        "QwenImage",
+        (Weights("Qwen/Qwen-Image", "Apache-2.0", 57), Weights("Qwen/Qwen-Image-2512", "Apache-2.0", 57)),
     ),
     "StableDiffusion3Pipeline": Entry(
-        file="sd3",
-        name="StableDiffusion3",
-        hub_id="stabilityai/stable-diffusion-3.5-medium",
-        licence="Stability AI Community License (free below 1 million USD of yearly revenue)",
-        download_gb=16,
+        "sd3",
+        "StableDiffusion3",
+        (
+            Weights("stabilityai/stable-diffusion-3.5-medium", STABILITY, 16),
+            Weights("stabilityai/stable-diffusion-3.5-large", STABILITY, 28),
+        ),
     ),
     "FluxPipeline": Entry(
-        file="flux",
-        name="Flux",
-        hub_id="black-forest-labs/FLUX.1-dev",
-        licence="FLUX.1 [dev] Non-Commercial License",
-        download_gb=34,
+        "flux",
+        "Flux",
+        (
+            Weights("black-forest-labs/FLUX.1-dev", "FLUX.1 [dev] Non-Commercial License", 34),
+            Weights("black-forest-labs/FLUX.1-schnell", "Apache-2.0", 34),
+        ),
     ),
     "ZImagePipeline": Entry(
-        file="zimage",
-        name="ZImage",
-        hub_id="Tongyi-MAI/Z-Image",
-        licence="Apache-2.0",
-        download_gb=21,
-        others=(("Tongyi-MAI/Z-Image-Turbo", 33),),
+        "zimage",
+        "ZImage",
+        (Weights("Tongyi-MAI/Z-Image", "Apache-2.0", 21), Weights("Tongyi-MAI/Z-Image-Turbo", "Apache-2.0", 33)),
     ),
 }
 
 
 def hub_id(name: str) -> str:
     """Of a model's published weights."""
-    return entry(name).hub_id
+    return entry(name).weights[0].hub_id
 
 
 def tiny_folder(name: str) -> str:
@@ -55,8 +62,8 @@ def tiny_folder(name: str) -> str:
 
 def tiny_like(model: str) -> str:
     """The shipped folder of what config.model names: of published weights the same model's, else Qwen-Image's."""
-    known = published(model)
-    return tiny_folder(known.file if known else names()[0])
+    alike = [name for name in names() if any(weights.hub_id == model for weights in entry(name).weights)]
+    return tiny_folder((alike or names())[0])
 
 
 def names() -> list[str]:
@@ -69,10 +76,7 @@ def entry(name: str) -> Entry:
     return next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name)
 
 
-def published(model: str) -> Entry | None:
-    """What config.model names, if these are published weights; with their own hub id and download."""
-    for known in map(entry, names()):
-        for hub_id, size in ((known.hub_id, known.download_gb), *known.others):
-            if hub_id == model:
-                return known._replace(hub_id=hub_id, download_gb=size)
-    return None
+def published(model: str) -> Weights | None:
+    """What config.model names, if these are published weights."""
+    known = [weights for name in names() for weights in entry(name).weights]
+    return next((weights for weights in known if weights.hub_id == model), None)
