@@ -78,7 +78,7 @@ def without_two(load):
 
         def scored(*images):
             calls.append(images)
-            if len(calls) < 4:
+            if 1 < len(calls) < 5:  # the first is of the grey image
                 raise RuntimeError("no score")
             return score(*images)
 

@@ -103,10 +103,10 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other, siz
 @torch.no_grad()
 def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model):
     x, t, rows = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0]), []
-    model.transformer.register_forward_hook(lambda module, args, output: rows.append(len(output[0])))
+    model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     condition, close = model.encode(PROMPTS, width=20), dict(rtol=0, atol=rounding(size=16 * 4))
     found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
-    assert rows == [3] * (3 if model.is_guided(4.0) else 2), "a second forward only for guidance"
+    assert rows == [3] * sum(1 + model.is_guided(g) for g in (1.0, 4.0)), "a second forward only for guidance"
     for row in range(3):
         part = slice(row, row + 1)
         alone = model.velocity(x[part], t[part], model.encode(PROMPTS[part], width=20), 4.0, SIZE)
