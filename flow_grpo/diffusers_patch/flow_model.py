@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
@@ -230,13 +230,17 @@ class FlowModel(ABC):
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation."""
 
-    @abstractmethod
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, ...] -> images [B, 3, H, W] in [-1, 1]."""
+        """[B, ...] -> images [B, 3, H, W] in [-1, 1]; here by a VAE with a scale and a shift."""
+        vae = self.pipeline.vae
+        z = self.features(latents, size) / vae.config.scaling_factor + vae.config.shift_factor
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
-    @abstractmethod
     def encode_batch(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> their most likely latents [B, ...] float32."""
+        """Images [B, 3, H, W] in [-1, 1] -> their most likely latents [B, ...] float32; here [B, c, h, w]."""
+        vae = self.pipeline.vae
+        z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
@@ -248,18 +252,6 @@ class FlowModel(ABC):
     def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, ...] float32, `batch_size` at a time."""
         return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
-
-
-def decode_scaled(vae: AutoencoderKL, z: Tensor) -> Tensor:
-    """Latents [B, c, h, w] of a VAE with a scale and a shift -> images in [-1, 1]."""
-    z = z / vae.config.scaling_factor + vae.config.shift_factor
-    return vae.decode(z.to(vae.dtype), return_dict=False)[0]
-
-
-def encode_scaled(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """The other way round, [B, c, h, w] float32."""
-    z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
-    return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def decode(vae: Callable[[Tensor], Tensor], latents: Tensor, batch_size: int, fixed: bool) -> Tensor:

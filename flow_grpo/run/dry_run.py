@@ -18,9 +18,7 @@ from flow_grpo.evaluation.evaluation import evaluates, part_of
 from flow_grpo.settings import table
 from flow_grpo.weights import policies
 
-MEASURED = (
-    shipped.PACKAGE / "assets" / "measured.json"
-)  # full-size runs on one H200, random weights; see will_it_fit.md
+MEASURED = shipped.PACKAGE / "assets" / "measured.json"  # at full size on an H200, random weights; see will_it_fit.md
 GB = 1e9
 
 

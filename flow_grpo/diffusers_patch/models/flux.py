@@ -10,7 +10,7 @@ from torch import Tensor
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 
 T5_TOKENS = 512  # that FluxPipeline reads
@@ -66,11 +66,7 @@ class Flux(FlowModel):
         """[B, N, C] -> [B, c, h, w]."""
         return self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
 
-    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """The VAE's latents have a scale and a shift."""
-        return decode_scaled(self.pipeline.vae, self.features(latents, size))
-
     def encode_batch(self, images: Tensor) -> Tensor:
-        """The other way round."""
-        z = encode_scaled(self.pipeline.vae, images)
+        """Packed."""
+        z = super().encode_batch(images)
         return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])

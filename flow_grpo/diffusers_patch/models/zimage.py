@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel, decode_scaled, encode_scaled
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 
 TEXT_TOKENS = 512  # that ZImagePipeline reads, its chat template's among them
@@ -114,14 +114,6 @@ class ZImage(FlowModel):
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """[B, C, h, w] as they are."""
         return latents
-
-    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """The VAE's latents have a scale and a shift."""
-        return decode_scaled(self.pipeline.vae, latents)
-
-    def encode_batch(self, images: Tensor) -> Tensor:
-        """The other way round."""
-        return encode_scaled(self.pipeline.vae, images)
 
 
 def padded_text(condition: Condition) -> tuple[Tensor, Tensor, Tensor]:
