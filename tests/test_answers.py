@@ -130,14 +130,16 @@ def test_a_run_notes_what_made_it(recorded):
 
 
 def test_a_users_own_files_are_copied_and_queries_of_addresses_left_out(tmp_path, monkeypatch):
-    (file := tmp_path / "mine.py").write_text("# mine")
+    file = tmp_path / "mine.py"
     words = ["train.py", "--config", f"{file}:a,b", "--config.reward.args.ocr.url=http://h/x?key=SECRET"]
     monkeypatch.setattr(sys, "argv", words)
     (run_folder := tmp_path / "run").mkdir()
     for epoch in (0, 3):
+        file.write_text(f"# mine at {epoch}")
         provenance.begin(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch)
         provenance.end(run_folder)
-    assert (run_folder / "source" / "mine.py").read_text() == "# mine"
+    copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
+    assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
     assert [start["epoch"] for start in provenance.starts(run_folder)] == [0, 3]
     assert "SECRET" not in (run_folder / provenance.FILE).read_text()
 

@@ -134,6 +134,7 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     config = json.loads((copy / "config.json").read_text())
     config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", custom={"note": "a | b\nc", "at": "/x"})
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
+    config["alert"] = "curl -H 'Authorization: Bearer secret-word' 10.0.0.7 -d"
     (copy / "config.json").write_text(json.dumps(config))
     model_card.complete(copy)
     text = (copy / "README.md").read_text()

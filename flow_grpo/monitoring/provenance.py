@@ -1,4 +1,5 @@
-"""What made a run: run.json in its folder, with an entry for each start, and copies of the user's own files in source/.
+"""What made a run: run.json in its folder, with an entry for each start, and in source/ copies of
+the user's own files as they were at each start.
 
 Nothing of it is published but the commit, the versions, the kind of GPU and the duration, which a model card names.
 """
@@ -24,7 +25,7 @@ from flow_grpo.base import folders, shipped
 
 FILE, SOURCE = "run.json", "source"
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
-MOST_DIFF = 2**20  # characters of source/changes.diff
+MOST_DIFF = 2**20  # characters of changes.diff
 
 
 @lru_cache
@@ -59,10 +60,11 @@ def _this_start(world_size: int, epoch: int) -> dict[str, Any]:
 
 
 def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
-    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package."""
+    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package, into
+    a folder of this epoch: files may be edited before a run goes on."""
     folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), _this_start(world_size, epoch)]}))
-    source = run_folder / SOURCE
-    source.mkdir(exist_ok=True)
+    source = run_folder / SOURCE / f"epoch_{epoch:06d}"
+    source.mkdir(parents=True, exist_ok=True)
     for file in _own_files(config):
         shutil.copy(file, source / file.name)
     if diff := _git("diff", "HEAD"):

@@ -34,7 +34,7 @@ GROUPS = {  # title -> what the names of its curves look like
     "Health": "health/|parity/log_prob_abs_diff_max$",
     "Speed and memory": "time/|images_per_s|memory/|batch_occupancy",
 }
-NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm")  # settings that say nothing
+NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
 MOST_EVALUATIONS = 12  # whose images are on the page
 NUM_PROMPTS = 5  # best ones, and worst ones
 
