@@ -60,8 +60,8 @@ def _this_start(world_size: int, epoch: int) -> dict[str, Any]:
 
 
 def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
-    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package, into
-    a folder of this epoch: files may be edited before a run goes on."""
+    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
+    into a folder of this epoch: files may be edited before a run goes on."""
     folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), _this_start(world_size, epoch)]}))
     source = run_folder / SOURCE / f"epoch_{epoch:06d}"
     source.mkdir(parents=True, exist_ok=True)
