@@ -28,7 +28,7 @@ class ZImage(FlowModel):
     SHARD_UNITS = ("ZImageTransformerBlock",)
     LORA_TARGETS = tuple(f"attention.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0"))
     GUIDANCE_SCALE = 4.0  # of Z-Image; Z-Image-Turbo takes 0
-    CUDNN_ATTENTION = False  # it was not tried
+    CUDNN_ATTENTION = False  # as fast: benchmarks/RESULTS.md
     CUTS_PADDING = True
 
     def check(self, prompts: list[Prompt], width: int | None) -> None:
