@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
     max_rows: int = 0  # of the source, its first prompts or pairs; 0 = all
     part_size: int = 256  # prompts or pairs of the source per file
-    validation_share: float = 0.1  # of the prompts, whose pairs are held out
+    validation_share: float = 0.1  # of the prompts, whose pairs are held out: at least one; 0 = none
     max_dropped_share: float = 0.2  # fail at the end if a larger fraction of the source was unusable
 
 
@@ -209,11 +209,9 @@ def make_part(maker: Maker, rows, part: range, size: int, bar) -> tuple[list[dic
     return [batch.columns for batch in made if batch.columns], [why for batch in made for why in batch.reasons]
 
 
-def write_part(
-    config, options: Options, shapes: dict, batches: list[dict], folder: Path, number: int
-) -> dict[str, int]:
-    """A file for each split that has a pair; how many they hold."""
-    whole, counts = {}, {}
+def write_part(config, options: Options, shapes: dict, batches: list[dict], folder: Path, number: int) -> None:
+    """A file for each split that has a pair."""
+    whole = {}
     for name, first in batches[0].items() if batches else ():
         pieces = [batch[name] for batch in batches]
         whole[name] = torch.cat(pieces) if isinstance(first, torch.Tensor) else list(chain.from_iterable(pieces))
@@ -222,17 +220,29 @@ def write_part(
     for split in preferences.SPLITS:
         held_out = [is_held_out(options, text) for text in whole.get("prompt", [])]
         rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
-        counts[split] = len(rows)
         if rows:
             table = pick(whole, rows) | {name: [value] * len(rows) for name, value in constants.items()}
             preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", table, shapes, constants["dtype"])
-    return counts
+
+
+def hash_of(prompt: str) -> float:
+    """In [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") / 2**32
 
 
 def is_held_out(options: Options, prompt: str) -> bool:
     """By the prompt's own hash: all its pairs lie in one split, in any folder."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") < options.validation_share * 2**32
+    return hash_of(prompt) < options.validation_share
+
+
+def count_pairs(options: Options, folder: Path) -> dict[str, int]:
+    """Pairs by split. Where the share of few prompts is none, the one of the lowest hash is held out first."""
+    texts = {split: preferences.prompts_of(folder, split) for split in preferences.SPLITS}
+    first = min(chain(*texts.values()), key=hash_of, default="")
+    if options.validation_share and not is_held_out(options, first) and set(texts["train"]) > {first}:
+        preferences.hold_out(folder, first)
+        texts = {split: preferences.prompts_of(folder, split) for split in preferences.SPLITS}
+    return {split: len(found) for split, found in texts.items()}
 
 
 def made_by(config, options: Options) -> dict:
@@ -277,8 +287,7 @@ def claim(config, options: Options, folder: Path) -> bool:
 def read_part(path: Path) -> dict:
     """What a part's report says. Raises UserError for one that is damaged."""
     report = folders.read_json(path)
-    kinds = {"rows": int, "pairs": dict, "dropped": list}
-    if {name: type(value) for name, value in report.items()} != kinds or {*preferences.SPLITS} - {*report["pairs"]}:
+    if {name: type(value) for name, value in report.items()} != {"rows": int, "dropped": list}:
         raise UserError(f"{path} is damaged; delete it, and the same command makes its part anew")
     return report
 
@@ -286,7 +295,7 @@ def read_part(path: Path) -> dict:
 def finish(config, options: Options, folder: Path) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [read_part(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
-    pairs = {split: sum(part["pairs"][split] for part in part_reports) for split in preferences.SPLITS}
+    pairs = count_pairs(options, folder)
     dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)
     total, bad = sum(part["rows"] for part in part_reports), len(dropped) - reasons[NO_PREFERENCE]
@@ -323,9 +332,9 @@ def main(config, options: Options = DEFAULTS):
                 bar.update(len(part_rows[number]))
                 continue
             batches, reasons = make_part(maker, rows, part_rows[number], size, bar)
-            counts = write_part(config, options, shapes, batches, folder, number)
+            write_part(config, options, shapes, batches, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
-            folders.write_text(state, json.dumps(dict(rows=len(reasons), pairs=counts, dropped=dropped)))
+            folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     distributed.barrier()
     distributed.on_main(finish, config, options, folder)
     distributed.close()

@@ -57,6 +57,8 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     files = stored_pairs(config) if config.preferences.path else {}
     texts = files["train"].prompts if files else None
     run = start(config, checks.DPO, reference=True, stored_prompts=texts)
+    if files and not files["validation"]:
+        run.board.say(f"{config.preferences.path} holds no pair out, so there are no metrics under validation/")
     return run, Source(files.get("train"), files.get("validation"), run.model.schedule(1000, run.size).timesteps)
 
 

@@ -1,6 +1,7 @@
 """DPO: what a pair shares, what the reference is, and what offline and online runs log."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_
     assert run.pipeline.vae is run.pipeline.text_encoder is run.pool is None
 
 
-def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder, tmp_path):
+def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder, tmp_path, capsys):
     how = dict(preferences__path=pairs_folder, train__learning_rate=1e-3)
     folder = train(NAME, tmp_path, num_epochs=6, eval_freq=6, **how)
     updates, held_out = lines_of(folder, "update"), lines_of(folder, "validation")
@@ -80,6 +81,18 @@ def test_offline_its_first_update_knows_nothing_and_its_loss_falls(pairs_folder,
     assert [line["epoch"] for line in held_out] == [0, 6]
     assert held_out[-1]["validation/winner_error_gap"] != 0
     assert lines_of(folder, "eval")[-1]["eval/avg"] > 0
+    said = capsys.readouterr().out
+    assert f"implicit_accuracy {updates[-1]['implicit_accuracy']:.4g}" in said.partition("epoch 6/6")[2]
+    assert "no metrics under validation/" not in said
+
+
+def test_a_run_without_pairs_that_are_held_out_says_so(pairs_folder, tmp_path, capsys):
+    folder = shutil.copytree(pairs_folder, tmp_path / "pairs")
+    for file in folder.glob("validation_*"):
+        file.unlink()
+    run, _ = script.begin(config_of(NAME, tmp_path, preferences__path=str(folder), eval__num_prompts=0))
+    assert "no metrics under validation/" in capsys.readouterr().out
+    run.board.finish()
 
 
 def test_held_out_pairs_are_judged_at_the_same_noises_after_every_epoch(started):

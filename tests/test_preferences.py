@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import prepare_preferences
@@ -382,6 +382,34 @@ def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, im
     pictures = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", SIZE) for i in range(2)])
     encoded = model.encode_images(pictures)
     torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
+
+
+def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes(images, tmp_path, monkeypatch):
+    lines = (images / "pairs.jsonl").read_text().splitlines()[:8]
+    (images / "pairs.jsonl").write_text("\n".join(lines[number] for number in (0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3)))
+    how = dict(preferences__source=str(images), part_size=4, validation_share=1e-6)
+    whole = prepare(NAME, tmp_path / "whole", **how)
+    texts = {split: [prompt.text for prompt in files.prompts] for split, files in open_folder(whole).items()}
+    assert sum(map(len, texts.values())) == 12
+    assert len(set(texts["validation"])) == 1
+    assert not {*texts["validation"]} & {*texts["train"]}
+    plain, left = preferences._write, []
+
+    def interrupted(*args):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        plain(*args)
+
+    monkeypatch.setattr(preferences, "_write", interrupted)
+    for kill in range(3, 9):  # three parts; then the held out pairs of each, and what stays of it
+        left[:] = [None] * kill
+        with suppress(KeyboardInterrupt):
+            prepare(NAME, tmp_path / f"killed {kill}", **how)
+        left[:] = [None] * 99
+        assert files_of(prepare(NAME, tmp_path / f"killed {kill}", **how)) == files_of(whole)
+    how = dict(preferences__source=str(images), validation_share=0.0)
+    assert not open_folder(prepare(NAME, tmp_path / "none", **how))["validation"]
 
 
 def test_pick_a_pics_columns(images, tmp_path):

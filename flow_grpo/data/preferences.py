@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -115,13 +116,29 @@ def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str,
     """Write P rows, in one rename. Tensors are [P, *shape]; the same rows make the same file."""
     wanted = schema(shapes, dtype)
     arrays = [_to_arrow(columns[field.name], field.type, dtype) for field in wanted]
-    table = pa.table(arrays, schema=wanted)
+    _write(path, pa.table(arrays, schema=wanted))
+
+
+def _write(path: Path, table: pa.Table) -> None:
     rows = max(1, ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
     scratch = path.with_suffix(".tmp")
     pq.write_table(
         table, scratch, row_group_size=rows, compression="none", use_dictionary=False, write_page_checksum=True
     )
     scratch.replace(path)
+
+
+def hold_out(folder: Path, prompt: str) -> None:
+    """Move the pairs of a prompt from train_* to validation_*; called again after a kill, it makes the same files."""
+    for path in sorted(folder.glob("train_*.parquet")):
+        table = pq.read_table(path)
+        chosen = pc.equal(table["prompt"], prompt)
+        if pc.any(chosen).as_py():
+            _write(path.with_name(path.name.replace("train", "validation")), table.filter(chosen))
+            if others := table.filter(pc.invert(chosen)):
+                _write(path, others)
+            else:
+                path.unlink()
 
 
 def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
@@ -150,6 +167,12 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size
             "python scripts/prepare_preferences.py with the same --config makes them"
         )
     return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
+
+
+def prompts_of(folder: Path, split: str) -> list[str]:
+    """The prompt of each pair of a split."""
+    paths = sorted(folder.glob(f"{split}_*.parquet"))
+    return [text for path in paths for text in _read(path, open_parquet(path), ["prompt"])["prompt"].to_pylist()]
 
 
 class PairFiles:

@@ -165,7 +165,7 @@ class Dashboard:
         held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
         tests = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
         names = {"eval": evals, "test": tests, "validation": held_out}.get(
-            kind, ["reward/avg", *evals, held_out[0], "loss", "grad_norm"]
+            kind, ["reward/avg", *evals, held_out[0], "loss", "implicit_accuracy", "grad_norm"]
         )
         figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
         if kind != "epoch":
