@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import sys
 import time
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 from ml_collections import ConfigDict
 from PIL import Image
 
+from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.pixels import to_uint8
 from flow_grpo.monitoring import dashboard, plots, trackers
@@ -20,7 +22,12 @@ from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
 
 CONFIG = {"logger": "wandb", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
-CONFIG |= {"reward_fn": {"shapes": 1.0}, "eval": {"rewards": ()}, "health": {}}
+CONFIG |= {
+    "reward_fn": {"shapes": 1.0},
+    "eval": {"rewards": ()},
+    "health": {},
+    "alert": "ntfy --token tk_secret publish",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +60,15 @@ def normal(*shape):
 
 def epochs_of(run_dir):
     return [json.loads(line)["epoch"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def wandb_file(run_dir, *words):
+    """What wandb has recorded, as soon as all words are there: its own process writes on after finish."""
+    recorded, deadline = next(run_dir.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 20
+    while not all(word in recorded.read_bytes() for word in words):
+        assert time.monotonic() < deadline, recorded.read_bytes()
+        time.sleep(0.05)
+    return recorded.read_bytes()
 
 
 def test_meter_means_are_over_rows_however_batches_and_ranks_were_cut():
@@ -90,11 +106,35 @@ def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
     }  # fmt: skip
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
     board.finish()
-    words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy")
-    recorded, deadline = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 20
-    while not all(word in recorded.read_bytes() for word in words):  # wandb's own process writes on after finish
-        assert time.monotonic() < deadline, recorded.read_bytes()
-        time.sleep(0.05)
+    words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm")
+    assert b"tk_secret" not in wandb_file(tmp_path, *words)
+
+
+PARITY = {f"parity/step_{step}_{name}": step / 8 for step in (1, 3) for name in ("clip_fraction", "gap_max")}
+
+
+@pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
+def test_figures_of_each_denoising_step_are_one_histogram_over_steps(tmp_path, board):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    numbers, arrays = trackers.grouped(PARITY | {"parity/gap_max": 0.5, "loss": 1.0, "step": 3, "epoch": 2})
+    assert numbers == {"parity/gap_max": 0.5, "train/loss": 1.0, "step": 3, "epoch": 2}
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        f"parity/{name}_by_step": [0, 0.125, 0, 0.375] for name in ("clip_fraction", "gap_max")
+    }
+    broken = {"parity/step_0_gap_max": math.nan, "parity/step_999_gap_max": math.inf}
+    for tracker in (*board.trackers, trackers.TensorBoard(tmp_path, ConfigDict(CONFIG), "red")):
+        tracker.log(broken | {"step": 1}, 0)
+        tracker.log(PARITY | {"step": 2}, 1)
+        tracker.close()
+    stored = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Histograms("parity/gap_max_by_step")[-1]
+    assert stored.histogram_value.bucket == [0, 0.125, 0, 0.375]
+
+
+def test_wandb_sends_what_config_alert_says(tmp_path, board):
+    assert alerts.send("wandb", "the reward has fallen") == ""
+    board.close()
+    wandb_file(tmp_path, b"the reward has fallen")
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_path, board):
@@ -185,10 +225,13 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     resumed.log("update", {"loss": 4.0}, epoch=1, step=2)
     resumed.finish()
     stored = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in stored.Scalars("loss")] == [(1, 0.125), (2, 4.0)]
+    assert [(event.step, event.value) for event in stored.Scalars("train/loss")] == [(1, 0.125), (2, 4.0)]
     assert [(event.step, event.value) for event in stored.Scalars("eval/shapes")] == [(1, 0.25)]
     assert not (tmp_path / "wandb").exists()
     first = EventAccumulator(str(min((tmp_path / "tensorboard").iterdir()))).Reload()
+    text = first.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert b"0.00037" in text
+    assert b"tk_secret" not in text
     (shown,) = first.Images("images/eval")
     assert (shown.step, shown.width, shown.height) == (3, *sheet.size)
 

@@ -1,16 +1,44 @@
 """Where else a run's curves go, as config.logger says: wandb, tensorboard. Each is imported when a run asks for it."""
 
 import importlib.util
+import json
 import os
+import re
+import textwrap
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 from PIL import Image
 
-from flow_grpo.base import folders
+from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
+
+AXES = ("epoch", "step")  # of curves, without a group
+BY_STEP = re.compile(r"parity/step_(\d+)_(.+)")
+MOST_STEPS = 512  # bars of a histogram that wandb takes
+
+
+def grouped(record: dict[str, float]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Numbers of a line of metrics.jsonl as trackers show them, those without a group under train/; and what is known
+    of each denoising step, an array over steps (0 where nothing is) in place of a number for each."""
+    numbers, by_step = {}, {}
+    for name, value in record.items():
+        if match := BY_STEP.fullmatch(name):
+            by_step.setdefault(f"parity/{match[2]}_by_step", {})[int(match[1])] = value
+        else:
+            numbers[name if "/" in name or name in AXES else f"train/{name}"] = value
+    return numbers, {
+        name: np.array([values.get(step, 0.0) for step in range(min(max(values) + 1, MOST_STEPS))])
+        for name, values in by_step.items()
+    }
+
+
+def public(config: ConfigDict) -> dict[str, Any]:
+    """The config as trackers get it: config.alert may hold a token."""
+    return {key: value for key, value in config.to_dict().items() if key != "alert"}
 
 
 class Wandb:
@@ -30,15 +58,20 @@ class Wandb:
             id=id_file.read_text(),
             resume="allow",
             mode=os.environ.get("WANDB_MODE", "offline"),
-            config=config.to_dict(),
+            config=public(config),
             settings=wandb.Settings(silent=True, console="off"),
             reinit="finish_previous",
         )
         self.run.define_metric("*", step_metric="step")
+        alerts.senders["wandb"] = lambda text: self.run.alert(name, text)
 
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""
-        self.run.log(record, step=line)
+        import wandb
+
+        numbers, arrays = grouped(record)
+        bars = {name: wandb.Histogram(np_histogram=(a, np.arange(len(a) + 1))) for name, a in arrays.items()}
+        self.run.log(numbers | bars, step=line)
 
     def log_images(
         self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
@@ -52,6 +85,7 @@ class Wandb:
 
     def close(self) -> None:
         """Write what is left."""
+        alerts.senders.pop("wandb", None)
         self.run.finish()
 
 
@@ -60,6 +94,7 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path, config: ConfigDict, name: str):
         self.folder, self.writer = run_dir / "tensorboard", None
+        self.config = json.dumps(public(config), indent=4, default=str)
 
     def _opened(self, step: int):
         """Open at the first figure: what an abandoned future of a resumed run has written after it is to be hidden."""
@@ -67,14 +102,19 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(self.folder, purge_step=step + 1 if self.folder.exists() else None)
+            self.writer.add_text("config", textwrap.indent(self.config, " " * 4), step)  # as Markdown shows code
         return self.writer
 
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl."""
-        writer = self._opened(int(record["step"]))
-        for name, value in record.items():
+        step = int(record["step"])
+        writer, (numbers, arrays) = self._opened(step), grouped(record)
+        for name, value in numbers.items():
             if name != "step":
-                writer.add_scalar(name, value, int(record["step"]))
+                writer.add_scalar(name, value, step)
+        for name, array in arrays.items():
+            ends, sums = range(1, len(array) + 1), (array.sum(), array.sum(), (array**2).sum())
+            writer.add_histogram_raw(name, 0, len(array), *sums, [*ends], array.tolist(), step)
 
     def log_images(
         self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
