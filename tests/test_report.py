@@ -66,8 +66,8 @@ def record(folder, learning_rate, evaluated):
             board.log("eval", {"eval/avg": epoch / 10, "eval/shapes": epoch / 10}, epoch=epoch, step=epoch)
             scores = dict(zip(PROMPTS, (0.1, 0.2 + epoch / 20, 0.3)))
             board.log_images(draw(epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores)
-        board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": 2.0}, epoch=epoch, step=epoch)
-        values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0}
+        board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": epoch}, epoch=epoch, step=epoch)
+        values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0 + epoch}
         values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
         board.log("epoch", values, epoch=epoch, step=epoch)
     board.finish()
@@ -94,7 +94,7 @@ def test_a_run_without_a_tracker_leaves_its_own_page(runs):
     page = Page((runs[0] / "report.html").read_text())
     assert page.texts["h1"] == ["first"]
     evaluations = "0", "0.8", "0.8 (after 8 epochs)"
-    assert ["first", "10 of 10", "0", "avg", *evaluations, "", "", "", "2"] in page.rows  # this run has no tests
+    assert ["first", "10 of 10", "00:00", "avg", *evaluations, "", "", "", "2"] in page.rows  # this run has no tests
     assert page.all("input")[0]["max"] == "2"
 
 
@@ -118,6 +118,7 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     assert any(METRICS["ratio_std"].expect in text for text in page.texts["p"])
     assert any("which is 3 (- - -)" in text for text in page.texts["p"]), "the limit of health/reward_drop"
     assert len(page.all("svg")) == len(titles)
+    assert "Constant: grad_norm 0.5" in " ".join(page.texts["p"])
     panel = page.text.partition("reward/avg over epochs")[2].partition("</svg>")[0]
     lines = [line for line in panel.split("<path ") if "stroke: #2f6db5" in line or "stroke: #e07b28" in line]
     assert {"stroke-dasharray" in line for line in lines} == {True, False}
@@ -133,7 +134,8 @@ def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
     shown = [attributes for attributes in page.all("div") if LAST in attributes]
     assert [part[LAST] for part in shown] == [f"after {n} epochs" for n in (0, 4, 8, 0, 8)]
     assert ["hidden" in part for part in shown] == [True, True, False, True, False]
-    picture = page.all("img")[4]["src"].partition("base64,")[2]  # the second prompt's, after 4 epochs
+    before = 2 * len(PROMPTS)  # pictures side by side, and the second prompt's after 4 epochs
+    picture = page.all("img")[before + 4]["src"].partition("base64,")[2]
     mean = Image.open(io.BytesIO(base64.b64decode(picture))).resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
     torch.testing.assert_close(torch.tensor(mean) / 255, draw(4)[1].mean((1, 2)), atol=0.02, rtol=0)
 
@@ -142,6 +144,8 @@ def test_tables_say_prompts_settings_and_alarms(page):
     assert ["a red circle", "0.200", "0.600"] in page.rows
     first_rows = [after[0] for row, after in pairwise(page.rows) if row[0] == "prompt"]
     assert first_rows == ["a red circle", NASTY] * 2, "best and worst of each run"
+    captions = [caption.split() for caption in page.texts["figcaption"]]
+    assert [caption[0] for caption in captions[:4]] == ["first", "second<b>"] * 2, "pictures of a prompt side by side"
     assert ["setting", "default", "first", "second<b>"] in page.rows
     assert ["train.learning_rate", "0.0003", "0.01", "0.02"] in page.rows
     assert not [row for row in page.rows if row[0] in ("seed", "output_dir", "train.beta")]
@@ -149,6 +153,22 @@ def test_tables_say_prompts_settings_and_alarms(page):
     assert other.startswith("second<b>, epochs 9 to 10: ")
     assert sentence.startswith("first, epochs 9 to 10: ")
     assert "config.health" in sentence
+
+
+def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):
+    for seed in (1, 2):
+        shutil.copytree(runs[0], folder := tmp_path / f"seed{seed}")
+        config = json.loads((folder / "config.json").read_text()) | {"seed": seed}
+        (folder / "config.json").write_text(json.dumps(config))
+        text = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(text.replace('"eval/avg": 0.8', f'"eval/avg": 0.{seed}'))
+    report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
+    rows = Page((tmp_path / "all.html").read_text()).rows
+    assert [row[4:6] for row in rows if row[0] == "mean of seed1, seed2"] == [["0 ± 0", "0.15 ± 0.05"]]
+    report.main([str(runs[0]), "--out", str(tmp_path / "reward.pdf")])
+    assert (tmp_path / "reward.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ValueError, match="of one run, and 2 are named"):
+        report.main([*map(str, runs), "--out", str(tmp_path / "reward.svg")])
 
 
 def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, tmp_path):

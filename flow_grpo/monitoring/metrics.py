@@ -26,6 +26,7 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "reward/<name>_masked_share": Metric(
         "share of images whose reward failed and was masked (`max_masked_share`)", "0"
     ),
+    "eval/avg": Metric("weighted sum of the rewards over the validation prompts", "rises with reward/avg"),
     "eval/<name>": Metric(
         "one reward over the validation prompts, which choose the best policy", "rises with reward/; else it is hacked"
     ),

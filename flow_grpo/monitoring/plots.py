@@ -13,6 +13,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -103,8 +104,10 @@ def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
     return [name for name in names if not repeats_the_sum(name)]
 
 
-def plot_reward(run_dir) -> Path | None:
-    """Draw reward.png from metrics.jsonl, a panel per reward over epochs. None if there is no reward yet."""
+def plot_reward(run_dir, file: Path | None = None) -> Path | None:
+    """Draw reward.png, or another file of PNG, SVG or PDF, from metrics.jsonl: a panel per reward over epochs. None if
+    there is no reward yet."""
+    file = file or Path(run_dir, "reward.png")
     records, best_by = read_metrics(run_dir), best_by_of(run_dir)
     logged = dict.fromkeys(name for record in records for name in record if name.startswith(("reward/", "eval/")))
     logged = [name for name in logged if not re.search(SPREADS, name)]
@@ -121,8 +124,8 @@ def plot_reward(run_dir) -> Path | None:
             kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
             draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
-        figure.savefig(Path(run_dir, "reward.png"))
-    return Path(run_dir, "reward.png")
+        figure.savefig(file)
+    return file
 
 
 def fit(picture: Image.Image) -> Image.Image:
@@ -221,6 +224,8 @@ def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> No
     if len(lines) > 1:
         axes.legend(frameon=False, fontsize=7, handlelength=3)
     axes.set_xlabel("epoch", labelpad=1)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(color="#e8e8e8")
     axes.margins(x=0.04, y=0.12)
 
@@ -229,8 +234,8 @@ def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
     """The same as an <svg> element whose text is text."""
     settings = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(3.6, 2.2))
-        draw_lines(figure.add_axes((0.15, 0.17, 0.82, 0.78)), lines, limit)
+        figure = Figure(figsize=(3.6, 2.2), layout="constrained")
+        draw_lines(figure.add_subplot(), lines, limit)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return stream.getvalue()[stream.getvalue().index("<svg") :]

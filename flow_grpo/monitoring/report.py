@@ -1,6 +1,7 @@
 """What a run has come to, or what several have, on one page: report.html needs no server and no network.
 
     python -m flow_grpo.monitoring.report RUN [RUN ...] [--out report.html]
+    python -m flow_grpo.monitoring.report RUN --out reward.pdf          the curves of its rewards alone; or .svg
 
 Everything is read from the runs' folders. One run's page is written into its folder.
 """
@@ -12,6 +13,7 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,24 +21,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
+import torch
 from ml_collections import ConfigDict
+from tqdm import tqdm
 
 from flow_grpo.base import folders
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
 from flow_grpo.monitoring import health, metrics, plots
 from flow_grpo.settings import command_line, older, table
 
 GROUPS = {  # title -> what the names of its curves look like
     "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
-    "Signal within groups": rf"(reward|eval)/.*{plots.SPREADS}",
+    "Signal within groups": rf"reward/.*{plots.SPREADS}",
     "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
     "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_",
     "Health": "health/|parity/log_prob_abs_diff_max$",
     "Speed and memory": "time/|images_per_s|memory/|batch_occupancy",
 }
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
+FIGURES = (".pdf", ".svg")
+BEST = 2  # among a run's scores
 MOST_EVALUATIONS = 12  # whose images are on the page
-NUM_PROMPTS = 5  # best ones, and worst ones
+NUM_PROMPTS = 5  # best ones, and worst ones, at most
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,14 @@ class Panel(NamedTuple):
     svg: str
 
 
+class Score(NamedTuple):
+    """An evaluation by the score that chooses."""
+
+    value: float
+    error: float | None
+    epoch: int
+
+
 class Table(NamedTuple):
     head: list[str]
     rows: list[list[str]]
@@ -74,13 +89,23 @@ def read(folder: Path, label: str) -> Recorded:
 
 
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
-    """The curves of each group, and those of names that METRICS does not explain."""
+    """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name != "kind"}
+    logged = [name for name in logged if name not in constants(runs)]
     chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
     records = [record for run in runs for record in run.records]
     chosen = {title: plots.rewards_alone(records, names) for title, names in chosen.items()}
     chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.explain(name)]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+
+
+def constants(runs: Sequence[Recorded]) -> dict[str, float]:
+    """What was logged more than once and never changed, in any run."""
+    values = defaultdict(list)
+    for record in (record for run in runs for record in run.records):
+        for name in record.keys() - {"kind", "epoch", "step"}:
+            values[name].append(record[name])
+    return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
 
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
@@ -93,29 +118,61 @@ def panel(runs: Sequence[Recorded], name: str) -> Panel:
 
 
 def summary(runs: Sequence[Recorded]) -> Table:
-    """A row per run: how far it is, and the score that chooses, before training, last and of the best policy."""
-    head = ["run", "epochs", "hours", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
-    return Table([*head, "epochs with an alarm"], [_summary_row(run) for run in runs])
+    """How far each run is, and the score that chooses, before training, last and of the best policy; the means of runs
+    that differ in their seed alone."""
+    head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
+    alike = defaultdict(list)
+    for run in runs:
+        alike[tuple(sorted(_settings(run) - {("seed", str(run.config.seed))}))].append(run)
+    means = [_mean_row(group) for group in alike.values() if len(group) > 1]
+    return Table([*head, "epochs with an alarm"], [*map(_summary_row, runs), *means])
+
+
+def _settings(run: Recorded) -> set[tuple[str, str]]:
+    """What a run's numbers follow from."""
+    return {(key, str(value)) for key, value in table.flat(run.config).items() if key not in NOT_SHOWN}
 
 
 def _summary_row(run: Recorded) -> list[str]:
     epochs = run.lines("epoch")
-    hours = sum(record.get("time/epoch_s", 0.0) for record in epochs) / 3600
-    score, alarmed = run.config.eval.best_by, sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
-    evaluations, tests, of_best = (_scores(run, kind) for kind in ("eval", "test", "test_best"))
-    best = max((one for one in evaluations if math.isfinite(one[0])), default=None)
-    chosen = [f"{with_error(*best[:2])} (after {best[2]} epochs)" if best else ""]
-    ends = [with_error(*scores[i][:2]) if scores else "" for scores in (evaluations, tests) for i in (0, -1)]
-    last = [with_error(*of_best[-1][:2]) if of_best else ""]
-    columns = [*ends[:2], *chosen, *ends[2:], *last]
-    return [run.label, f"{len(epochs)} of {run.config.num_epochs}", f"{hours:.3g}", score, *columns, str(alarmed)]
+    duration = tqdm.format_interval(sum(record.get("time/epoch_s", 0.0) for record in epochs))
+    alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
+    cells = [with_error(score.value, score.error) if score else "" for score in _scores(run)]
+    if cells[BEST]:
+        cells[BEST] += f" (after {_scores(run)[BEST].epoch} epochs)"
+    return [
+        run.label,
+        f"{len(epochs)} of {run.config.num_epochs}",
+        duration,
+        run.config.eval.best_by,
+        *cells,
+        str(alarmed),
+    ]
 
 
-def _scores(run: Recorded, kind: str) -> list[tuple[float, float | None, int]]:
-    """The score that chooses, its standard error and the epoch of each evaluation of a kind."""
+def _mean_row(runs: Sequence[Recorded]) -> list[str]:
+    """Means over seeds with their standard errors, of what all of them have."""
+    cells = []
+    for scores in zip(*map(_scores, runs)):
+        column = torch.tensor([score.value if score else math.nan for score in scores], dtype=torch.float64)
+        mean, error = column.mean().item(), column.std().item() / math.sqrt(len(runs))
+        cells.append("" if math.isnan(mean) else with_error(mean, error))
+    return ["mean of " + ", ".join(run.label for run in runs), "", "", runs[0].config.eval.best_by, *cells, ""]
+
+
+def _scores(run: Recorded) -> list[Score | None]:
+    """The score that chooses: of the first, last and best evaluation, the first and last test, and the best weights'
+    test."""
+    evaluations, tests, of_best = (_scores_of(run, kind) for kind in ("eval", "test", "test_best"))
+    best = max((score for score in evaluations if math.isfinite(score.value)), default=None)
+    ends = [scores[i] if scores else None for scores in (evaluations, tests) for i in (0, -1)]
+    return [*ends[:2], best, *ends[2:], of_best[-1] if of_best else None]
+
+
+def _scores_of(run: Recorded, kind: str) -> list[Score]:
     name = f"{kind}/{run.config.eval.best_by}"
     lines = [line for line in run.records if name in line]
-    return [(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
+    return [Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
 
 
 def alarms(run: Recorded) -> list[str]:
@@ -144,6 +201,15 @@ def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
     }
 
 
+def side_by_side(pages: Sequence[tuple[Recorded, dict[str, list[tuple[str, str, str]]]]]) -> dict[str, list[tuple]]:
+    """Of prompts that several runs drew: each run's label and its last picture and reward."""
+    rows = defaultdict(list)
+    for run, evaluated in pages:
+        for address, prompt, reward in list(evaluated.values())[-1] if evaluated else []:
+            rows[prompt].append((run.label, address, reward))
+    return {prompt: cells for prompt, cells in rows.items() if prompt and len(cells) > 1}
+
+
 def data_address(picture: plots.Image.Image) -> str:
     """A picture as the address of itself."""
     stream = io.BytesIO()
@@ -158,7 +224,8 @@ def prompts(run: Recorded) -> dict[str, Table]:
         return {}
     first, last = ({k: float(v) for k, v in json.loads(files[i].read_text())["scores"].items()} for i in (0, -1))
     order = sorted((prompt for prompt in last if math.isfinite(last[prompt])), key=last.get)
-    chosen = {"Best prompts": order[::-1][:NUM_PROMPTS], "Worst prompts": order[:NUM_PROMPTS]}
+    count = min(NUM_PROMPTS, len(order) // 2)  # no prompt is in both
+    chosen = {"Best prompts": order[::-1][:count], "Worst prompts": order[:count]}
     head = ["prompt", "before", "last"]
     return {
         title: Table(head, [[p, f"{first.get(p, math.nan):.3f}", f"{last[p]:.3f}"] for p in names])
@@ -181,13 +248,16 @@ def changed_settings(runs: Sequence[Recorded]) -> Table:
 def page(runs: Sequence[Recorded]) -> str:
     """The whole page. Everything that comes from a run is escaped."""
     template = Path(__file__).parents[1] / "assets" / "report.html"
+    pages = [(run, moments(run)) for run in runs]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template.read_text()).render(
         title=" · ".join(run.label for run in runs),
         summary=summary(runs),
         groups=panels(runs),
         alarms=[sentence for run in runs for sentence in alarms(run)],
-        runs=[(run, moments(run), prompts(run)) for run in runs],
+        constants=constants(runs),
+        by_prompt=side_by_side(pages),
+        runs=[(run, evaluated, prompts(run)) for run, evaluated in pages],
         settings=changed_settings(runs),
     )
 
@@ -212,7 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
     args = parser.parse_args(arguments)
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-    write(args.runs, out)
+    if out.suffix in FIGURES and len(args.runs) > 1:
+        raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")
+    if out.suffix not in FIGURES:
+        write(args.runs, out)
+    elif not plots.plot_reward(args.runs[0], out):
+        raise UserError(f"{args.runs[0]}: no reward was logged yet")
     sys.stdout.write(f"{out}\n")
 
 
