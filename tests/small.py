@@ -18,6 +18,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.monitoring.metrics import explain
+from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import checks, config_files, table
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ MODELS = {name: model_classes.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 # of `config_of`: it evaluates little, writes little, and saves at the end alone
 FEW = dict(eval__num_prompts=4, lora__rank=4, lora__alpha=8, save_freq=0)
-CLOCKS = ("time/", "images_per_s", "memory/")  # figures that no two runs share
+CLOCKS = ("written_at", "time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
 def as_prompts(texts):
@@ -145,7 +146,7 @@ def stored(folder, epoch):
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
     rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    assert {name for row in rows for name in row if not explain(name)} <= {"kind"}
+    assert {name for row in rows for name in row if not explain(name)} <= {*TEXTS}
     rows = [row for row in rows if kind in (None, row["kind"])]
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
 

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,7 +102,9 @@ def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
     board.log("eval", {"eval/shapes_accuracy": 0.25}, epoch=1, step=1)
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(CONFIG))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[0], parse_constant=pytest.fail) == {
+    line = json.loads(lines[0], parse_constant=pytest.fail)
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(line.pop("written_at"))).total_seconds()) < 3600
+    assert line == {
         "kind": "update", "epoch": 0, "step": 1, "loss": 0.5, "grad_norm": "nan"
     }  # fmt: skip
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
@@ -145,7 +148,9 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     (first,) = board.trackers
     board.close()
     resumed = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True)
+    before = dashboard.read_metrics(tmp_path)
     resumed.truncate(2)
+    assert dashboard.read_metrics(tmp_path) == before[:2], "with their times"
     assert resumed.trackers[0].run.id == first.run.id == (tmp_path / "wandb_id").read_text()
     resumed.log("epoch", {}, epoch=2, step=2)
     assert epochs_of(tmp_path) == [0, 1, 2]

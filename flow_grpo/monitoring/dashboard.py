@@ -20,7 +20,7 @@ from tqdm import tqdm
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.monitoring import report, trackers
+from flow_grpo.monitoring import provenance, report, trackers
 from flow_grpo.monitoring.plots import (
     contact_sheet,
     evaluations,
@@ -128,7 +128,7 @@ class Dashboard:
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
         with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(plain({"kind": kind, **record})) + "\n")
+            file.write(json.dumps(plain({"kind": kind, "written_at": provenance.now(), **record})) + "\n")
         for tracker in self.trackers:
             tracker.log(record, self.lines)
         self.lines += 1

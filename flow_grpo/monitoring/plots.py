@@ -30,6 +30,7 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
 )
 MOST_POINTS = 200  # of a line; more are averaged
 SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"  # names that are no reward's mean
+TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
 
 
 class Sheet(NamedTuple):
@@ -40,7 +41,7 @@ class Sheet(NamedTuple):
 
 
 def read_metrics(run_dir) -> list[dict]:
-    """The whole lines of metrics.jsonl: `kind` a string, everything else a number. Damaged lines are passed over."""
+    """The whole lines of metrics.jsonl: TEXTS are strings, everything else a number. Damaged lines are passed over."""
     path = Path(run_dir, "metrics.jsonl")
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # the last one was cut by a kill, or is empty
@@ -54,9 +55,10 @@ def read_metrics(run_dir) -> list[dict]:
 def _record(line: bytes) -> dict | None:
     try:
         stored = json.loads(line.decode())
-        record = {name: value if name == "kind" else float(value) for name, value in stored.items()}
+        record = {name: value if name in TEXTS else float(value) for name, value in stored.items()}
         whole = {name: value for name, value in stored.items() if type(value) is int}
-        return record | whole if isinstance(record["kind"], str) and math.isfinite(record["epoch"]) else None
+        are_texts = all(isinstance(value, str) for value in (record["kind"], record.get("written_at", "")))
+        return record | whole if are_texts and math.isfinite(record["epoch"]) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

@@ -39,14 +39,15 @@ def _git(*words: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, as run.json and metrics.jsonl have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _this_start(world_size: int, epoch: int) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "start": _now(),
+        "start": now(),
         "epoch": epoch,
         "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],  # a query of an address may be a secret
         "host": socket.gethostname(),
@@ -75,7 +76,7 @@ def end(run_folder: Path) -> None:
     """Note the end of the last start."""
     entries = starts(run_folder)
     if entries:
-        entries[-1]["end"] = _now()
+        entries[-1]["end"] = now()
         folders.write_text(run_folder / FILE, json.dumps({"starts": entries}))
 
 

@@ -90,7 +90,7 @@ def read(folder: Path, label: str) -> Recorded:
 
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
-    logged = {name: None for run in runs for record in run.records for name in record if name != "kind"}
+    logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = [name for name in logged if name not in constants(runs)]
     chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
     records = [record for run in runs for record in run.records]
@@ -103,7 +103,7 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
     """What was logged more than once and never changed, in any run."""
     values = defaultdict(list)
     for record in (record for run in runs for record in run.records):
-        for name in record.keys() - {"kind", "epoch", "step"}:
+        for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
             values[name].append(record[name])
     return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
 
