@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -210,11 +209,6 @@ def test_without_torchrun_there_is_one_rank(monkeypatch):
     assert fsdp_utils.make_mesh("shard", CPU) is None
     assert distributed.gather_objects([1]) == [1]
     assert distributed.peak_memory_gib(CPU) > 0.1
-
-
-def test_files_of_weights_are_read_side_by_side():
-    together = threading.Barrier(2, timeout=30)
-    safetensors_reader.each_file(lambda _: together.wait(), [Path("one"), Path("other")])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """Layers of 8 and 4 bits in a transformer: which are stored, what trains on them, and who may ask for them."""
 
 import json
-import os
-import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate
@@ -12,27 +8,22 @@ import prepare_preferences
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
-from two_ranks import launch
 
-from flow_grpo.base import distributed, folders
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import registry
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
-from flow_grpo.weights import load_weights, policies, quantisation, quantised_cache, safetensors_reader
+from flow_grpo.weights import policies, quantisation, safetensors_reader
 from flow_grpo.weights.quantisation import KINDS, quantised_layers
 
 PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
 
-def on_meta(model, precision, adapter=True):
+def on_meta(model, precision):
     """The transformer with quantised layers, without numbers, as a run has it before it loads."""
     transformer = type(model.transformer).from_config(model.transformer.config).to("meta").requires_grad_(False)
-    if adapter:
-        policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
     quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
     return transformer
 
@@ -58,112 +49,25 @@ def assert_same_layers(transformer, other):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", KINDS)
-def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights_and_from_a_cache(
-    name, precision, tmp_path
-):
-    """The same numbers as quantising what is loaded; with a cache, which knows nothing of adapters, no layer is read
-    that is in it."""
+def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights(name, precision, tmp_path):
+    """The same numbers as quantising what is loaded."""
     model = loaded(name)
-    folder, cache = tmp_path / "weights", tmp_path / "cache" / "this"
-    model.transformer.save_pretrained(folder)
-    empty, again = on_meta(model, precision), on_meta(model, precision, adapter=False)
+    model.transformer.save_pretrained(tmp_path)
+    empty = on_meta(model, precision)
     quantisation.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, precision)
     units = [unit for unit in model.transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
     assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
 
-    safetensors_reader.read(empty.to_empty(device="cpu"), folder, copy_to)
+    safetensors_reader.read(empty.to_empty(device="cpu"), tmp_path, copy_to)
     assert_same_layers(model.transformer, empty)
 
-    assert not quantised_cache.on_all_ranks(cache)
-    quantised_cache.keep(empty, cache)
-    quantised_cache.keep(empty, cache)  # where another run was faster
-    assert quantised_cache.on_all_ranks(cache)
-    quantised_cache.fill(again, cache, torch.device("cpu"))
-    assert_same_layers(empty, again)
-    read = []
-    safetensors_reader.read(again, folder, lambda target, rows: read.append(target))
-    assert read
-    assert not any(isinstance(target, QuantisedLinear) for target in read)
-    assert [path.name for path in cache.parent.iterdir()] == ["this"]
 
-
-def test_a_cache_is_named_by_content_alone(tmp_path):
-    """Not by place, size or age of the model's files."""
-    names = set()
-    kinds = ("a", 1, "fp8_weights"), ("a", 1, "nf4"), ("a", 2, "fp8_weights"), ("b", 1, "fp8_weights")
-    for place, value, precision in kinds:
-        (tmp_path / place).mkdir(exist_ok=True)
-        save_file({"weight": torch.full((4,), value)}, tmp_path / place / "model.safetensors")
-        os.utime(tmp_path / place / "model.safetensors", (1, 1))
-        names.add(quantised_cache.folder_of(str(tmp_path), tmp_path / place, precision, torch.device("cpu")))
-    assert len(names) == 3
-
-
-@pytest.fixture
-def file(tmp_path):
-    """A cache's only one, of the tiny model's layers of 4 bits."""
-    model = loaded("qwenimage")
-    quantisation.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, "nf4")
-    quantised_cache.keep(model.transformer, tmp_path / "cache")
-    (file,) = (tmp_path / "cache").glob(quantised_cache.FILES)
-    return file
-
-
-def test_a_damaged_cache_is_refused(file):
-    content = file.read_bytes()
-    for damaged in (content[:1000], content[:-1] + bytes([content[-1] ^ 1]), content[:-4096] + bytes(4096)):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=str(file.parent)):
-            quantised_cache.on_all_ranks(file.parent)
-
-
-def test_what_a_killed_writer_left_goes_an_hour_later(file):
-    old, young = (folders.scratch_beside(file.parent) for _ in range(2))
-    for scratch in (old, young):
-        scratch.mkdir()
-    os.utime(old, (0, 0))
-    assert quantised_cache.on_all_ranks(file.parent)
-    assert sorted(file.parents[1].iterdir()) == [file.parent, young]
-
-
-def test_ranks_that_see_different_caches_read_them_together_or_not_at_all(tmp_path):
-    """Two machines, each with its own copy of the model: with one cache, with a cache each, and with one lost."""
-    launch(__file__, tmp_path, timeout_s=120)
-
-
-def start_on_two_machines(folder):
-    """What the test above runs on each of two ranks."""
-    os.environ["LOCAL_RANK"] = "0"
-    rank = distributed.init_distributed().rank
-    shutil.copytree(registry.tiny_folder("qwenimage"), folder / f"model{rank}")
-    own = folder / f"machine{rank}"
-    for cache, was_there in ((folder / "shared", False), (folder / "shared", True), (own, False), (own, True)):
-        assert filled_from(cache, folder / f"model{rank}") == [was_there] * 2
-    if rank == 1:
-        shutil.rmtree(own)
-    assert filled_from(own, folder / f"model{rank}") == [False] * 2
-    assert filled_from(own, folder / f"model{rank}") == [True] * 2
-    distributed.close()
-    (folder / "done").touch()
-
-
-def filled_from(cache, model):
-    """Whether each rank's quantised layers came from the cache."""
-    config = config_of("shapes_qwenimage", base_precision="fp8_weights", cache_dir=str(cache), model=str(model))
-    loaded_model = MODELS["qwenimage"].load(config.model, torch.device("cpu"), alone=True)
-    policies.attach(loaded_model.transformer, config.lora, loaded_model.LORA_TARGETS)
-    load_weights.fill(config, loaded_model)
-    layers = quantised_layers(loaded_model.transformer).values()
-    return distributed.gather_objects([all(layer.filled for layer in layers)])
-
-
-def test_pairs_are_drawn_on_the_base_that_is_trained_on(tmp_path):
-    """Frozen, in the run's precision, and kept in its cache."""
-    config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16", cache_dir=str(tmp_path))
+def test_pairs_are_drawn_on_the_base_that_is_trained_on():
+    """Frozen, in the run's precision."""
+    config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16")
     transformer = prepare_preferences.load(config, MODELS["qwenimage"], torch.device("cpu")).transformer
     assert quantisation.precision_of(transformer) == "nf4"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
-    assert list(tmp_path.glob("*/*.safetensors"))
 
 
 @torch.no_grad()
@@ -195,7 +99,7 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
 
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow, tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
-    how = dict(FEW, base_precision="nf4", lora__rank=32, cache_dir=str(tmp_path / "cache"), save_freq=1)
+    how = dict(FEW, base_precision="nf4", lora__rank=32, save_freq=1)
     how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=2, train__learning_rate=1e-2)
     how |= dict(model=shallow["model"], reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
@@ -256,7 +160,3 @@ def test_a_gpu_without_products_of_8_bits_is_named(settings, message, monkeypatc
     with pytest.raises(ValueError, match=message):
         quantisation.check_device(config, SimpleNamespace(type="cuda"))
     quantisation.check_device(config_of("shapes_qwenimage", base_precision="fp8_weights"), SimpleNamespace(type="cuda"))
-
-
-if __name__ == "__main__":
-    start_on_two_machines(Path(sys.argv[1]))

@@ -34,7 +34,6 @@ class QuantisedLinear(nn.Module):
     """
 
     rounds_x = False  # whether x has 8 bits in products, too; for results that enter neither a log-prob nor a loss
-    filled = False  # whether W is there before the model's own weights are read
 
     def __init__(
         self, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device

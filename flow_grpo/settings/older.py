@@ -17,7 +17,6 @@ MOVED = {  # setting that is none any more -> what says the same today
     "project": "WANDB_PROJECT in the environment",
     "resolution": "config.height and config.width",
     "embeddings_cache": "config.cache_dir",
-    "weights_cache": "config.cache_dir",
     "reward.token": "REWARD_TOKEN in the environment, or a file that config.reward.token_file names",
     "reward.url": "an option of one reward: config.reward.args.NAME.url",
     "reward.on_failure": "config.reward.max_masked_share, which is above 0 for 'mask'",
@@ -39,6 +38,7 @@ MOVED = {  # setting that is none any more -> what says the same today
 }
 GONE = (  # settings that nothing says today
     *("rollout_images_freq", "preferences.dtype", "fsdp.shard_size", "sample.engine", "sample.sde_window_stride"),
+    "weights_cache",
     *(f"reward.{name}" for name in ("image_format", "in_flight", "max_pending", "retry_s")),
     *(f"train.{name}" for name in ("target_update_size", "importance_cap", "flow_matching_warmup", "adam_eps")),
     *(f"eval.{name}" for name in ("noises_per_pair", "num_pairs", "num_panel_images")),

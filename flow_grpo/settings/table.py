@@ -75,8 +75,8 @@ SETTINGS = (
     Setting("width", 64, "Width of an image; a multiple of 16.", unit="pixels", min=16, max=8192),
     Setting("text_tokens", 20, "Width to which every prompt embedding is padded, in rollout and update alike.",
             unit="tokens", min=1, max=2048),
-    Setting("cache_dir", "", "Folder in which runs share encoded prompts, so that no text encoder stays on the GPU, "
-            'and the quantised base model; "" = none.', resumable=True),
+    Setting("cache_dir", "", "Folder in which runs share encoded prompts, so that no text encoder stays on the GPU; "
+            '"" = none.', resumable=True),
     Setting("precision", "fp32", "Precision of the transformer; trained weights are stored in fp32.",
             choices=("fp32", "bf16")),
     Setting("base_precision", "",

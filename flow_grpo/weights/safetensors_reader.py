@@ -1,7 +1,7 @@
 """A transformer's weights in a folder of diffusers' safetensors."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,8 @@ def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
     if any(wrong.values()):
         problems = "; ".join(f"{what}: {', '.join(sorted(names))}" for what, names in wrong.items() if names)
         raise UserError(f"{folder} does not hold this {type(transformer).__name__}: {problems}")
-    each_file(partial(_read_file, targets, copy_rows), set(stored.values()))
-
-
-def each_file(read_file: Callable[[Path], None], files: Iterable[Path]) -> None:
-    """Call `read_file` with each, some at a time: one thread copies less than disk and bus can give."""
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(read_file, sorted(files)))
+    with ThreadPoolExecutor(READERS) as pool:  # one thread copies less than disk and bus can give
+        list(pool.map(partial(_read_file, targets, copy_rows), sorted(set(stored.values()))))
 
 
 def _read_file(targets: dict[str, Tensor | QuantisedLinear], copy_rows: Callable, file: Path) -> None:
@@ -48,8 +43,7 @@ def _read_file(targets: dict[str, Tensor | QuantisedLinear], copy_rows: Callable
             rows = tensors.get_slice(name)
             if rows.get_shape() != list(targets[name].shape):
                 raise UserError(f"{name} is {rows.get_shape()} in {file}, {list(targets[name].shape)} in the model")
-            if not getattr(targets[name], "filled", False):
-                copy_rows(targets[name], rows)
+            copy_rows(targets[name], rows)
 
 
 def _names(folder: Path) -> dict[str, Path]:
