@@ -28,28 +28,17 @@ def address():
         yield url
 
 
-@pytest.mark.parametrize(
-    ("name", "backends"),
-    [
-        (WINDOW, ("process", "url")),
-        (BRANCHES, ("url",)),
-        (NFT, ("thread",)),
-        (DPO, ("thread",)),
-    ],
-)
-def test_every_backend_trains_the_same_weights_and_stores_no_token(
-    name, backends, address, shallow, tmp_path, monkeypatch
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(
+    name, address, shallow, tmp_path, monkeypatch
 ):
     """And scores the same evaluations, which are one code for all scripts."""
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     epochs = dict(num_epochs=2, eval_freq=2) if name == WINDOW else dict(num_epochs=1, eval_freq=0)
     common = epochs | dict(model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
-    common |= dict(preferences__min_margin=0.0) if name == DPO else {}
-    inline = train(name, tmp_path / "inline", reward__backend="inline", **common)
-    for backend in backends:
-        how = dict(reward__backend=backend)
-        how = dict(reward__args={"jpeg_compressibility": {"url": address}}) if backend == "url" else how
-        assert_same(inline, train(name, tmp_path / backend, **how, **common), epochs["num_epochs"])
+    in_a_thread = train(name, tmp_path / "thread", **common)
+    by_a_server = train(name, tmp_path / "url", reward__args={"jpeg_compressibility": {"url": address}}, **common)
+    assert_same(in_a_thread, by_a_server, epochs["num_epochs"])
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
@@ -111,7 +100,7 @@ def run_with(shallow, tmp_path, monkeypatch):
         for module in (sampling, train_qwenimage, train_qwenimage_nft):
             monkeypatch.setattr(module, "sample_epoch", spoiling_two(plain_draw) if spoilt else plain_draw)
         how = shallow | dict(reward__max_masked_share=0.6, num_epochs=1)
-        how |= dict(reward__backend="inline", eval_freq=0)
+        how |= dict(eval_freq=0)
         if name == DPO:
             how |= dict(preferences__min_margin=0.0)
         if name == WINDOW:  # ratios of what is spoilt are not 1

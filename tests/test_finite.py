@@ -59,7 +59,7 @@ def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_pat
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_an_image_that_is_not_finite_is_not_scored(share):
     settings = default_config().reward
-    settings.max_masked_share, settings.backend = share, "inline"
+    settings.max_masked_share = share
     pool = Pool(torch.device("cpu"), {"jpeg_compressibility": 1.0}, (), settings)
     images = torch.full((3, 3, 16, 16), 0.5)
     images[1, 2, 5, 5] = NAN

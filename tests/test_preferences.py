@@ -271,7 +271,7 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
     dead, calls, data = [True], itertools.count(), few_prompts(tmp_path / "data")
     monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("brightness", brightness)
-    how = dict(dataset=data, reward_fn={"brightness": 1.0}, reward__backend="inline")
+    how = dict(dataset=data, reward_fn={"brightness": 1.0})
     how |= dict(max_dropped_share=0.7, preferences__min_margin=0.0, sample__num_images_per_prompt=2)
     with pytest.raises(RewardFailed, match=r"failed for 100.0% of 16 images"):
         prepare(NAME, tmp_path / "pairs", **how, reward__max_masked_share=0.05)

@@ -96,7 +96,6 @@ TRAINING = {  # a script's run -> its rows
         no("ocr", "'a photo", reward_fn={"ocr": 1.0}),
         no("reward.device", "'cuda:99'", reward__device="cuda:99"),
         no("no/such/file", reward__token_file="no/such/file"),
-        no("'local'", "'process'", reward__backend="process", reward_fn={"local": 1.0}),
         no("vlm_judge: url, model", reward_fn={"vlm_judge": 1.0}),
         no("vlm_judge.url is 'b:1'", reward_fn={"vlm_judge": 1.0},
            reward__args={"vlm_judge": {"url": "b:1", "model": "m"}}),

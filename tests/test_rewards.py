@@ -73,18 +73,17 @@ def test_a_function_is_a_reward_once_it_is_registered():
         submit(both).result()
 
 
-@pytest.mark.parametrize("backend", ["inline", "thread"])
-def test_calls_of_a_coroutine_function_overlap(backend):
+def test_calls_of_a_coroutine_function_overlap():
     arrived = []
 
     async def score(images, prompts, metadata):
         arrived.append(len(images))
-        while backend == "thread" and len(arrived) < 3:  # until the last request has come
+        while len(arrived) < 3:  # until the last request has come
             await asyncio.sleep(0.001)
         assert not torch.is_grad_enabled()
         return {"score": images.mean((1, 2, 3))}
 
-    torch.testing.assert_close(submit(pool_of(score, backend=backend)).result()["own"], IMAGES.mean((1, 2, 3)))
+    torch.testing.assert_close(submit(pool_of(score)).result()["own"], IMAGES.mean((1, 2, 3)))
     assert arrived == [2, 2, 2]
 
 
@@ -125,12 +124,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("backend", ["inline", "thread"])
-def test_a_reward_that_is_wrong_is_named(kind, backend):
+def test_a_reward_that_is_wrong_is_named(kind):
     score, says = WRONG[kind]
     with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
-        submit(pool_of(lambda images, *_: score(images), backend=backend)).result()
-    masked = submit(pool_of(lambda images, *_: score(images), backend=backend, max_masked_share=0.05)).result()
+        submit(pool_of(lambda images, *_: score(images))).result()
+    masked = submit(pool_of(lambda images, *_: score(images), max_masked_share=0.05)).result()
     assert masked["own"].isnan().all()
 
 

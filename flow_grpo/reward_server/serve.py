@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import ipaddress
 import json
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -37,7 +36,6 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
     parser.add_argument("--batch-size", type=int, default=Limits.batch_size, help="images scored together")
-    parser.add_argument("--parent", type=int, default=0, help="end when this process is no longer the parent")
     return parser.parse_args(args)
 
 
@@ -59,21 +57,16 @@ def main(args: list[str] | None = None) -> None:
         check(parsed, token)
         score = rewards.load(parsed.name, torch.device(parsed.device), parsed.options)
         app = make_app(parsed.name, score, Limits(batch_size=parsed.batch_size), token)
-        asyncio.run(listen(app, parsed.host, parsed.port, announce, parsed.parent))
+        asyncio.run(listen(app, parsed.host, parsed.port, announce))
 
 
-async def listen(app: Starlette, host: str, port: int, announce: Callable[[str], None], parent: int = 0) -> None:
+async def listen(app: Starlette, host: str, port: int, announce: Callable[[str], None]) -> None:
     """Listen until stopped.
 
     Args:
         port: 0 = any that is free.
         announce: gets the server's address once it listens.
-        parent: process id; when it is no longer this process's parent, the server ends. 0 = never.
     """
-
-    async def watch() -> None:
-        server.should_exit |= parent not in (0, os.getppid())
-
     config = uvicorn.Config(
         app,
         host=host,
@@ -82,8 +75,6 @@ async def listen(app: Starlette, host: str, port: int, announce: Callable[[str],
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
-        callback_notify=watch,
-        timeout_notify=0,  # once a second
     )
     listener, server = config.bind_socket(), uvicorn.Server(config)
     listener.listen(socket.SOMAXCONN)

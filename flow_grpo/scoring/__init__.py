@@ -1,1 +1,1 @@
-"""Rewards scored while images are still being made: in a thread, in a process of their own, or by a server."""
+"""Rewards scored while images are still being made: in a thread, or by a server."""

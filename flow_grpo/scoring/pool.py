@@ -1,8 +1,7 @@
 """Scores of several rewards, made while other images are drawn. An update waits for all of its epoch's.
 
-Each reward has a backend: "inline" (at once), "thread" (of this process), "process" (a server that the main rank starts
-on a device of its own, for all ranks) or, where it has a `url`, a server that is there. Images are cut into requests of
-a fixed size in the order in which they come, so that no score depends on how fast anything was.
+A reward is computed in a thread of each rank or, where it has a `url`, by a server. Images are cut into requests of a
+fixed size in the order in which they come, so that no score depends on how fast anything was.
 """
 
 import threading
@@ -182,6 +181,6 @@ class Pool:
         return shares
 
     def close(self) -> None:
-        """Stop the threads and the servers that this pool started."""
+        """Stop the threads."""
         for scorer in self.scorers.values():
             scorer.close()

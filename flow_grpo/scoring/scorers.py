@@ -21,7 +21,6 @@ from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, urls_of
 from flow_grpo.rewards.scores import scores_of
-from flow_grpo.scoring.processes import ServerProcess, start_server
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 RESERVED = {"group_std", "zero_std_share", "masked_share"}  # what a run logs as reward/NAME_...
@@ -45,8 +44,7 @@ class Call(NamedTuple):
 class Scorer:
     """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
 
-    Both have `send(images, prompts) -> Future` of the scores by name, each [B], `check()`, which raises
-    RewardFailed where nothing more will come, `state()`, what is waited for, and `close()`.
+    Both have `send(images, prompts) -> Future` of the scores by name, each [B], and `state()`, what is waited for.
     """
 
     def __init__(self, name: str, settings: RewardSettings, address: str):
@@ -72,6 +70,12 @@ class Scorer:
             message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
 
+    def check(self) -> None:
+        """Raises RewardFailed where nothing more will come."""
+
+    def close(self) -> None:
+        """Stop what `send` has started."""
+
 
 def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
     """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN.
@@ -92,46 +96,32 @@ def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | Rem
     """
     reward, options = split_settings(name, settings)
     if reward.url:
-        return RemoteScorer(name, reward, reward.url, None)
-    if reward.backend == "process":
-        where = reward.device or str(device)
-        process = start_server(name, where, options, reward.batch_size, reward.token_file)
-        return RemoteScorer(name, reward, process.url, process)
+        return RemoteScorer(name, reward, reward.url)
     score = rewards.load(name, torch.device(reward.device or device), options)
     return LocalScorer(name, reward, score, device)
 
 
 class LocalScorer(Scorer):
-    """A reward of this process: at once, or in threads of its own (backend "thread").
+    """A reward of this process, in threads of its own.
 
     Args:
         device: the rank's own, on which images are drawn.
     """
 
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
-        super().__init__(name, settings, settings.backend)
-        self.score, self.threads, self.stream = score, None, None
-        self.calls: dict[int, Call] = {}  # by thread
-        if settings.backend == "thread":
-            # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
-            waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
-            workers = client.IN_FLIGHT if waits else 1
-            self.threads = Threads(workers, partial(torch.set_num_threads, 1))
-            self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        super().__init__(name, settings, "thread")
+        self.score, self.calls = score, {}  # thread -> its Call
+        waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
+        # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
+        self.threads = Threads(client.IN_FLIGHT if waits else 1, partial(torch.set_num_threads, 1))
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         """Begin to score."""
         drawn = torch.cuda.Event() if images.is_cuda else None
         if drawn:
             drawn.record()
-        if self.threads:
-            return self.threads.submit(self._timed, images, prompts, drawn)
-        future = Future()
-        try:
-            future.set_result(self._score(images, prompts, drawn))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return self.threads.submit(self._timed, images, prompts, drawn)
 
     def _timed(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         thread = threading.get_ident()
@@ -183,28 +173,15 @@ class LocalScorer(Scorer):
             return {"score": torch.full((1,), torch.nan)}
 
     def close(self) -> None:
-        """Stop the threads."""
-        if self.threads:
-            self.threads.stop()
+        self.threads.stop()
 
 
 class RemoteScorer(Scorer):
-    """A reward behind one server of ours or several, or behind a process of this run."""
+    """A reward behind one server of ours or several."""
 
-    def __init__(self, name: str, settings: RewardSettings, url: str | list[str], process: ServerProcess | None):
+    def __init__(self, name: str, settings: RewardSettings, url: str | list[str]):
         super().__init__(name, settings, ", ".join(urls_of(url)))
         self.server, self.bounds = Server(url, settings.token_file, settings.timeout_s), rewards.bounds(name)
-        self.process = process
-
-    def check(self) -> None:
-        """Raises RewardFailed where the server was a process of this rank and is no more."""
-        if self.process and (ending := self.process.ending()):
-            raise RewardFailed(f"reward {self.name!r} ({self.address}): {ending}")
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process:
-            self.process.stop()
 
     def state(self) -> str:
         """How much it has not answered; "" for nothing."""

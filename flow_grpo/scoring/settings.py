@@ -40,8 +40,6 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
             _check_server(f"config.reward.args.{name}", reward, options)
         else:
             rewards.check_options(name, options)
-        if name in rewards.REGISTERED and reward.backend == "process":
-            raise UserError(f"reward {name!r} is a function of this process; reward.backend 'process' needs a file")
     if args:
         raise UserError(
             f"config.reward.args.{next(iter(args))}: that reward is not in config.reward_fn or eval.rewards"

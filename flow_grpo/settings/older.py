@@ -19,6 +19,7 @@ MOVED = {  # setting that is none any more -> what says the same today
     "embeddings_cache": "config.cache_dir",
     "reward.token": "REWARD_TOKEN in the environment, or a file that config.reward.token_file names",
     "reward.url": "an option of one reward: config.reward.args.NAME.url",
+    "reward.backend": "a thread, or for 'process' scripts/serve_reward.py with config.reward.args.NAME.url",
     "reward.on_failure": "config.reward.max_masked_share, which is above 0 for 'mask'",
     "fsdp.activation_memory": "config.fsdp.activation_checkpointing, 1 minus this",
     "fsdp.offload_optimizer": "config.fsdp.offload 'optimizer'",

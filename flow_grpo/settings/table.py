@@ -94,9 +94,7 @@ SETTINGS = (
 
     Setting("reward.args", {}, "Overrides by reward: NAME -> any setting of this section, options of its load(), "
             "and url, the server that scores it, such as http://127.0.0.1:18087, or a list of such."),
-    Setting("reward.backend", "thread", "Where a reward runs. process = a server that the run starts, one per machine.",
-            choices=("inline", "thread", "process"), resumable=True),
-    Setting("reward.device", "", 'Device of the model of a thread or process, such as "cuda:7"; "" = the rank\'s own.',
+    Setting("reward.device", "", 'Device of a reward\'s model, such as "cuda:7"; "" = the rank\'s own.',
             resumable=True),
     Setting("reward.batch_size", 32, "Images per request.", unit="images", min=1, max=10**5),
     Setting("reward.max_masked_share", 0.0,
