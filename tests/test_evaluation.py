@@ -15,6 +15,7 @@ from recorded import EPOCHS
 from refused import assert_refused
 from small import ROOT, exported, few_prompts, flip_a_bit, lines_of, record, train
 
+from flow_grpo import rewards
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
@@ -130,7 +131,8 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
 
 
 def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
-    how = dict(eval__best_by="jpeg_incompressibility", eval__rewards=("jpeg_incompressibility",))  # which falls
+    rewards.register("jpeg_size", lambda *images: -rewards.load("jpeg_compressibility", "cpu")(*images))
+    how = dict(eval__best_by="jpeg_size", eval__rewards=("jpeg_size",))  # which falls
     folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1, **shallow | how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     assert best.read(folder).split == "test"

@@ -1,6 +1,7 @@
 """Rewards that run beside the training: tiny models of the real classes, with random weights."""
 
 import importlib
+import io
 import itertools
 import json
 import shutil
@@ -17,16 +18,7 @@ from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from flow_grpo import rewards
-from flow_grpo.rewards import (
-    aesthetic,
-    clip_model,
-    clipscore,
-    hpsv2,
-    image_similarity,
-    jpeg_compressibility,
-    jpeg_incompressibility,
-    pickscore,
-)
+from flow_grpo.rewards import aesthetic, clip_model, clipscore, hpsv2, jpeg_compressibility, pickscore
 
 PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
 OPTIONAL = {"imagereward": "ImageReward", "hpsv2": "open_clip", "hpsv3": "hpsv3"}  # reward -> what it imports
@@ -69,15 +61,6 @@ def predictor(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory, images):
-    """A folder with the images of the batch as references, in another order, and their metadata."""
-    path = tmp_path_factory.mktemp("references")
-    for i, picture in enumerate(pictures_of(images)):
-        picture.save(path / f"{i}.png")
-    return path, [{"reference": f"{i}.png"} for i in (0, 2, 1, 0)]
-
-
-@pytest.fixture(scope="module")
 def hps_weights(tmp_path_factory):
     """A tiny open_clip of random weights in HPS's kind of file; open_clip knows it as "tiny"."""
     reason = "open_clip_torch needs torchvision, which this installation does not have"
@@ -94,15 +77,14 @@ def hps_weights(tmp_path_factory):
     return path / "tiny.pt"
 
 
-@pytest.fixture(params=["pickscore", "clipscore", "aesthetic", "image_similarity", "jpeg_incompressibility", "hpsv2"])
-def reward(request, folder, predictor, references):
+@pytest.fixture(params=["pickscore", "clipscore", "aesthetic", "jpeg_compressibility", "hpsv2"])
+def reward(request, folder, predictor):
     """(name, its scorer) of one reward."""
     options = {
         "pickscore": dict(model=folder, processor=folder),
         "clipscore": dict(model=folder),
         "aesthetic": dict(model=folder, predictor=str(predictor)),
-        "image_similarity": dict(model=folder, folder=str(references[0])),
-        "jpeg_incompressibility": {},
+        "jpeg_compressibility": {},
     }
     if request.param == "hpsv2":
         options["hpsv2"] = dict(weights=str(request.getfixturevalue("hps_weights")), architecture="tiny")
@@ -126,19 +108,19 @@ def close(found, wanted):
     torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=torch.float32), rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_alone_scores_as_in_any_batch(reward, references, images, monkeypatch):
+def test_an_image_alone_scores_as_in_any_batch(reward, images, monkeypatch):
     name, score = reward
-    metadata = references[1]
+    metadata = [{}] * 4
     scores = score(images, PROMPTS, metadata)
     assert scores.shape == (4,)
     assert scores.dtype == torch.float32
     low, high = rewards.bounds(name)
     assert low <= scores.min() < scores.max() <= high
-    alone = [score(images[i : i + 1], PROMPTS[i : i + 1], metadata[i : i + 1]) for i in range(4)]
+    alone = [score(images[i : i + 1], PROMPTS[i : i + 1], metadata[:1]) for i in range(4)]
     # The sums on an image's way through the tiny CLIP and the aesthetic predictor have 2,000 terms.
     rounded = dict(rtol=0, atol=rounding(2000, float(scores.abs().max())))
     torch.testing.assert_close(torch.cat(alone), scores, **rounded)
-    torch.testing.assert_close(score(images.flip(0), PROMPTS[::-1], metadata[::-1]).flip(0), scores, **rounded)
+    torch.testing.assert_close(score(images.flip(0), PROMPTS[::-1], metadata).flip(0), scores, **rounded)
     monkeypatch.setattr(clip_model, "BATCH_SIZE", 3)
     torch.testing.assert_close(score(images, PROMPTS, metadata), scores, **rounded)
 
@@ -182,24 +164,13 @@ def test_aesthetic_is_the_linear_layers_of_the_unit_embedding(folder, images, pr
     assert torch.equal(other(images, PROMPTS, [{}] * 4), score(images, PROMPTS, [{}] * 4))
 
 
-def test_similarity_is_the_cosine_with_the_reference_and_a_copy_scores_one(folder, images, references, tmp_path):
-    units = unit_embeddings(folder, images)
-    path, metadata = references
-    score = image_similarity.load("cpu", folder, folder=str(shutil.copytree(path, tmp_path / "pictures")))
-    scores = score(images, PROMPTS, metadata)
-    close(scores, (units * units[[0, 2, 1, 0]]).sum(1))
-    assert scores[0] == pytest.approx(1, abs=1e-5)
-    assert scores[1] == pytest.approx(scores[2].item(), abs=1e-5)
-    assert scores[1:].max() < 0.999
-    shutil.rmtree(tmp_path / "pictures")  # a reference is read once
-    assert torch.equal(score(images, PROMPTS, metadata), scores)
-
-
-def test_incompressibility_is_minus_compressibility(images):
+def test_compressibility_is_minus_the_kilobytes_of_a_jpeg_most_for_a_flat_image(images):
     batch = torch.cat([torch.full((1, 3, 48, 48), 0.5), images])
-    scores = jpeg_incompressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5)
-    assert torch.equal(scores, -jpeg_compressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5))
-    assert 0 < scores[0] < scores[1:].min()
+    scores = jpeg_compressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5)
+    assert scores[1:].max() < scores[0] < 0
+    for picture, score in zip(pictures_of(batch), scores.tolist()):
+        picture.save(file := io.BytesIO(), format="JPEG", quality=95)
+        assert score == pytest.approx(-len(file.getvalue()) / 1000)
 
 
 def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights):
@@ -214,19 +185,15 @@ def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights)
     torch.testing.assert_close(scores, (seen * asked).sum(1), rtol=0, atol=0.02)  # the border is resized another way
 
 
-def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, images, predictor, tmp_path, monkeypatch):
+def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
-    (tmp_path / "text.png").write_text("no picture")
     torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
     (no_processor := tmp_path / "no_processor").mkdir()
     (no_processor / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    nowhere, similar = str(tmp_path / "nowhere"), image_similarity.load("cpu", folder, folder=str(tmp_path))
-
-    def reference(name):
-        return lambda: similar(images[:1], ["a cross"], [{"reference": name} if name else {"prompt": "a cross"}])
+    nowhere = str(tmp_path / "nowhere")
 
     def weights(name):
         return lambda: aesthetic.load("cpu", folder, predictor=name)
@@ -236,10 +203,7 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, images
         ("clipscore", lambda: clipscore.load("cpu", nowhere), ["clipscore", nowhere, "HF_HOME"]),
         ("no processor", lambda: pickscore.load("cpu", folder, str(no_processor)), ["CLIPProcessor", "hf download"]),
         ("CLIP", lambda: aesthetic.load("cpu", nowhere, predictor=str(predictor)), ["aesthetic", nowhere, "HF_HOME"]),
-        ("image_similarity", lambda: image_similarity.load("cpu", nowhere), ["image_similarity", nowhere, "HF_HOME"]),
         ("another CLIP's", weights(str(tmp_path / "wide.pth")), ["aesthetic", "wide.pth", folder]),
-        ("no reference", reference(None), ["metadata['reference']", "'a cross'"]),
-        *((name, reference(name), [name]) for name in ("nowhere.png", "text.png")),
         (
             "a package",
             lambda: clip_model.optional_package("hpsv2", *own),

@@ -102,7 +102,7 @@ TRAINING = {  # a script's run -> its rows
         no("reward.args.shape:", reward__args={"shape": {"url": "http://127.0.0.1:1"}}),
         no("reward.args.shapes", "urll", reward__args={"shapes": {"urll": "x"}}),
         no("shapes.max_masked_share is 2", reward__args={"shapes": {"max_masked_share": 2}}),
-        no("shapes.backend is 'threads'", reward__args={"shapes": {"backend": "threads"}}),
+        no("shapes.backend", "a thread", reward__args={"shapes": {"backend": "inline"}}),
         no("shapes.batch_size is 0", reward__args={"shapes": {"batch_size": 0}}),
         no("shapes.timeout_s is 'long'", reward__args={"shapes": {"timeout_s": "long"}}),
         no("shapes.in_flight", "is gone", reward__args={"shapes": {"in_flight": 8}}),
@@ -362,14 +362,13 @@ OPTIONS = [
 METADATA = [
     ("geneval", {}, "geneval", '"include"'),
     ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
-    ("image_similarity", {"reference": 5}, "image_similarity"),
 ]
 
 
 def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
     rewards.check_options("ocr", {"threads": None})
     rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
-    good, check = {"include": [{"class": "dog", "count": 1}], "reference": "a.png"}, rewards.check_prompts
+    good, check = {"include": [{"class": "dog", "count": 1}]}, rewards.check_prompts
     rows = [(f"{w} {e}", lambda w=w, e=e: rewards.check_rewards(w, e), words) for w, e, *words in WEIGHTS]
     rows += [(f"{n} {o}", lambda n=n, o=o: rewards.check_options(n, o), words) for n, o, *words in OPTIONS]
     for name, metadata, *words in METADATA:

@@ -1,13 +1,10 @@
 """Several rewards in one run, functions as rewards, and rewards that hang, fail, or write into what they get."""
 
 import asyncio
-import itertools
-import json
 import math
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
-from flow_grpo.run import rewards as awaited
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
@@ -203,23 +199,6 @@ def test_two_rewards_by_gdpo_with_a_third_watched(name, shallow, tmp_path):
     assert "reward/jpeg_compressibility_group_std" in epoch
     assert not any("shapes" in key for key in epoch)
     assert {"eval/jpeg_compressibility", "eval/shapes", "eval/shapes_accuracy"} <= set(lines_of(folder, "eval")[0])
-
-
-def test_seconds_of_overlapping_requests_count_once(monkeypatch):
-    times = SimpleNamespace(now=0.0, perf_counter=lambda: times.now)
-    monkeypatch.setattr(pools, "time", times)
-    clock = pools.Clock()
-    for times.now, happens in ((1.0, clock.start), (3.0, clock.start), (4.0, clock.stop), (6.0, clock.stop)):
-        happens()
-    assert (clock.pop(), clock.pop()) == (5.0, 0.0)
-
-
-def test_seconds_of_scoring_that_nobody_waited_for_are_hidden(shallow, tmp_path, monkeypatch):
-    monkeypatch.setattr(pools.Clock, "pop", lambda _: 5.0)
-    monkeypatch.setattr(awaited, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # 1 s is waited for
-    folder = train(WINDOW, tmp_path, eval_freq=0, num_epochs=1, **shallow)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]  # with clocks
-    assert [line["time/reward_hidden_s"] for line in lines if line["kind"] == "epoch"] == [4.0]
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])

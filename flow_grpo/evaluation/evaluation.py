@@ -63,7 +63,6 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         panel = images[(shown_now - start).to(images.device)].cpu() if len(shown_now) else []
         batches += [(start, pending, dict(zip(shown_now.tolist(), panel)))] if counts else []
     batches = [(start, pending.result(), panel) for start, pending, panel in batches]
-    sampler.pool.clock.pop()  # time that no rollout hid
     batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
     values = {name: column.view(len(seeds), -1) for name, column in joined([batch[1] for batch in batches]).items()}
     return Scores(values, {number: image for batch in batches for number, image in batch[2].items()})

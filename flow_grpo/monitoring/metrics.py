@@ -93,7 +93,6 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "health/learning_rate_factor": Metric("what health.action has left of train.learning_rate", "1"),
     "time/rollout_s": Metric("sampling the epoch's images", "steady", "s"),
     "time/reward_s": Metric("waiting for rewards that the rollout did not hide", "near 0", "s"),
-    "time/reward_hidden_s": Metric("scoring that the rollout hid", "the rewards' time", "s"),
     "time/update_s": Metric("forward, backward and optimizer steps", "steady", "s"),
     "time/eval_s": Metric("evaluation", "steady", "s"),
     "time/save_s": Metric("writing a checkpoint", "steady", "s"),

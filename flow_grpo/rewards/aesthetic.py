@@ -6,11 +6,12 @@ Linear layers on the L2-normalised image embedding of OpenAI's CLIP ViT-L/14, fi
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import in_one_line
-from flow_grpo.rewards.clip_model import embed, in_batches, load_clip, read_weights
+from flow_grpo.rewards.clip_model import in_batches, load_clip, read_weights
 
 MODEL = "openai/clip-vit-large-patch14"
 PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
@@ -36,10 +37,14 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
         raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {problem}") from error
     rating = rating["layers"].to(device).requires_grad_(False).eval()
 
+    def rated(images: Tensor) -> Tensor:
+        pixels = prepare(images=to_pictures(images), return_tensors="pt")["pixel_values"].to(clip.device)
+        embeddings = clip.visual_projection(clip.vision_model(pixel_values=pixels).pooler_output)
+        return rating(normalize(embeddings)).squeeze(1)
+
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
-        return in_batches(lambda part: rating(embed(clip, prepare, to_pictures(part))).squeeze(1), images)
+        return in_batches(rated, images)
 
     return score
 

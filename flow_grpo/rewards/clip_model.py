@@ -10,10 +10,9 @@ from types import ModuleType
 
 import torch
 from huggingface_hub import hf_hub_download
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import cosine_similarity
 from transformers import CLIPModel, CLIPProcessor
 
 from flow_grpo.base.errors import UserError
@@ -35,8 +34,18 @@ def load_clip(reward: str, model: str, processor: str, device: torch.device | st
     Raises:
         UserError: missing weights or processor; the message names the reward and the id.
     """
-    clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
-    prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
+
+    def pretrained(kind: type, name: str, **options):
+        try:
+            return kind.from_pretrained(name, **options)
+        except OSError as error:  # no such id, or no network and nothing in the cache
+            raise UserError(
+                f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
+                f"downloaded: run `hf download {name}` {WAY_OUT}"
+            ) from error
+
+    clip = pretrained(CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
+    prepare = pretrained(CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
     return clip, prepare
 
 
@@ -52,12 +61,6 @@ def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: li
     ).to(clip.device)
     out = clip(**inputs)
     return cosine_similarity(out.image_embeds, out.text_embeds)
-
-
-def embed(clip: CLIPModel, prepare: CLIPProcessor, pictures: list[Image.Image]) -> Tensor:
-    """L2-normalised image embeddings [B, projection_dim]."""
-    pixels = prepare(images=pictures, return_tensors="pt")["pixel_values"].to(clip.device)
-    return normalize(clip.visual_projection(clip.vision_model(pixel_values=pixels).pooler_output))
 
 
 def read_weights(reward: str, name: str) -> dict:
@@ -92,14 +95,4 @@ def optional_package(reward: str, name: str, install: str) -> ModuleType:
             raise UserError(f"reward {reward} needs the package {name}: {install}") from error
         raise UserError(
             f"reward {reward} needs the package {name}, which is here but cannot be imported: {error}"
-        ) from error
-
-
-def _pretrained(reward: str, kind: type, name: str, **options):
-    try:
-        return kind.from_pretrained(name, **options)
-    except OSError as error:  # no such id, or no network and nothing in the cache
-        raise UserError(
-            f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
-            f"downloaded: run `hf download {name}` {WAY_OUT}"
         ) from error

@@ -28,7 +28,6 @@ def load(device: torch.device | str, model: str = MODEL, prefix: str = ""):
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         texts = [prefix + prompt for prompt in prompts]
         similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), images, texts)
         return SCALE * similarities.clamp(0, 1)

@@ -39,7 +39,6 @@ def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str =
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         return in_batches(cosines, images, prompts)
 
     return score

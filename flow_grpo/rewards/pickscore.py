@@ -27,7 +27,6 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
 
     @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] in [0, 1] -> [B] float32."""
         return in_batches(lambda *rows: clip.logit_scale.exp() * cosines(clip, prepare, *rows) / SCALE, images, prompts)
 
     return score

@@ -1,6 +1,5 @@
 """The rewards of an epoch's images: submitted as images are finished, awaited once, and what they say about each."""
 
-import time
 from collections import Counter
 from itertools import chain
 from typing import NamedTuple
@@ -59,11 +58,8 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     Raises:
         RewardFailed: one failed that must not, or too often.
     """
-    start = time.perf_counter()
     with run.board.timed("reward"):
         scores = [part.scores.result() for part in submitted]
-    waited = time.perf_counter() - start
-    run.epoch_metrics["time/reward_hidden_s"] = max(0.0, run.pool.clock.pop() - waited)
     order = torch.tensor([image for part in submitted for image in part.images]).argsort()
     names = distributed.gather_objects([name for by_name in scores for name in by_name])
     groups = torch.cat([part.groups for part in submitted])[order]

@@ -26,31 +26,6 @@ MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits 
 LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
-class Clock:
-    """Seconds in which at least one image was being scored."""
-
-    def __init__(self):
-        self.lock, self.outstanding, self.since, self.busy_s = threading.Lock(), 0, 0.0, 0.0
-
-    def start(self) -> None:
-        """A request has left."""
-        with self.lock:
-            self.outstanding += 1
-            self.since = time.perf_counter() if self.outstanding == 1 else self.since
-
-    def stop(self, _=None) -> None:
-        """One has come back."""
-        with self.lock:
-            self.outstanding -= 1
-            self.busy_s += time.perf_counter() - self.since if self.outstanding == 0 else 0.0
-
-    def pop(self) -> float:
-        """The seconds since the last pop."""
-        with self.lock:
-            busy, self.busy_s = self.busy_s, 0.0
-        return busy
-
-
 class Pending:
     """Scores of B images that are being made."""
 
@@ -80,7 +55,7 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
-        self.device, self.weights, self.clock = device, dict(weights), Clock()
+        self.device, self.weights = device, dict(weights)
         self.room = threading.Semaphore(MAX_PENDING)
         self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
 
@@ -102,7 +77,6 @@ class Pool:
             if distributed.is_main():
                 sentence = f"reward {name}: {scores['score'].item():.4g} for a grey image, after {took_s:.2g} s"
                 tqdm.write(f"{sentence}; beside it {beside}" if beside else sentence)
-        self.clock.pop()
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
@@ -120,12 +94,9 @@ class Pool:
         taken = min(len(prompts), MAX_PENDING)
         for _ in range(taken):
             self._wait(lambda: self.room.acquire(timeout=LOOK_S))
-        self.clock.start()
         future = scorer.send(images, prompts)
         scorer.pending.add(future)
-        future.add_done_callback(
-            lambda _: (scorer.pending.discard(future), self.clock.stop(), self.room.release(taken))
-        )
+        future.add_done_callback(lambda _: (scorer.pending.discard(future), self.room.release(taken)))
         return future
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
