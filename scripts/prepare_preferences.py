@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=8 scripts/prepare_preferences.py --config config/dpo.py:pickscore_sd3_dpo
 
 The folder is config.preferences.path. The source is the config's own model: best and worst of
-sample.num_images_per_prompt images of each training prompt, by its reward. Or, with --config.preferences.source=FOLDER,
-images that are there, in a form that flow_grpo/data/image_pairs.py describes. Each part makes a file, in one rename:
-killed and started again, on any number of ranks, it makes the same files. report.json says what was dropped.
+sample.num_images_per_prompt images of each training prompt, by its reward. Or, with --source=FOLDER, images that are
+there, in a form that flow_grpo/data/image_pairs.py describes. Each part makes a file, in one rename: killed and started
+again, on any number of ranks, it makes the same files. report.json says what was dropped.
 
-Flags of this script: --max_rows, --part_size, --validation_share, --max_dropped_share; see Options.
+Flags of this script: --source, --max_rows, --part_size, --validation_share, --max_dropped_share; see Options.
 """
 
 import argparse
@@ -55,6 +55,7 @@ NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for a
 class Options(NamedTuple):
     """The script's own flags."""
 
+    source: str = ""  # folder with pairs.jsonl, or with Pick-a-Pic's parquet files; "" = own rollouts
     max_rows: int = 0  # of the source, its first prompts or pairs; 0 = all
     part_size: int = 256  # prompts or pairs of the source per file
     validation_share: float = 0.1  # of the prompts, whose pairs are held out: at least one; 0 = none
@@ -72,14 +73,11 @@ class Made(NamedTuple):
     scores: dict[str, Tensor]  # of the images that were drawn, by name; {} where none were
 
 
-class Maker(NamedTuple):
-    """How pairs are made of rows of the source."""
-
-    make: Callable[[list, int], Made]  # (rows, number of the first)
-    check: Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too many of a part's scores are missing
+Make = Callable[[list, int], Made]  # of rows of the source, and the number of the first
+Check = Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too many of a part's scores are missing
 
 
-def check(config):
+def check(config, source: str):
     """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
     checks.check(config, PREPARES)
     load_weights.check(config, family := model_classes.resolve(config))
@@ -87,8 +85,8 @@ def check(config):
         raise UserError("config.preferences.path is empty: it names the folder to write")
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
-    if config.preferences.source:
-        return light, image_pairs.open_rows(config.preferences.source)
+    if source:
+        return light, image_pairs.open_rows(source)
     if config.sample.batch_size % config.sample.num_images_per_prompt:
         raise UserError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
@@ -113,11 +111,11 @@ def load(config, family, device):
     return model
 
 
-def from_rollouts(config, family, device) -> Maker:
+def from_rollouts(config, family, device) -> tuple[Make, Check]:
     """Of prompts, for whose pairs images are drawn."""
-    model, group = load(config, family, device), config.sample.num_images_per_prompt
-    pool, params = Pool(device, config.reward_fn, (), config.reward), SamplingParams.of(config.sample)
-
+    model = load(config, family, device)
+    group, params = config.sample.num_images_per_prompt, SamplingParams.of(config.sample)
+    pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, config.precision)
     fast = policies.fast_forwards(config, model.transformer)
 
@@ -134,18 +132,14 @@ def from_rollouts(config, family, device) -> Maker:
         usable, comparable = pairs.loss_weight.bool(), averages.view(-1, group).isfinite().sum(1) > 1
         why_not = [NO_PREFERENCE if enough else NO_SCORE for enough in comparable.tolist()]
         reasons = [None if keep else why for keep, why in zip(usable.tolist(), why_not)]
-        return Made(columns(rows[::group], *extremes(averages, group), pairs, usable), reasons, scores)
+        grouped = averages.double().view(-1, group)
+        highest, lowest = grouped.nan_to_num(-torch.inf).amax(1), grouped.nan_to_num(torch.inf).amin(1)
+        return Made(columns(rows[::group], highest.tolist(), lowest.tolist(), pairs, usable), reasons, scores)
 
-    return Maker(make, pool.masked_shares)
-
-
-def extremes(scores: Tensor, group: int) -> tuple[list[float], list[float]]:
-    """The highest and the lowest score of each group, those that are missing (NaN) left out."""
-    grouped = scores.double().view(-1, group)
-    return grouped.nan_to_num(-torch.inf).amax(1).tolist(), grouped.nan_to_num(torch.inf).amin(1).tolist()
+    return make, pool.masked_shares
 
 
-def from_images(config, family, device) -> Maker:
+def from_images(config, family, device) -> tuple[Make, Check]:
     """Of rows that name two images each."""
     model = family.load(config.model, device)
 
@@ -175,7 +169,7 @@ def from_images(config, family, device) -> Maker:
         pairs = preferences.Pairs(winners, losers, ones, embeds, ones)
         return Made(columns(asked, *scores, pairs, ones.bool()), reasons, {})
 
-    return Maker(make, lambda scores: None)
+    return make, lambda scores: None
 
 
 def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
@@ -187,14 +181,13 @@ def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list
 
 
 def pick(table: dict, rows: list[int]) -> dict:
-    """Some rows of all columns."""
     return {
         name: values[rows] if isinstance(values, torch.Tensor) else [values[row] for row in rows]
         for name, values in table.items()
     }
 
 
-def make_part(maker: Maker, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
+def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
     """Columns of each batch of `size` rows, and for each row why it has no pair, or None.
 
     Raises:
@@ -203,9 +196,9 @@ def make_part(maker: Maker, rows, part: range, size: int, bar) -> tuple[list[dic
     made = []
     for start in range(part.start, part.stop, size):
         batch = rows[start : min(start + size, part.stop)]
-        made.append(maker.make(batch, start))
+        made.append(make(batch, start))
         bar.update(len(batch))
-    maker.check(joined([batch.scores for batch in made if batch.scores]))
+    check(joined([batch.scores for batch in made if batch.scores]))
     return [batch.columns for batch in made if batch.columns], [why for batch in made for why in batch.reasons]
 
 
@@ -253,6 +246,8 @@ def made_by(config, options: Options) -> dict:
 def changed(before: dict, current: dict, file: Path) -> list[str]:
     """Dotted keys of what the files depend on and is another one in `file`. Settings that are younger than the file
     had their defaults."""
+    source = {"source": before.get("preferences", {}).get("source", "")}  # which was a setting
+    before["options"] = source | before.get("options", {})
     stored, current = table.flat(ConfigDict(with_defaults(before, file))), table.flat(ConfigDict(current))
     keys = [key for key in sorted(stored | current) if key.split(".")[0] in MADE_BY and table.is_fixed(key)]
     return [key for key in keys if stored.get(key) != current.get(key)]
@@ -273,10 +268,7 @@ def claim(config, options: Options, folder: Path) -> bool:
         print(notice)
     source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
     if source.exists():
-        before = folders.read_json(source).get("made_by")
-        if not isinstance(before, dict):
-            raise UserError(f"{source} does not say with which settings {folder} was begun; choose another folder")
-        if differ := changed(before, current, source):
+        if differ := changed(folders.read_json(source)["made_by"], current, source):
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
     else:
         unfinished.mkdir(exist_ok=True)
@@ -284,17 +276,9 @@ def claim(config, options: Options, folder: Path) -> bool:
     return not complete
 
 
-def read_part(path: Path) -> dict:
-    """What a part's report says. Raises UserError for one that is damaged."""
-    report = folders.read_json(path)
-    if {name: type(value) for name, value in report.items()} != {"rows": int, "dropped": list}:
-        raise UserError(f"{path} is damaged; delete it, and the same command makes its part anew")
-    return report
-
-
 def finish(config, options: Options, folder: Path) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
-    part_reports = [read_part(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
+    part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = count_pairs(options, folder)
     dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)
@@ -311,14 +295,14 @@ def finish(config, options: Options, folder: Path) -> None:
 
 
 def main(config, options: Options = DEFAULTS):
-    light, rows = check(config)
+    light, rows = check(config, options.source)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
     quantisation.check_device(config, ranks.device)
     if not distributed.broadcast_object(claim(config, options, folder) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
-    source, part_size = config.preferences.source, options.part_size
-    maker = (from_images if source else from_rollouts)(config, type(light), ranks.device)
+    source, part_size = options.source, options.part_size
+    make, check_scores = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
     shapes = light.row_shapes(training_size(config), config.text_tokens)
     used = range(min(len(rows), options.max_rows or len(rows)))
@@ -331,7 +315,7 @@ def main(config, options: Options = DEFAULTS):
             if state.exists():
                 bar.update(len(part_rows[number]))
                 continue
-            batches, reasons = make_part(maker, rows, part_rows[number], size, bar)
+            batches, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
             write_part(config, options, shapes, batches, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))

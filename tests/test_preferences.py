@@ -18,7 +18,7 @@ import torch
 import warm
 from PIL import Image
 from refused import assert_refused
-from small import MODELS, as_prompts, config_of, few_prompts, loaded, prepare
+from small import MODELS, as_prompts, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
@@ -145,18 +145,6 @@ def test_a_flipped_bit_in_any_column_that_is_read_is_damage(tmp_path):
     assert {*pq.read_schema(path).names} - noticed == NOT_READ
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": 2, "pairs": {}, "dropped": []}', "[" * 10**5])
-def test_a_damaged_report_of_a_part_or_of_the_settings_is_named(content, tmp_path):
-    part = tmp_path / "unfinished" / "part_00000.json"
-    part.parent.mkdir()
-    for path in (part, part.with_name("settings.json")):
-        path.write_text(content)
-    with pytest.raises(ValueError, match=f"^{part} "):
-        prepare_preferences.read_part(part)
-    with pytest.raises(ValueError, match=f"^{part.with_name('settings.json')} "):
-        prepare_preferences.claim(config_of(NAME), prepare_preferences.DEFAULTS, tmp_path)
-
-
 def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
     embeds = Condition(torch.arange(8.0).view(8, 1, 1))
@@ -257,6 +245,8 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs_folder,
     again(sample__completion_batch_size=128)  # one that changes no file
     assert files_of(folder) == files
     refused = [("seed", lambda: again(seed=7), ["(seed)"])]
+    was_a_setting = lambda made_by: made_by["preferences"].update(source=made_by["options"].pop("source") + "a")  # noqa: E731
+    refused.append(("source", lambda: again(was_a_setting), ["(options.source)"]))
     refused.append(("rows", lambda: again(max_rows=20), ["(options.max_rows)"]))
     refused.append(("section", lambda: again(lambda made_by: made_by.update(sample=5)), ["report.json", "'sample'"]))
     assert_refused(refused)
@@ -367,7 +357,7 @@ REASONS = {
 
 @pytest.mark.parametrize("name", ["qwenimage", "sd3"])
 def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, images, tmp_path):
-    config, how = f"pickscore_{name}_dpo", dict(preferences__source=str(images), model=registry.tiny_folder(name))
+    config, how = f"pickscore_{name}_dpo", dict(source=str(images), model=registry.tiny_folder(name))
     with pytest.raises(ValueError, match=r"5 of 14 rows .*'unreadable image': 2.*max_dropped_share=0.2"):
         prepare(config, tmp_path / "pairs", **how)
     folder = prepare(config, tmp_path / "pairs", **how, max_dropped_share=0.4)
@@ -428,7 +418,7 @@ def test_pick_a_pics_columns(images, tmp_path):
     assert [row["prompt"] for row in opened[1:4]] == [row["caption"] for row in rows[1:4]]
     assert opened[0:2][0]["winner"] == rows[0]["jpg_0"]
     assert opened[0:2][1]["winner"] == rows[1]["jpg_1"]
-    folder = prepare(NAME, tmp_path / "pairs", preferences__source=str(source), validation_share=0.0)
+    folder = prepare(NAME, tmp_path / "pairs", source=str(source), validation_share=0.0)
     table = pq.read_table(folder / "train_00000.parquet").to_pylist()
     assert [row["prompt"] for row in table] == [rows[i]["caption"] for i in (0, 1, 3, 4)]
     assert json.loads((folder / "report.json").read_text())["dropped"] == [dict(row=2, why="no preference")]
@@ -438,7 +428,7 @@ def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
     with (images / "pairs.jsonl").open("a") as file:
         file.write('{"prompt": "a", "winner": "1.png"}\n')
     with pytest.raises(ValueError, match=r'pairs.jsonl, line 15: needs an object with "prompt", "winner" and "loser"'):
-        prepare(NAME, tmp_path / "pairs", preferences__source=str(images))
+        prepare(NAME, tmp_path / "pairs", source=str(images))
     with pytest.raises(ValueError, match="is not empty, and not made by this script"):
         prepare(NAME, images)
 

@@ -149,7 +149,7 @@ TRAINING = {  # a script's run -> its rows
 }  # fmt: skip
 PREPARING = [
     no("preferences.path", preferences__path=""),
-    no("preferences.source 'nowhere'", preferences__source="nowhere"),
+    no("--source 'nowhere'", source="nowhere"),
     no("'nowhere/at/all'", model="nowhere/at/all"),
     no("batch_size", "num_images_per_prompt", sample__batch_size=6),
     no(sample__num_images_per_prompt=1),
@@ -197,7 +197,8 @@ def test_a_config_without_fault_goes_on_to_the_weights(how, weightless, tmp_path
 def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path):
     def prepare(how):
         how = dict(preferences__path=str(tmp_path / "pairs"), model=weightless) | how
-        return lambda: prepare_preferences.main(config_of(DPO, **how))
+        options = prepare_preferences.Options(source=how.pop("source", ""))
+        return lambda: prepare_preferences.main(config_of(DPO, **how), options)
 
     assert_refused([(str(how), prepare(how), words) for words, how in PREPARING])
     assert not (tmp_path / "pairs").exists()

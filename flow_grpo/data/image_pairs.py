@@ -35,7 +35,7 @@ def open_rows(folder: str):
     listed, files = Path(folder, "pairs.jsonl"), sorted(Path(folder).glob("*.parquet"))
     rows = read_jsonl(listed) if listed.is_file() else PickAPic(files)
     if not len(rows):
-        raise UserError(f"config.preferences.source {quoted(folder)}: no row in a pairs.jsonl or *.parquet there")
+        raise UserError(f"--source {quoted(folder)}: no row in a pairs.jsonl or *.parquet there")
     return rows
 
 

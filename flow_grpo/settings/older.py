@@ -34,7 +34,7 @@ MOVED = {  # setting that is none any more -> what says the same today
     "eval.keep_state": "config.health.action 'roll_back', which stores it",
     **{
         f"preferences.{name}": f"--{name} of scripts/prepare_preferences.py"
-        for name in ("part_size", "max_rows", "validation_share", "max_dropped_share")
+        for name in ("source", "part_size", "max_rows", "validation_share", "max_dropped_share")
     },
 }
 GONE = (  # settings that nothing says today

@@ -24,7 +24,7 @@ SECTIONS = {
     "fsdp": "How weights lie over the GPUs",
     "sample": "The rollout",
     "train": "The update",
-    "preferences": "Pairs of a better and a worse image, and what prepare_preferences.py makes them of",
+    "preferences": "Pairs of a better and a worse image",
     "eval": "The evaluation: deterministic, with averaged weights",
     "health": "Alarms, each of which compares the run with itself; 0 = no limit; see [health](../design/health.md)",
 }
@@ -232,9 +232,6 @@ SETTINGS = (
 
     Setting("preferences.path", "",
             'Folder of parquet files from prepare_preferences.py; "" = online, of images just sampled.',
-            used_by=(DPO,)),
-    Setting("preferences.source", "",
-            'What to prepare from: "" = own rollouts; a folder with pairs.jsonl, or with parquet files.',
             used_by=(DPO,)),
     Setting("preferences.min_margin", 0.0,
             "Of rollouts, keep pairs whose winner's reward is higher by more than this.", min=0, used_by=(DPO,)),
