@@ -51,7 +51,6 @@ KEPT = ("images_per_s", "batch_occupancy")
 
 
 def config_of(name: str, kind: str = "pr"):
-    """A run's config by its name."""
     return config_files.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
 
 
@@ -122,13 +121,11 @@ class Work:
             self.flops[self.phase] += times * len(x) * self.row(model, text, size)
 
     def row(self, model: FlowModel, text: Condition, size: Size) -> int:
-        """FLOP of a row."""
         if text.num_tokens not in self.sizes:
             self.sizes[text.num_tokens] = row_flops(model, text, size)
         return self.sizes[text.num_tokens]
 
     def counted_update(self, *args):
-        """Call the script's update, and count its FLOP as the update's."""
         self.phase = "update"
         self.update(*args)
         self.phase = "rollout"

@@ -40,7 +40,6 @@ def seconds(call, repeats: int = 3) -> float:
 
 
 def load(device: torch.device):
-    """Transformer with adapters, and VAE."""
     model = random_model("qwenimage").load("", device)
     model.pipeline.text_encoder = None
     model.transformer.enable_gradient_checkpointing()

@@ -68,7 +68,6 @@ GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
 
 
 def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool | str]:
-    """Every setting of one run of the study."""
     every = max(1, round(args.seconds / NUM_POINTS / (run.gpu_epoch_s if args.gpu else run.epoch_s)))
     settings = dict(run.settings) | {"eval.noises_per_prompt": args.noises} | (GPU if args.gpu else {})
     settings |= {"eval_freq": every, "eval.test_freq": every, "save_freq": every, "keep_checkpoints": 1}
@@ -159,7 +158,6 @@ def train(args) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("train", help="make the runs").add_argument

@@ -91,7 +91,6 @@ def seed_of(lines: list[dict]) -> Seed:
 
 
 def _point(epoch: int, accuracy: float, epochs: dict[int, dict]) -> Point:
-    """After the epochs before `epoch`."""
     before = [line for number, line in epochs.items() if number < epoch]
     seconds = sum(line.get(phase, 0.0) for line in before for phase in PHASES)
     images = max((line.get("images", 0.0) for line in before), default=0.0)

@@ -52,7 +52,6 @@ def configured(args):
 
 
 def override(config, args):
-    """Put what the command line says into a config."""
     config.eval.num_prompts = config.eval.num_prompts if args.num_prompts is None else args.num_prompts
     for text in args.set:
         key, _, value = text.partition("=")
@@ -108,7 +107,6 @@ def check(args, compared, config, split, seeds):
 
 
 def sizes_of(args, config):
-    """Those of the command line, or the policy's own."""
     return args.sizes or [training_size(config)]
 
 
@@ -200,7 +198,6 @@ def over_seeds(rows, compared, by):
 
 
 def shown(estimate):
-    """For a table."""
     return f"{estimate.mean:.4g} ± {estimate.error:.2g}"
 
 
@@ -214,7 +211,6 @@ def write_sheet(folder, number, row, scores, split):
 
 
 def as_json(row, scores):
-    """A row with every score, [prompts][seeds]; "nan" for those that failed."""
     parts = {kind: {name: e._asdict() for name, e in row[kind].items()} for kind in ("all", "by_category")}
     return plain(row | parts | {"scores": {name: column.T.tolist() for name, column in scores.values.items()}})
 
@@ -256,7 +252,6 @@ def main(args):
 
 
 def parser():
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(

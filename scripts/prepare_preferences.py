@@ -53,8 +53,6 @@ NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for a
 
 
 class Options(NamedTuple):
-    """The script's own flags."""
-
     source: str = ""  # folder with pairs.jsonl, or with Pick-a-Pic's parquet files; "" = own rollouts
     max_rows: int = 0  # of the source, its first prompts or pairs; 0 = all
     part_size: int = 256  # prompts or pairs of the source per file
@@ -219,7 +217,6 @@ def write_part(config, options: Options, shapes: dict, batches: list[dict], fold
 
 
 def hash_of(prompt: str) -> float:
-    """In [0, 1)."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") / 2**32
 
 
@@ -239,7 +236,6 @@ def count_pairs(options: Options, folder: Path) -> dict[str, int]:
 
 
 def made_by(config, options: Options) -> dict:
-    """What the files are made with, as JSON has it."""
     return json.loads(json.dumps(config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}))
 
 

@@ -96,7 +96,6 @@ def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
 
 
 def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
-    """Stable Diffusion 3.5."""
     return StableDiffusion3Pipeline(
         transformer=make(lambda: SD3Transformer2DModel(qk_norm="rms_norm", **sizes["sd3"]), torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -111,7 +110,6 @@ def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
 
 
 def flux(sizes: dict, make: Callable) -> FluxPipeline:
-    """FLUX.1-dev."""
     return FluxPipeline(
         transformer=make(lambda: FluxTransformer2DModel(guidance_embeds=True, **sizes["flux"]), torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -166,7 +164,6 @@ def t5_encoder(sizes: dict) -> T5EncoderModel:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Reads letters."""
     letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
     words = ["<|startoftext|>", *letters, *(f"{letter}</w>" for letter in letters), "<|endoftext|>"]
     return CLIPTokenizer({word: i for i, word in enumerate(words)}, [], model_max_length=77)

@@ -43,7 +43,6 @@ BATCH, LR, WARMUP_STEPS, EMA_DECAY, PROMPT_DROPOUT = 512, 1e-3, 200, 0.999, 0.1
 
 
 def shapes_prompts(split: str) -> list[dict]:
-    """The metadata of the shapes task's prompts."""
     return [prompt.metadata for prompt in load_prompts("dataset/shapes", split)]
 
 
@@ -137,7 +136,6 @@ def rounded(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def with_transformer(pipe: QwenImagePipeline, transformer) -> QwenImagePipeline:
-    """The same pipeline around another transformer."""
     pipe = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -316,7 +314,6 @@ def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list
 
 
 def report(**row) -> None:
-    """One JSON line."""
     print(json.dumps(row), flush=True)
 
 

@@ -240,7 +240,6 @@ def largest(a: Tensor, b: Tensor) -> float:
 
 
 def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
-    """Both tables in Markdown."""
     limit = run.config.train.clip_range / 10
     lines = ["| rollout | largest gap | parts first at | like |", "|---|---|---|---|"]
     for name, result in compared.items():
@@ -258,7 +257,6 @@ def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
 
 
 def cells(plain: Forward, changed: Forward | str, limit: float) -> str:
-    """The largest gaps of one cause."""
     if isinstance(changed, str):
         return f"{changed[:60]} | | |"
     gaps = [largest(a, b) for a, b in zip(plain, changed)]

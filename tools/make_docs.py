@@ -29,7 +29,6 @@ MAX_GPUS = 16
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A markdown table."""
     lines = [f"| {' | '.join(line)} |" for line in [head, *rows]]
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]).replace("|  |", "| |")
 
@@ -73,7 +72,6 @@ def family_of(config) -> type:
 
 
 def gpu_counts(config) -> str:
-    """On how many GPUs, MAX_GPUS at most, the epoch divides evenly."""
     plan, counts = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches, []
     for count in range(1, MAX_GPUS + 1):
         with suppress(ValueError):
@@ -104,7 +102,6 @@ def reward_files() -> str:
 
 
 def model_files() -> str:
-    """Every model of the registry."""
     rows, configs = [], [run() for module in CONFIGS.values() for run in module.RUNS]
     for name in registry.names():
         family = model_classes.by_name(name)
@@ -116,7 +113,6 @@ def model_files() -> str:
 
 
 def licensed(model: str) -> str:
-    """What config.model names, with its licence and download if these are published weights."""
     known = registry.published(model)
     return f"`{model}`" + (f": {known.licence}, {known.download_gb} GB" if known else "")
 
@@ -138,13 +134,11 @@ def measured_runs() -> str:
 
 
 def metrics_table() -> str:
-    """Every metric."""
     rows = [[f"`{name}`", metric.unit, metric.meaning, metric.expect] for name, metric in metrics.METRICS.items()]
     return table(["name", "unit", "meaning", "what to expect"], rows)
 
 
 def settings_tables() -> str:
-    """All settings, a table for each section."""
     head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
     for section, title in settings.SECTIONS.items():
         rows = [setting_row(setting) for setting in settings.SETTINGS if setting.section == section]
@@ -153,7 +147,6 @@ def settings_tables() -> str:
 
 
 def setting_row(setting: Setting) -> list[str]:
-    """What its entry says of it."""
     scripts = [f"`{settings.SCRIPTS[name]}`" for name in setting.used_by]
     resume = "yes" if setting.resumable else ""
     return [
@@ -200,7 +193,6 @@ def made(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """All pages that may have blocks."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -37,7 +37,6 @@ def rows(path: Path, column: str) -> Iterator[dict]:
 
 
 def order(text: str) -> bytes:
-    """A draw that depends on nothing but the prompt."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 

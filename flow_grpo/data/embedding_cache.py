@@ -107,7 +107,6 @@ class Cache:
         return row.padded(int(header["width"])) if header["width"] else row, header["negative"]
 
     def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """A file's tensors and header."""
         path = self._path(name)
         try:
             with safe_open(path, framework="pt") as file:

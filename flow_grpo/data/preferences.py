@@ -192,7 +192,6 @@ class PairFiles:
         return self.starts[-1]
 
     def read(self, rows: list[int], numbers: list[int], device: torch.device) -> Pairs:
-        """The given rows as one batch."""
         group_of_row = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
         groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(group_of_row)}
         places = [(groups[number], row - self.starts[number]) for number, row in zip(group_of_row, rows)]

@@ -22,8 +22,6 @@ OF_A_RUN = (  # top settings that say how a run's policy is evaluated
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy to be evaluated."""
-
     name: str  # as the user wrote it
     weights: str  # "base", "LoRA", "best, epoch 21" or "last"
     config: ConfigDict  # config.model is its base

@@ -237,7 +237,6 @@ class Dashboard:
 
     @on_main
     def close(self) -> None:
-        """Close the trackers."""
         for tracker in self.trackers:
             tracker.close()
         self.trackers = []

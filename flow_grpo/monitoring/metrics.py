@@ -9,8 +9,6 @@ from torch import Tensor
 
 
 class Metric(NamedTuple):
-    """What a logged number is."""
-
     meaning: str
     expect: str  # what a healthy run shows
     unit: str = ""

@@ -34,8 +34,6 @@ TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and
 
 
 class Sheet(NamedTuple):
-    """Pictures on a page."""
-
     page: Image.Image
     cells: list[dict]  # of each picture its caption, its reward and its box
 

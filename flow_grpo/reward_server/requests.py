@@ -24,8 +24,6 @@ def _quarter_of_memory() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes."""
-
     batch_size: int = 32  # images scored together
     max_delay_s: float = 0.01  # how long an image waits for others
     max_images: int = 4096  # of a request
@@ -51,7 +49,6 @@ class Memory:
         self.taken[request] += num_bytes
 
     def release(self, request: Request) -> None:
-        """Give all of it back."""
         del self.taken[request]
 
 
@@ -100,7 +97,6 @@ async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[
 
 
 def _parse(text: str, files: list[bytes]) -> tuple[list[Tensor], list[str], list[dict]]:
-    """Images, prompts and metadata."""
     body = json.loads(text)
     prompts, metadata = body["prompts"], body.get("metadata") or [{}] * len(files)
     if not isinstance(prompts, list) or not files or not len(files) == len(prompts) == len(metadata):

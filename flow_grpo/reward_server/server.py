@@ -33,7 +33,6 @@ class Line:
         self.queue, self.thread = asyncio.Queue(), Threads(1)
 
     async def work(self) -> None:
-        """Score what comes, for ever."""
         while True:
             jobs = [await self.queue.get()]
             with suppress(TimeoutError):
@@ -74,12 +73,10 @@ class Rewarder:
         self.answers = OrderedDict()  # Idempotency-Key -> its scores
 
     def is_allowed(self, request: Request) -> bool:
-        """Whether a request has the token."""
         header = request.headers.get("authorization", "").encode("latin-1")
         return not self.token or hmac.compare_digest(header, b"Bearer " + self.token)
 
     async def post_score(self, request: Request) -> JSONResponse:
-        """Score, or say what is wrong."""
         if not self.is_allowed(request):
             raise HTTPException(401, "wrong or no token")
         key = request.headers.get("idempotency-key")
@@ -111,7 +108,6 @@ class Rewarder:
         return job.done
 
     async def get_health(self, request: Request) -> JSONResponse:
-        """That it lives, and whether it would score for the one who asks."""
         return JSONResponse({"status": "ok", "waiting": self.line.queue.qsize(), "allowed": self.is_allowed(request)})
 
 

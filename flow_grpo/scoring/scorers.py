@@ -117,7 +117,6 @@ class LocalScorer(Scorer):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
-        """Begin to score."""
         drawn = torch.cuda.Event() if images.is_cuda else None
         if drawn:
             drawn.record()
@@ -188,7 +187,6 @@ class RemoteScorer(Scorer):
         return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
-        """Post a request, whose key lets the server know a repeated one."""
         content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
         request, files = json.dumps(content), [wire.pack_image(image, "npy") for image in images.cpu()]
         key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()

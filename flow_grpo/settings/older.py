@@ -109,7 +109,6 @@ def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
 
 
 def _drop(stored: dict[str, Any], file: PurePath) -> None:
-    """Leave out what is no setting any more."""
     for key in ANSWERS:
         section, _, name = key.rpartition(".")
         value = (stored[section] if section else stored).pop(name, None)
@@ -124,7 +123,6 @@ def _refusal(file: PurePath, key: str, value: Any) -> UserError:
 
 
 def _args_of(stored: dict[str, Any]) -> list[dict]:
-    """What reward.args says of each reward."""
     args = stored["reward"].get("args", {})
     return [options for options in args.values() if isinstance(options, dict)] if isinstance(args, dict) else []
 

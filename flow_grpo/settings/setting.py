@@ -16,8 +16,6 @@ LARGEST = 1e9  # that a number may be, where its entry says nothing else: float3
 
 @dataclass(frozen=True)
 class Setting:
-    """An entry."""
-
     key: str  # dotted
     default: Any
     meaning: str
@@ -31,7 +29,6 @@ class Setting:
 
     @property
     def section(self) -> str:
-        """The part of its key before the last dot."""
         return self.key.rpartition(".")[0]
 
     def description(self) -> str:
@@ -75,7 +72,6 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _kind(default: Any) -> str:
-    """Of a value, in words."""
     if isinstance(default, tuple):
         return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}

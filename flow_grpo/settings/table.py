@@ -31,7 +31,6 @@ SECTIONS = {
 
 
 def _each(losses: dict) -> str:
-    """The names of records of objectives.py, with what each is."""
     return "; ".join(f"{name} = {loss.card}" for name, loss in losses.items())
 
 
