@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from flow_grpo.base.quoting import markdown_table
 from flow_grpo.monitoring.plots import BLUE, GREY, INK, STYLE, read_metrics
 
 FIGURE = "shapes_accuracy"  # strict accuracy
@@ -115,7 +116,7 @@ def table(study: dict) -> str:
         rows.append(["pairs for offline DPO, made once", *"----", f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"])
     return (
         "Strict accuracy on the test prompts, without guidance, averaged weights: mean over seeds (lowest to "
-        "highest).\n\n" + _markdown([list(HEAD), *rows])
+        "highest).\n\n" + markdown_table(HEAD, rows)
     )
 
 
@@ -145,11 +146,6 @@ def _state(run: dict) -> str:
 
 def _spread(values: list[float]) -> str:
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" if values else "-"
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    head, *others = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
 
 
 def band(seeds: list[Seed], axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from flow_grpo import rewards
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.quoting import markdown_table, quoted
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -151,8 +151,8 @@ def markdown(rows, by, split, seeds):
 
     def table(estimates_of):
         lines = [[row[key] for key in differing] + [shown(e) for e in estimates_of(row).values()] for row in rows]
-        head = [*differing, *(html.escape(str(key)).replace("|", "\\|") for key in estimates_of(rows[0]))]
-        return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *lines])
+        names = [html.escape(str(key)).replace("|", "\\|") for key in estimates_of(rows[0])]
+        return markdown_table([*differing, *names], lines)
 
     constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
     text = f"{len(split.prompts)} prompts ({split.name}), noises {', '.join(map(str, seeds))} of each; {constant}.\n"
@@ -176,8 +176,7 @@ def differences(rows, values, by):
         name = f"{number}: {row['policy']}, {row['weights']}, guidance {row['guidance_scale']:g}, {row['size']}"
         lines.append([name, shown(compared.difference), *compared[1:]])
     head = [f"{by}, less that of row 1", "difference", "better prompts", "worse", "alike"]
-    table = [head, ["---"] * len(head), *lines]
-    return "\n\n" + "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table) + "\n" if lines else ""
+    return f"\n\n{markdown_table(head, lines)}\n" if lines else ""
 
 
 def over_seeds(rows, compared, by):

@@ -377,7 +377,7 @@ def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, im
 def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes(images, tmp_path, monkeypatch):
     lines = (images / "pairs.jsonl").read_text().splitlines()[:8]
     (images / "pairs.jsonl").write_text("\n".join(lines[number] for number in (0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3)))
-    how = dict(preferences__source=str(images), part_size=4, validation_share=1e-6)
+    how = dict(source=str(images), part_size=4, validation_share=1e-6)
     whole = prepare(NAME, tmp_path / "whole", **how)
     texts = {split: [prompt.text for prompt in files.prompts] for split, files in open_folder(whole).items()}
     assert sum(map(len, texts.values())) == 12
@@ -398,7 +398,7 @@ def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes
             prepare(NAME, tmp_path / f"killed {kill}", **how)
         left[:] = [None] * 99
         assert files_of(prepare(NAME, tmp_path / f"killed {kill}", **how)) == files_of(whole)
-    how = dict(preferences__source=str(images), validation_share=0.0)
+    how = dict(source=str(images), validation_share=0.0)
     assert not open_folder(prepare(NAME, tmp_path / "none", **how))["validation"]
 
 

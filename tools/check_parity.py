@@ -10,6 +10,7 @@ changed. Ends with status 1 where a rollout is off by over a tenth of train.clip
 is the cure of last resort.
 """
 
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flow_grpo.algorithms import windows
 from flow_grpo.algorithms.rollout import Rollout
 from flow_grpo.base import rng
+from flow_grpo.base.quoting import markdown_table
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
@@ -172,9 +174,8 @@ def by_cause(run, seen, rollout: Rollout, before: Callable | None = None) -> dic
 
 def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
     """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
-    image, step = rows // rollout.num_steps, rows % rollout.num_steps
-    device = rollout.latents.device
-    image_index, step_index = image.to(device), step.to(device)
+    index = rows.to(rollout.latents.device)
+    image_index, step_index = index // rollout.num_steps, index % rollout.num_steps
     if not torch.equal(rollout.timesteps.cpu(), planned(run, epoch, rollout)):
         return "window: an image was noisy at other steps than the others of its block"
     x, t = rollout.latents[image_index, step_index], rollout.timesteps[image_index, step_index]
@@ -205,12 +206,12 @@ def planned(run, epoch: int, rollout: Rollout) -> Tensor:
 
 def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
     """The forward, and its row, at this timestep and nearest to these latents."""
-    best = None
-    for call in seen:
-        distance = (call.x - x).flatten(1).square().sum(1) + 1e9 * (call.t - t).abs()
-        value, row = distance.min(0)
-        best = min(best or (value, call, row), (value, call, row), key=lambda nearest: nearest[0])
-    return best[1], best[2]
+
+    def distances(call: Seen) -> Tensor:
+        return (call.x - x).flatten(1).square().sum(1) + 1e9 * (call.t - t).abs()
+
+    nearest = min(seen, key=lambda call: distances(call).min())
+    return nearest, distances(nearest).argmin()
 
 
 def compare(run, seen, before) -> tuple[dict, Rollout]:
@@ -220,10 +221,8 @@ def compare(run, seen, before) -> tuple[dict, Rollout]:
     rollout, _ = script.rollout(run, 0)
     drawn, rows = list(seen), some_rows(rollout, run.plan.batch_size)
     plain = forward(run, seen, rollout, rows)
-    image_index, step_index = (
-        part.to(rollout.latents.device) for part in (rows // rollout.num_steps, rows % rollout.num_steps)
-    )
-    noted = rollout.log_probs[image_index, step_index]
+    index = rows.to(rollout.latents.device)
+    noted = rollout.log_probs[index // rollout.num_steps, index % rollout.num_steps]
     result = dict(gap=largest(noted, plain.log_prob), cause="")
     result["first"] = first_difference(run, 0, rollout, drawn, plain, rows)
     if result["gap"] > 0:
@@ -241,26 +240,24 @@ def largest(a: Tensor, b: Tensor) -> float:
 
 def report(run, seen, compared: dict[str, dict], rollout: Rollout) -> str:
     limit = run.config.train.clip_range / 10
-    lines = ["| rollout | largest gap | parts first at | like |", "|---|---|---|---|"]
-    for name, result in compared.items():
-        lines.append(f"| {name} | {result['gap']:.2g} | {result['first'] or '-'} | {result['cause'] or '-'} |")
+    rows = [[name, f"{row['gap']:.2g}", row["first"] or "-", row["cause"] or "-"] for name, row in compared.items()]
+    first_table = markdown_table(["rollout", "largest gap", "parts first at", "like"], rows)
+
+    def cells(changed: Forward | str) -> list[str]:
+        if isinstance(changed, str):
+            return [changed[:60], "", "", ""]
+        gaps = [largest(a, b) for a, b in zip(plain, changed)]
+        return [*(f"{gap:.2g}" for gap in gaps), "yes" if gaps[-1] <= limit else "no"]
+
     measures = {}
     for scale in sorted({run.config.sample.guidance_scale, 1.0}):
         run.config.sample.guidance_scale = scale
         plain = forward(run, seen, rollout, some_rows(rollout, run.plan.batch_size))
-        measures[scale] = {name: cells(plain, changed, limit) for name, changed in by_cause(run, seen, rollout).items()}
-    heads = [f"guidance {scale:g}: velocity | mean | log-prob | at most {limit:.0e}" for scale in measures]
-    lines += ["", f"| one thing changed | {' | '.join(heads)} |", "|---" * (1 + 4 * len(heads)) + "|"]
-    for name in next(iter(measures.values())):
-        lines.append(f"| {name} | " + " | ".join(column[name] for column in measures.values()) + " |")
-    return "\n".join(lines)
-
-
-def cells(plain: Forward, changed: Forward | str, limit: float) -> str:
-    if isinstance(changed, str):
-        return f"{changed[:60]} | | |"
-    gaps = [largest(a, b) for a, b in zip(plain, changed)]
-    return " | ".join([f"{gap:.2g}" for gap in gaps] + ["yes" if gaps[-1] <= limit else "no"])
+        measures[scale] = {name: cells(changed) for name, changed in by_cause(run, seen, rollout).items()}
+    columns = [(f"guidance {scale:g}: velocity", "mean", "log-prob", f"at most {limit:.0e}") for scale in measures]
+    head = ["one thing changed", *itertools.chain(*columns)]
+    rows = [[name, *itertools.chain(*(column[name] for column in measures.values()))] for name in measures[1.0]]
+    return f"{first_table}\n\n{markdown_table(head, rows)}"
 
 
 def check(config, num_prompts: int = 2) -> tuple[dict[str, dict], str]:

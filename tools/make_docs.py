@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT)]
 from config import dpo, grpo, nft  # noqa: E402
 from flow_grpo import rewards  # noqa: E402
 from flow_grpo.algorithms import batch_plan  # noqa: E402
+from flow_grpo.base.quoting import markdown_table  # noqa: E402
 from flow_grpo.diffusers_patch import model_classes, registry  # noqa: E402
 from flow_grpo.monitoring import metrics  # noqa: E402
 from flow_grpo.run import dry_run  # noqa: E402
@@ -29,8 +30,7 @@ MAX_GPUS = 16
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |" for line in [head, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]).replace("|  |", "| |")
+    return markdown_table(head, rows).replace("|  |", "| |")
 
 
 def first_paragraph(docstring: str) -> str:

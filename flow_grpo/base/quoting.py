@@ -25,6 +25,12 @@ def in_one_line(text: object, length: int = 1000) -> str:
     return words if len(words) <= length else f"{words[: length - length // 10]} ... {words[-(length // 10) :]}"
 
 
+def markdown_table(head: list[str], rows: list[list[object]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(map(str, line))} |" for line in [head, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
 def with_error(value: float, error: float | None) -> str:
     """A mean, and its standard error where that is known."""
     return f"{value:.4g}" if error is None or error != error else f"{value:.4g} ± {error:.2g}"

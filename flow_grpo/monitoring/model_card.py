@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import jinja2
@@ -94,15 +93,12 @@ def write_card(run: report.Recorded, folder: Path) -> None:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["cell"] = lambda value: re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
-    text = environment.from_string(template.read_text()).render(contents(run, folder))
-    (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")
-
-
-def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
-    """What the card says, by the names of its template."""
-    config, is_hub_id = run.config, not Path(shipped.find(run.config.model)).exists()
-    base = config.model if is_hub_id else _without_the_machine(Path(shipped.find(config.model)).resolve())
-    return dict(
+    config, base = run.config, run.config.model
+    is_hub_id, package = not Path(shipped.find(base)).exists(), shipped.PACKAGE.resolve()
+    if not is_hub_id:  # a folder's name; of what is shipped the path in a checkout
+        base = Path(shipped.find(base)).resolve()
+        base = base.relative_to(package.parent) if base.is_relative_to(package) else base.name
+    text = environment.from_string(template.read_text()).render(
         name=run.label,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=base,
@@ -114,6 +110,7 @@ def contents(run: report.Recorded, folder: Path) -> dict[str, Any]:
         facts=facts(run, folder),
         settings=public_settings(run),
     )
+    (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")
 
 
 def algorithm(config: ConfigDict) -> str:
@@ -124,12 +121,6 @@ def algorithm(config: ConfigDict) -> str:
     loss = table.BY_KEY[f"train.{key}"].choices.get(config.train[key])
     branches = " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)" if config.algorithm == table.PR else ""
     return (loss.card if loss else config.train[key]) + branches
-
-
-def _without_the_machine(model: Path) -> str:
-    """A folder's name; of what is shipped the path in a checkout."""
-    package = shipped.PACKAGE.resolve()
-    return str(model.relative_to(package.parent)) if model.is_relative_to(package) else model.name
 
 
 def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, str]]:

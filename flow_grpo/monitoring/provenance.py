@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 MOST_DIFF = 2**20  # characters of changes.diff
 
 
-@lru_cache
 def _git(*words: str) -> str:
-    """What git says of the checkout that is running; "" where it says nothing. Asked once a process."""
+    """What git says of the checkout that is running; "" where it says nothing."""
     command = ["git", "-C", str(shipped.PACKAGE.parent), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
@@ -44,26 +42,22 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _this_start(world_size: int, epoch: int) -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
+def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
+    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
+    into a folder of this epoch: files may be edited before a run goes on."""
+    start = {
         "start": now(),
         "epoch": epoch,
         "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],  # a query of an address may be a secret
         "host": socket.gethostname(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": world_size,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD").strip(),
         "changed_files": _git("status", "--porcelain", "--untracked-files=no").splitlines(),
     }
-
-
-def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
-    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
-    into a folder of this epoch: files may be edited before a run goes on."""
-    folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), _this_start(world_size, epoch)]}))
+    folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), start]}))
     source = run_folder / SOURCE / f"epoch_{epoch:06d}"
     source.mkdir(parents=True, exist_ok=True)
     for file in _own_files(config):

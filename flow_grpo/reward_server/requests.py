@@ -14,12 +14,9 @@ from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients.wire import unpack_image
 
 MAX_JSON_BYTES = 2**25
+ALL_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes, of the machine
 JSON_COST = 40  # bytes of Python objects per byte of JSON, such as {"":{"":0}}
 IMAGE_COST = 4  # copies of an image: as decoded, in the batch, in the reward's copy of it, and in what it makes of that
-
-
-def _quarter_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Limits:
     max_delay_s: float = 0.01  # how long an image waits for others
     max_images: int = 4096  # of a request
     max_body_bytes: int = 2**30  # of a request
-    max_memory_bytes: int = field(default_factory=_quarter_of_memory)  # of all requests in flight
+    max_memory_bytes: int = ALL_MEMORY // 4  # of all requests in flight
     read_s: float = 120.0  # how long a request's body may take
 
 

@@ -19,7 +19,6 @@ from flow_grpo.reward_server.requests import Limits
 from flow_grpo.reward_server.server import make_app
 from flow_grpo.rewards.clients.tokens import read_token
 from flow_grpo.rewards.scores import check_device
-from flow_grpo.settings.command_line import sentences
 
 KEEP_ALIVE_S = 10  # of a connection without a request; longer than clients keep one
 GRACE_S = 3  # for what is being scored when the server is stopped
@@ -103,8 +102,3 @@ def is_loopback(host: str) -> bool:
     except OSError as error:
         raise UserError(f"--host is {host!r}, which is no address: {error}") from error
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
-if __name__ == "__main__":
-    with sentences():
-        main()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +31,6 @@ class RewardFailed(RuntimeError):
 
 class TooManyMasked(RunFailed, RewardFailed):
     """More images have no score than config.reward.max_masked_share allows."""
-
-
-class Call(NamedTuple):
-    """A call of a reward that has not returned."""
-
-    since_s: float  # by the monotonic clock
-    prompt: str  # the first
 
 
 class Scorer:
@@ -110,7 +102,8 @@ class LocalScorer(Scorer):
 
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
         super().__init__(name, settings, "thread")
-        self.score, self.calls = score, {}  # thread -> its Call
+        self.score = score
+        self.calls: dict[int, tuple[float, str]] = {}  # thread -> the start of its call, and the first prompt
         waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
         # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
         self.threads = Threads(client.IN_FLIGHT if waits else 1, partial(torch.set_num_threads, 1))
@@ -124,7 +117,7 @@ class LocalScorer(Scorer):
 
     def _timed(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         thread = threading.get_ident()
-        self.calls[thread] = Call(time.monotonic(), prompts[0].text)
+        self.calls[thread] = time.monotonic(), prompts[0].text
         try:
             return self._score(images, prompts, drawn)
         finally:
@@ -133,11 +126,11 @@ class LocalScorer(Scorer):
     def check(self) -> None:
         """Raises RewardFailed where a call takes longer than a server may. A thread cannot be ended."""
         limit = self.settings.timeout_s + client.RETRY_S
-        for call in list(self.calls.values()):
-            if time.monotonic() - call.since_s > limit:
+        for since_s, prompt in list(self.calls.values()):
+            if time.monotonic() - since_s > limit:
                 raise RewardFailed(
                     f"reward {self.name!r} ({self.address}) has not returned within {limit:g} s "
-                    f"(config.reward.timeout_s + {client.RETRY_S:g}); first prompt: {call.prompt!r}"
+                    f"(config.reward.timeout_s + {client.RETRY_S:g}); first prompt: {prompt!r}"
                 )
 
     def state(self) -> str:

@@ -55,7 +55,6 @@ def check(config: ConfigDict, script: Script) -> None:
             if setting.key in script.ignored:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
-    _check_run_name(config.run_name)
     alerts.check(config.alert)
     if config.alert == "wandb" and config.logger != "wandb":
         raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
@@ -98,13 +97,10 @@ def _check_condition(config: ConfigDict, setting: Setting, value, algorithm: str
             )
 
 
-def _check_run_name(name: str) -> None:
-    path = PurePath(name)
+def _check_meaning(config: ConfigDict) -> None:
+    name, path = config.run_name, PurePath(config.run_name)
     if path.is_absolute() or ".." in path.parts or (name and not path.parts):
         raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
-
-
-def _check_meaning(config: ConfigDict) -> None:
     for key in ("height", "width"):
         if config[key] % 16:
             raise UserError(f"config.{key} is {config[key]}; it must be a multiple of 16 pixels")

@@ -166,7 +166,9 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     """
     file, others = _split(arguments, default)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
-    older.check_keys(keys)
+    for key in keys:
+        if key in older.ANSWERS:
+            raise UserError(f"config.{key} {older.ANSWERS[key]}")
     config = config_files.load(file)
     _add_rewards(config, others)
     _refuse_unknown(config, keys)
@@ -228,14 +230,9 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
             table.value_of(config, key)
         except (KeyError, TypeError) as error:
             near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
-            advice = f"nearest: {near}" if near else f"--help {_section_of(key)} lists all of its section"
+            section = key.partition(".")[0] if key.partition(".")[0] in answers.SECTIONS else "config"
+            advice = f"nearest: {near}" if near else f"--help {section} lists all of its section"
             raise UserError(f"there is no setting config.{key}; {advice}") from error
-
-
-def _section_of(key: str) -> str:
-    """The section that a dotted key seems to mean, as --help takes it."""
-    section = key.partition(".")[0]
-    return section if section in answers.SECTIONS else "config"
 
 
 def _nearest(key: str, names: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -47,7 +48,8 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
     try:
         config = function(*arguments)
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        if not _raised_by(error, "ml_collections"):
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        if not innermost.f_globals.get("__name__", "").startswith("ml_collections."):
             raise
         words = str(error.args[0])  # ml_collections' own, which name the nearest setting
         unknown = re.match(r"\W*(?:Key )?\W*(\w+)", words)
@@ -58,14 +60,6 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise UserError(f"{function.__name__} in {file} returns {config!r} instead of a config")
     return config
-
-
-def _raised_by(error: BaseException, package: str) -> bool:
-    """Whether the innermost frame of an error belongs to a package."""
-    entry = error.__traceback__
-    while entry.tb_next:
-        entry = entry.tb_next
-    return entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] == package
 
 
 def load(text: str) -> ConfigDict:

@@ -66,13 +66,6 @@ VALUES = {  # setting -> its values that are none any more, and what means the s
 }
 
 
-def check_keys(keys: list[str]) -> None:
-    """Raises UserError for a key that was a setting, with what says the same today."""
-    for key in keys:
-        if key in ANSWERS:
-            raise UserError(f"config.{key} {ANSWERS[key]}")
-
-
 def check_values(config: ConfigDict) -> None:
     """Raises UserError for a value of older configs, with what it is called today."""
     for key, today in VALUES.items():

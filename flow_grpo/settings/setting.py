@@ -52,7 +52,11 @@ class Setting:
                 limits = f"from {self.min:.7g} to {self.max:.7g}"
                 raise UserError(f"config.{key} is {quoted(value)}; it must be {limits}")
         if isinstance(value, ConfigDict):
-            _check_dict(value.to_dict(), key)
+            try:
+                json.dumps(value.to_dict())
+            except (TypeError, ValueError, RecursionError) as error:
+                problem = f"which config.json cannot hold: {error}"
+                raise UserError(f"config.{key} is {quoted(value.to_dict())}, {problem}") from error
 
 
 def _is_number(value: Any) -> bool:
@@ -77,11 +81,3 @@ def _kind(default: Any) -> str:
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
     names[dict] = "a dict with names as its keys"
     return names[type(default)]
-
-
-def _check_dict(value: dict, key: str) -> None:
-    """Raises UserError for what config.json cannot hold."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"config.{key} is {quoted(value)}, which config.json cannot hold: {error}") from error
