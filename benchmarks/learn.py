@@ -1,11 +1,11 @@
-"""A study of all algorithms on the tiny model: the same seconds for each, three seeds, a table and a figure.
+"""A study of all algorithms on the tiny model: the same seconds for each, three seeds, a table and a report.
 
     python benchmarks/learn.py train --out runs/learn --seconds 600 --parallel 2
     python benchmarks/learn.py draw --out runs/learn
 
 `train` starts what is not finished, resumes what was interrupted, and draws in the end. A run is finished when its
 metrics.jsonl ends with the test of its best weights. `draw` reads the metrics.jsonl of every run and writes
-OUT/table.md and OUT/curves.png. docs/howto/evaluate.md says more.
+OUT/table.md and OUT/report.html. docs/howto/evaluate.md says more.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gpu", action="store_true", help="larger batches, and embeddings that the runs share")
     add("--noises", type=int, help="images of each prompt in an evaluation; default: 4 with --gpu, else 1")
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of every run, such as eval.num_prompts=24")
-    add = commands.add_parser("draw", help="make the table and the figure").add_argument
+    add = commands.add_parser("draw", help="make the table and the report").add_argument
     add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
     return parser
 

@@ -97,7 +97,7 @@ def write_card(run: report.Recorded, folder: Path) -> None:
     is_hub_id, package = not Path(shipped.find(base)).exists(), shipped.PACKAGE.resolve()
     if not is_hub_id:  # a folder's name; of what is shipped the path in a checkout
         base = Path(shipped.find(base)).resolve()
-        base = base.relative_to(package.parent) if base.is_relative_to(package) else base.name
+        base = str(base.relative_to(package.parent)) if base.is_relative_to(package) else base.name
     text = environment.from_string(template.read_text()).render(
         name=run.label,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
