@@ -104,7 +104,7 @@ def load(config, family, device):
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     model.transformer.requires_grad_(False)
     if config.lora.path:
-        policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+        policies.attach(model.transformer, config.lora, policies.targets(config.lora, family))
     load_weights.fill(config, model)
     return model
 

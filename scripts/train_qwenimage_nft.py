@@ -30,6 +30,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
+from flow_grpo.weights import dropout
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
@@ -82,6 +83,7 @@ def update(run: Run, rows: Minibatch) -> None:
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
+    dropout.seed(run.model.transformer, streams)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
     step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
     surrogate = FORWARD_OBJECTIVES[train.forward_objective].function(step, rows.advantages, train)

@@ -81,6 +81,10 @@ TRAINING = {  # a script's run -> its rows
         no("adam_betas", "nan", train__adam_betas=(NAN, 0.9)),
         no("lora.path is 'somewhere'", "lora.rank set", lora__rank=0, lora__path="somewhere"),
         no("nowhere/pytorch_lora_weights.safetensors", lora__path="nowhere"),
+        no("lora.targets has 'attn.to_qq'", "attn.to_q", lora__targets=("attn.to_k", "attn.to_qq")),
+        no("lora.targets has 'attn'", lora__targets=("attn",)),  # no linear layer itself
+        no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),
+        no("lora.dropout", "would ignore it", lora__dropout=0.1),
         no("'nowhere/at/all'", model="nowhere/at/all"),
         no("dataset", "'nowhere'", dataset="nowhere"),
         no("resume_from", "nowhere", resume_from="nowhere"),
@@ -132,6 +136,7 @@ TRAINING = {  # a script's run -> its rows
         no(sample__num_images_per_prompt=1, sample__batch_size=2),
     ],
     AWM: [
+        no("lora.dropout is 0.1", "forward_objective 'nft'", lora__dropout=0.1),
         no("nft_beta is 0.3", "forward_objective 'awm'", train__nft_beta=0.3),
         no("flow_matching_weight is 5.0", "forward_objective 'awm'", train__flow_matching_weight=5.0),
         no("old_decay_schedule 0", "which is 0.5", train__old_decay_schedule=0.5),

@@ -114,7 +114,7 @@ def _gpu(config: ConfigDict, plan: BatchPlan) -> list[str]:
 def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]) -> list[str]:
     transformer = family.empty_transformer(config.model)
     num_weights = sum(p.numel() for p in transformer.parameters())
-    policies.attach(transformer, config.lora, family.LORA_TARGETS)
+    policies.attach(transformer, config.lora, policies.targets(config.lora, family))
     num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     stored = 4 * num_trained  # float32
     checkpoint = (4 if not config.lora.rank else 5) * stored  # weights, two moments, their average; a LoRA beside them

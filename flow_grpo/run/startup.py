@@ -29,7 +29,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import checks, table
-from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
+from flow_grpo.weights import dropout, fsdp_utils, load_weights, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
 NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
@@ -222,7 +222,8 @@ def _load_learner(
     reference: bool,
 ) -> Learner:
     """Lay out and fill the transformer, and build what trains it."""
-    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    policies.attach(model.transformer, config.lora, policies.targets(config.lora, type(model)))
+    dropout.attach(model.transformer, config.lora.dropout)
     recomputed = config.fsdp.activation_checkpointing
     if recomputed == 1:
         model.transformer.enable_gradient_checkpointing()

@@ -11,9 +11,12 @@ from flow_grpo.weights import fsdp_utils, lora_files, policies, quantisation
 
 def check(config: ConfigDict, family: type[FlowModel]) -> None:
     """Raises UserError, before any weight is loaded, for an adapter or a cache of prompts that cannot be used."""
+    if config.lora.targets or config.lora.path:
+        transformer = family.empty_transformer(config.model)
+        policies.check_targets(config.lora, transformer, config.model)
     if adapter := policies.check_lora(config.lora):
-        lora_files.check_fits(config.lora.path, adapter, family.empty_transformer(config.model), config.model)
-        lora_files.check_targets(config.lora.path, adapter, family.LORA_TARGETS)
+        lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
+        lora_files.check_targets(config.lora.path, adapter, policies.targets(config.lora, family))
     if config.cache_dir:
         folders.make(Path(config.cache_dir), "config.cache_dir")
 

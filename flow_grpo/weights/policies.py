@@ -1,6 +1,8 @@
 """The policies that live in one transformer: the trained one, and the reference it started from."""
 
 import copy
+import difflib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
@@ -29,6 +31,25 @@ def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
     if lora.rank:
         with next(transformer.parameters()).device:  # on the meta device peft's own first weights cost no time
             transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
+
+
+def targets(lora, family: type[FlowModel]) -> tuple[str, ...]:
+    """Ends of the names of the layers that config.lora adapts."""
+    return tuple(lora.targets) or family.LORA_TARGETS
+
+
+def check_targets(lora, transformer: nn.Module, model: str) -> None:
+    """Raises UserError for an entry of lora.targets that is the end of no linear layer's name, or also of another's."""
+    layers = dict(transformer.named_modules())
+    for target in lora.targets:
+        ends = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
+        if not ends or not all(isinstance(layer, nn.Linear) for layer in ends):
+            linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
+            near = difflib.get_close_matches(target, {re.sub(r"^.*?\.\d+\.", "", name) for name in linear}, cutoff=0.3)
+            raise UserError(
+                f"config.lora.targets has {quoted(target)}, which is not the end of linear layers' names in {model}; "
+                f"such ends are {', '.join(near or linear[:3])}"
+            )
 
 
 def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
