@@ -86,8 +86,3 @@ def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
     assert kept_rows(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
     assert kept_rows(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
     assert kept_rows(rewards, {"c": 1.0}, groups).tolist() == [True] * 4
-
-
-def test_an_unknown_aggregation_is_named():
-    with pytest.raises(ValueError, match="'mean'; there are: sum, gdpo"):
-        combined_advantages(TWO, {"a": 1.0}, GROUPS, "mean")

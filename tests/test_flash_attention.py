@@ -69,7 +69,7 @@ def test_a_run_gives_it_to_every_block(compiles, monkeypatch):
     config = config_of("shapes_qwenimage", precision="bf16", attention=NAME, lora__rank=4, compile=compiles)
     family = model_classes.of_folder(config.model)
     model = family.load(config.model, torch.device("cpu"), alone=True)
-    startup._load_learner(config, model, None, (), False)
+    startup.lay_out(config, model, None)
     assert all(block.attn.processor.attention == NAME for block in model.transformer.transformer_blocks)
 
 

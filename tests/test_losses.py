@@ -16,7 +16,6 @@ from flow_grpo.algorithms.losses import (
     clipped_surrogate,
     dpo_loss,
     dppo_surrogate,
-    gaussian_entropy,
     gaussian_kl,
     guard_surrogate,
     learning_rate_share,
@@ -61,11 +60,6 @@ def test_golden_kl_which_is_torchs():
     torch.testing.assert_close(kl, kl_divergence(Normal(mean, std), Normal(ref, std)).flatten(1).mean(1))
 
 
-def test_the_entropy_of_a_gaussian_is_torchs():
-    std = torch.tensor([0.01, 0.3, 1.0, 7.0], dtype=torch.float64)
-    torch.testing.assert_close(gaussian_entropy(std), Normal(0.0, std).entropy())
-
-
 @pytest.mark.parametrize("key", [key for key in GOLDEN.files if key.startswith("step_weight/")])
 def test_golden_step_weights(key):
     _, schedule, eta, mode = key.split("/")
@@ -76,10 +70,8 @@ def test_golden_step_weights(key):
     torch.testing.assert_close(weights, golden(key).float(), rtol=1e-5, atol=0)
 
 
-def test_every_mode_of_the_settings_exists_and_no_other():
+def test_every_mode_of_the_settings_exists():
     assert all(step_weights(torch.ones(3), mode).shape == (3,) for mode in BY_KEY["train.step_weight"].choices)
-    with pytest.raises(ValueError, match=r"sqrt2.*equal, sqrt3, mean_one"):
-        step_weights(torch.ones(3), "sqrt2")
 
 
 def guard(**changes):
@@ -188,8 +180,6 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
     assert {learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
     for schedule in BY_KEY["train.learning_rate_schedule"].choices:
         assert learning_rate_share(0, 8, schedule, 0) == 1
-    with pytest.raises(ValueError, match="'step'; there are: constant, linear, cosine"):
-        learning_rate_share(0, 8, "step", 0)
 
 
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])

@@ -42,8 +42,3 @@ def test_no_window_is_ever_empty_or_outside_its_range():
 
 def test_size_0_is_all_steps_but_the_last():
     assert places(25, [0, 77], sde_window_size=0) == [range(9)] * 2
-
-
-def test_a_window_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"5 steps does not fit into steps \[2, 6\)"):
-        draw_window(0, 0, 0, 5, (2, 6))

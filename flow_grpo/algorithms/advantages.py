@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo.base.errors import UserError
-
 FLAT = 1e-6  # of a group's mean: a smaller spread is rounding of float32 rewards
 
 
@@ -36,17 +34,13 @@ def combined_advantages(
         rewards: name -> [B]; those that `weights` names count.
         aggregation: "sum" compares weighted sums of rewards; "gdpo" compares each reward by itself, so that none is
             drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
-
-    Raises:
-        UserError: unknown aggregation.
     """
     if aggregation == "sum":
         total = sum(weight * rewards[name].double() for name, weight in weights.items())
         return group_advantages(total, groups, global_std).float()
-    if aggregation == "gdpo":
-        total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
-        return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
-    raise UserError(f"train.reward_aggregation is {aggregation!r}; there are: sum, gdpo")
+    assert aggregation == "gdpo"
+    total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
+    return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
 
 
 def kept_rows(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
@@ -60,8 +54,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, 
     by rounding alone. Same shape and dtype as `rewards`.
 
     Args:
-        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks.
-        groups: [B] int, which group each row belongs to.
+        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks; groups: [B] int.
         global_std: divide by the std of all rewards instead of the group's own.
     """
     stats = group_stats(rewards, groups)

@@ -32,11 +32,7 @@ def num_trained_steps(config) -> int:
 
 
 def plan_batches(config, world_size: int) -> BatchPlan:
-    """Divide the experiment over the GPUs.
-
-    Raises:
-        UserError: the numbers do not divide; with those that would.
-    """
+    """Divide the experiment over the GPUs. Raises UserError, with numbers that would do, where it does not divide."""
     sample, updates, steps = config.sample, config.train.updates_per_epoch, num_trained_steps(config)
     if steps < 1:
         share, whole = config.train.timestep_fraction, f"of num_steps {sample.num_steps}"
@@ -73,11 +69,8 @@ def plan_batches(config, world_size: int) -> BatchPlan:
 
 
 def _ways_out(images: int, batch_size: int, world_size: int, fits: Callable[[int], bool]) -> str:
-    """Batch sizes that divide an epoch over this number of GPUs, and numbers of GPUs over which this one does.
-
-    Args:
-        fits: whether an epoch's updates divide a batch of a size.
-    """
+    """Batch sizes that divide an epoch over this number of GPUs, and numbers of GPUs over which this one does. `fits`:
+    whether an epoch's updates divide a batch of a size."""
     sizes = list(filter(fits, _divisors(images // world_size))) if images % world_size == 0 else []
     counts = [count for count in range(1, MOST_GPUS + 1) if images % (batch_size * count) == 0]
     of_size = f" with {batch_size}" if counts else ""

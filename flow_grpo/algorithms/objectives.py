@@ -32,7 +32,6 @@ class Objective:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The loss itself."""
         if not isinstance(self.loss, str):
             return self.loss
         module, _, name = self.loss.partition(":")

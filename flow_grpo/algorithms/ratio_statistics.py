@@ -80,12 +80,8 @@ class StepGaps:
         self.maxima.scatter_reduce_(0, steps[:, None].expand_as(largest), largest, "amax")
 
     def pop(self, reduce: Callable, clip_range: float) -> tuple[dict[str, float], Disagreement | None]:
-        """Metrics of each step that has rows and what they amount to (None without rows), and a new beginning.
-
-        Args:
-            reduce: (sums, maxima) -> the same over all ranks.
-            clip_range: the unit of the second; with 0 there is no unit, and it is None.
-        """
+        """Metrics of each step that has rows and what they amount to (None without rows, or without a clip_range, its
+        unit), and a new beginning. `reduce`: (sums, maxima) -> the same over all ranks."""
         sums, maxima = (part.to("cpu", copy=True) for part in reduce(self.sums, self.maxima))
         self.sums.zero_()
         self.maxima.zero_()

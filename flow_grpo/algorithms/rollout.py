@@ -20,11 +20,8 @@ from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
 
 @dataclass
 class Rollout:
-    """The images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself.
-
-    A row of the update is one (image, step); the outcomes of a step share its velocity. Fields without a default are
-    there for both kinds.
-    """
+    """The images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself. A
+    row of the update is one (image, step); the outcomes of a step share its velocity."""
 
     images: Tensor  # [B] int64 on the CPU, global numbers within the epoch
     condition: Condition  # B rows

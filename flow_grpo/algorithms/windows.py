@@ -7,7 +7,6 @@ image of a batch has the same window on whatever rank it is.
 import torch
 
 from flow_grpo.base import rng
-from flow_grpo.base.errors import UserError
 
 
 def window_at(sample, seed: int, epoch: int, block: int, updates: int) -> range:
@@ -30,12 +29,7 @@ def draw_window(seed: int, epoch: int, block: int, size: int, window_range: tupl
     """`size` consecutive steps inside [first, last), each start as likely (MixGRPO, "random"; Flow-GRPO-Fast).
 
     A block holds whole groups and does not depend on the number of ranks.
-
-    Raises:
-        UserError: the window does not fit.
     """
     first, last = window_range
-    if not 0 < size <= last - first:
-        raise UserError(f"an SDE window of {size} steps does not fit into steps [{first}, {last})")
     start = torch.randint(first, last - size + 1, (), generator=rng.generator(seed, "window", epoch, block))
     return range(int(start), int(start) + size)

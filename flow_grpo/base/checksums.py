@@ -23,8 +23,6 @@ from flow_grpo.base.errors import UserError
 FILE = "checksums.json"
 CHUNK = 2**22  # bytes
 
-Digests = dict[str, list]  # path -> [bytes, time of the content, time of the entry in ns, digest]
-
 
 def write(folder: Path) -> None:
     """Write the checksums of all files in a folder."""
@@ -81,13 +79,13 @@ def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]
     """The BLAKE2b digest of each file's bytes, 32 hexadecimal digits. Files are read side by side.
 
     Args:
-        memory: a JSON file in an existing folder. It keeps digests for later processes, which may share it.
-
-    Raises:
-        OSError: a file cannot be read. A memory that cannot be read or written is no error.
+        memory: a JSON file that keeps digests for later processes, which may share it. It is no error if it cannot be
+            read or written.
     """
     files = [Path(path).resolve() for path in paths]
-    known = _remembered(memory) if memory else {}
+    known = {}  # path -> [bytes, time of the content, time of the entry in ns, digest]
+    with suppress(UserError):  # a missing or damaged memory
+        known = folders.read_json(memory) if memory else {}
     with ThreadPoolExecutor() as pool:
         entries = dict(zip(map(str, files), pool.map(partial(_entry_of, known), files)))
     if memory and known != known | entries:
@@ -96,15 +94,7 @@ def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]
     return [entries[str(file)][-1] for file in files]
 
 
-def _remembered(memory: Path) -> Digests:
-    """What a memory holds; nothing where it is missing or damaged."""
-    try:
-        return folders.read_json(memory)
-    except UserError:
-        return {}
-
-
-def _entry_of(remembered: Digests, file: Path) -> list:
+def _entry_of(remembered: dict[str, list], file: Path) -> list:
     """A file's size, times and digest; the digest is computed unless the rest is remembered."""
     status = file.stat()
     entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]

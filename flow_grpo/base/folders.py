@@ -129,14 +129,8 @@ def take(first: Path, key: str = "config.output_dir") -> Path:
 
 
 def make(folder: Path, key: str) -> bool:
-    """Make a folder; False if it is there already.
-
-    Args:
-        key: what names it, a setting or a flag.
-
-    Raises:
-        UserError: it cannot be made.
-    """
+    """Make a folder; False if it is there already. Raises UserError, with `key`, the setting or flag that names it,
+    where it cannot be made."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
@@ -150,10 +144,8 @@ def make(folder: Path, key: str) -> bool:
 
 
 def lock(folder: Path) -> str:
-    """Keep other processes out of a folder until this one ends or calls `release`.
-
-    Returns:
-        What to tell the user: "", or that this file system has no locks.
+    """Keep other processes out of a folder until this one ends or calls `release`; returns what to tell the user: "",
+    or that this file system has no locks.
 
     Raises:
         UserError: another process holds it, with its host and its process id, or the folder cannot be written.

@@ -38,7 +38,6 @@ class Threads:
             threading.Thread(target=self._work, args=(initialize,), daemon=True, name="reward").start()
 
     def submit(self, function: Callable, *args) -> Future:
-        """Its result, some time."""
         future = Future()
         self.calls.put((future, function, args))
         return future

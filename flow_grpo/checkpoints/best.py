@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import checkpoints
@@ -47,14 +46,6 @@ class Evaluation:
         return alike and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
-class Restored(NamedTuple):
-    """What a resumed run begins with."""
-
-    best: Evaluation | None
-    since: int  # epochs completed at the first evaluation that can be compared with those to come
-    notice: str  # for the user, "" for nothing
-
-
 def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
     """Whether it is the best so far. The first of equals stays; NaN and infinities never are."""
     return math.isfinite(evaluation.value) and (best is None or evaluation.value > best.value)
@@ -73,32 +64,33 @@ def read(run_folder: Path) -> Evaluation | None:
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
-    """Replace the folder, all ranks together.
+    """Replace the folder, all ranks together. A failure leaves the old one intact.
 
     Args:
         fill: puts the weights into the folder that it is given; every rank calls it.
-    Raises:
-        OSError: it could not be written, e.g. the disk is full. The old one is intact.
     """
     with checkpoints.replaced(run_folder / NAME) as tmp:
         fill(tmp)
         distributed.on_main(_describe, tmp, evaluation)
 
 
-def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> Restored:
+def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Evaluation | None, int, str]:
     """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
 
     Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one.
 
     Args:
         wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
+    Returns:
+        The best, epochs completed at the first evaluation that can be compared with those to come, and what to tell
+        the user, "" for nothing.
     """
     best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
     if best is None or best.comparable(wanted):
-        return Restored(best, best.since if best else 0, notice)
+        return best, best.since if best else 0, notice
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
     notice = f"the best policy so far was evaluated in another way than config.eval asks for; it is now in {aside}"
-    return Restored(None, wanted.epoch, notice)
+    return None, wanted.epoch, notice
 
 
 def link(run_folder: Path, folder: Path) -> None:

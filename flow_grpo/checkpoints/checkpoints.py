@@ -28,8 +28,6 @@ NAME = r"epoch_(\d+)"  # of a checkpoint
 
 
 class Progress(NamedTuple):
-    """How far a run has come."""
-
     epoch: int  # epochs completed
     step: int  # optimizer steps taken
     learning_rate_factor: float = 1.0  # of the configured one
@@ -75,16 +73,14 @@ def save(
     keep: int = 2,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `folder`/epoch_..., all ranks together. A kill at any moment leaves the checkpoint before it in place.
+    """Write `folder`/epoch_..., all ranks together. A kill at any moment leaves the checkpoint before it in place, and
+    so does a failure, such as of a full disk.
 
     Args:
         state: from `training_state`.
         config: the resolved config, of JSON values.
         keep: how many to keep, the newest. Later epochs than this one are an abandoned future and go.
         extra_files: puts more files into the folder that it is given, before anyone sees it; every rank calls it.
-    Raises:
-        OSError, SafetensorError: it could not be written, e.g. the disk is full. Nothing is left behind and nothing was
-            removed.
     """
     assert keep >= 1, "the checkpoint just written stays"
     checkpoint = Path(folder, f"epoch_{progress.epoch:06d}")
@@ -99,17 +95,13 @@ def save(
 
 
 def load(checkpoint: Path | str, state: dict[str, Tensor], exact: bool = True) -> Progress:
-    """Fill `state` from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
+    """Fill `state`, from `training_state`, from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
 
-    Args:
-        state: from `training_state`.
-        exact: whether the checkpoint may hold nothing else.
     Raises:
-        UserError: the checkpoint holds other tensors than `state`.
+        UserError: the checkpoint lacks some of these tensors, or, if `exact`, holds others.
     """
-    checkpoint = Path(checkpoint)
-    progress = read_progress(checkpoint)
-    shards.read(state, checkpoint / STATE, exact)
+    progress = read_progress(Path(checkpoint))
+    shards.read(state, Path(checkpoint, STATE), exact)
     return progress
 
 
@@ -130,11 +122,8 @@ def read_progress(checkpoint: Path) -> Progress:
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
     """The checkpoint at `path`, or the newest whole one in that folder, every byte of it read and compared with its
-    checksum; None if there is none at all. And a sentence for each damaged one that is passed over.
-
-    Raises:
-        UserError: all that there are are damaged.
-    """
+    checksum; None if there is none at all. And a sentence for each damaged one that is passed over. Raises UserError
+    where all that there are are damaged."""
     damaged = []
     for checkpoint in reversed(_at(Path(path))):
         if not (problem := _problem(checkpoint)):

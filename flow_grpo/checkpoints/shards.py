@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def write(state: dict[str, Tensor], folder: Path) -> None:
-    """Write what this rank has to write of `state`."""
+    """Write this rank's part of `state`."""
     files, size = [], FILE_BYTES
     for name, rows in _mine(state).items():
         size += rows.tensor.nbytes
@@ -66,11 +66,7 @@ def _mine(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
 
 
 def read_index(folder: Path) -> dict[str, Kind]:
-    """Which tensors a folder holds.
-
-    Raises:
-        UserError: a file is none of these, or rows are missing.
-    """
+    """Which tensors a folder holds. Raises UserError where a file is none of these, or rows are missing."""
     index, num_rows = {}, Counter()
     for part in _parts(folder):
         index[part.name] = part.whole
@@ -97,11 +93,8 @@ def _parts(folder: Path) -> Iterator[Part]:
 
 @torch.no_grad()
 def read(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
-    """Fill `state`, bit for bit; each rank reads its own rows.
-
-    Raises:
-        UserError: the folder lacks some of these tensors, or, if `exact`, holds others.
-    """
+    """Fill `state`, bit for bit; each rank reads its own rows. Raises UserError where the folder lacks some of these
+    tensors, or, if `exact`, holds others."""
     stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     if stored != wanted:

@@ -34,7 +34,6 @@ class Condition:
         return own, self.negative and self.negative.shapes
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensor fields that are set, by name."""
         return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
 
     def equals(self, other: "Condition") -> bool:
@@ -43,7 +42,6 @@ class Condition:
         return ours.keys() == theirs.keys() and all(torch.equal(part, theirs[name]) for name, part in ours.items())
 
     def take(self, rows: slice | Tensor) -> "Condition":
-        """The rows of a slice or an index tensor."""
         return _map(lambda tensors: _taken(tensors[0], rows), [self])
 
     @staticmethod

@@ -71,7 +71,6 @@ class Request:
 
     @property
     def current_condition(self) -> Condition:
-        """Of its next step."""
         return self.condition if self.needs_log_prob or self.short is None else self.short
 
     @property
@@ -129,7 +128,6 @@ class Batching:
         return self.log_prob_rows if request.needs_log_prob else self.ode_rows
 
     def count(self, rows: int, size: int) -> None:
-        """A forward of `size` rows, of which `rows` are some request's."""
         self.num_forwards, self.rows, self.capacity = self.num_forwards + 1, self.rows + rows, self.capacity + size
 
 

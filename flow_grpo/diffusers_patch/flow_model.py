@@ -31,7 +31,6 @@ class Network(torch.nn.Module):
         self.transformer, self.call = transformer, call
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """As FlowModel.forward."""
         return self.call(x, t, condition.dense(), guidance_scale, size)
 
 
@@ -110,11 +109,8 @@ class FlowModel(ABC):
 
     @staticmethod
     def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
-        """What tells the text encoders of a folder from others: the digests of their files; of a hub id its commit.
-
-        Args:
-            memory: where digests are remembered, see checksums.file_digests.
-        """
+        """What tells the text encoders of a folder from others: the digests of their files, remembered in `memory` (see
+        checksums.file_digests); of a hub id its commit."""
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
@@ -219,12 +215,8 @@ class FlowModel(ABC):
         return self.guide(positive, self.network(x, t, condition.negative, guidance_scale, size), guidance_scale)
 
     def fuse(self, attention: str = "") -> None:  # noqa: B027 (most models have nothing to do)
-        """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do. It
-        computes the same but for rounding. None here.
-
-        Args:
-            attention: as config.attention.
-        """
+        """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do, and
+        compute the same but for rounding. None here. `attention` is config.attention."""
 
     @abstractmethod
     def features(self, latents: Tensor, size: Size) -> Tensor:

@@ -85,10 +85,7 @@ def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: in
 
 def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool):
     """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
-
-    Args:
-        sigmas: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own.
-    """
+    `sigmas`: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own."""
     scheduler = copy.deepcopy(scheduler)
     config, shift = scheduler.config, None
     if config.use_dynamic_shifting:

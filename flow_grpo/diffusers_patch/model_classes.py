@@ -16,11 +16,8 @@ from flow_grpo.diffusers_patch.loading import pipeline_name
 
 
 def of_folder(folder: str) -> type[FlowModel]:
-    """Of a diffusers folder or hub id: what config.model names.
-
-    Raises:
-        UserError: it is none, or its pipeline is not among the models.
-    """
+    """Of a diffusers folder or hub id, as config.model names it. Raises UserError unless its pipeline is among the
+    models."""
     name = pipeline_name(folder)
     if name not in registry.MODELS:
         raise UserError(f"config.model {folder!r} holds a {name}; there are {', '.join(registry.MODELS)}")
@@ -28,11 +25,8 @@ def of_folder(folder: str) -> type[FlowModel]:
 
 
 def resolve(config: ConfigDict) -> type[FlowModel]:
-    """The class of config.model, or the one that config.model_class names, which gets its source's digest there.
-
-    Raises:
-        UserError: there is none, it is for another pipeline, or its source is not the one of a digest there.
-    """
+    """The class of config.model, or the one that config.model_class names, which gets its source's digest there. Raises
+    UserError where there is none, it is for another pipeline, or its source is not the one of a digest there."""
     if not config.model_class:
         return of_folder(config.model)
     name, _, stored = config.model_class.partition("@")
@@ -77,11 +71,7 @@ def by_name(name: str) -> type[FlowModel]:
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
-    """A pipeline that someone else has loaded.
-
-    Raises:
-        UserError: it is not among the models.
-    """
+    """A pipeline that someone else has loaded. Raises UserError where it is not among the models."""
     name = type(pipeline).__name__
     if name not in registry.MODELS:
         raise UserError(f"the pipeline is a {name}; there are {', '.join(registry.MODELS)}")

@@ -9,11 +9,7 @@ MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
 @dataclass(frozen=True)
 class Size:
-    """Of an image or of a clip, in pixels.
-
-    Raises:
-        UserError: a side is no positive multiple of 16.
-    """
+    """Of an image or of a clip, in pixels. A side that is no positive multiple of 16 is a UserError."""
 
     height: int
     width: int

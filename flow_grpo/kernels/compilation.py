@@ -68,7 +68,6 @@ class _FeedForward(FeedForward):
     largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         first, _, last = self.net
         x = first.proj(x)
         if not _rounds_x(last):
@@ -81,7 +80,6 @@ class _FusedFeedForward(_FeedForward):
     """The same but for rounding, in two kernels, where no log-prob and no loss is computed, and adapters are off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
         layers = self.net[0].proj, self.net[2]
         adapted = any(isinstance(layer, BaseTunerLayer) and not layer.disable_adapters for layer in layers)
         suit = all(map(_rounds_x, layers))
@@ -107,11 +105,8 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _wanting_gradients(forward: Callable) -> Callable:
-    """The first unit's forward, which also computes gradients of its input tokens [B, L, D].
-
-    With LoRA this input does not require a gradient, so the unit would be compiled separately. With the gradient, all
-    units share one graph.
-    """
+    """The first unit's forward, which also computes gradients of its input tokens [B, L, D]. With LoRA this input does
+    not require a gradient, so the unit would be compiled separately; so all units share one graph."""
 
     def call(*inputs, **named):
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]

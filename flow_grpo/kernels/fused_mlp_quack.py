@@ -13,7 +13,7 @@ FAST_SUMS = (("fp8_slow_accum", False),)  # 14 bits, as in torch's products
 def gelu_of_product(
     rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, factor: Tensor
 ) -> Tensor:
-    """As `gelu_product.gelu_of_product`."""
+    """As `fused_mlp.gelu_of_product`."""
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
     _gelu_1.gemm(
         rows,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
-    """As `joint_attention.norm_rotate_join`."""
+    """As `qk_norm_rope.norm_rotate_join`."""
     num_rows, _, *head = tokens[0].shape
     joint = tokens[0].new_empty(num_rows, sum(x.shape[1] for x in tokens), *head)
     first = 0
@@ -23,7 +23,7 @@ def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps:
 def split_gradient(
     grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float
 ) -> list[Tensor]:
-    """As `joint_attention.norm_rotate_join_backward`."""
+    """As `qk_norm_rope.norm_rotate_join_backward`."""
     grad, gradients = grad.contiguous(), []
     first = 0
     for x, weight, turns in zip(tokens, weights, angles):

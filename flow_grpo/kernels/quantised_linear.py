@@ -46,7 +46,6 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "QuantisedLinear":
-        """The layer in this precision, on the same device."""
         weight = linear.weight
         layer = cls(*weight.shape, linear.bias, weight.dtype, weight.device)
         if not weight.is_meta:
@@ -55,7 +54,6 @@ class QuantisedLinear(nn.Module):
 
     @property
     def shape(self) -> torch.Size:
-        """Of W."""
         return torch.Size((self.out_features, self.in_features))
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
@@ -176,7 +174,6 @@ class NF4Linear(QuantisedLinear):
         self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
         return UnpackedProduct.apply(x.to(self.dtype), self.codes, self.scale, self.bias)
 
 

@@ -47,11 +47,6 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "approx_kl": Metric(
         "mean (log-prob now - at rollout)^2 / 2", "0 in the first update, then small and steady", "nat"
     ),
-    "entropy": Metric(
-        "entropy of a step's Gaussian per latent element; training cannot change it",
-        "constant for a fixed noise level and fixed steps, else follows the window",
-        "nat",
-    ),
     "kl_reference": Metric("KL from the reference policy, per latent element", "levels off if beta > 0", "nat"),
     "old_distance": Metric("NFT: squared distance to the old policy's velocity, per element", "small, steady"),
     "reference_distance": Metric("NFT: the same to the reference's, the penalty of train.beta", "grows, levels off"),

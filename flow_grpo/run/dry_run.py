@@ -33,7 +33,6 @@ def describe(
 
     Args:
         plan: for config.dry_run GPUs.
-        train: its prompts.
         evaluated: the splits that are evaluated, each once.
     """
     sections = {

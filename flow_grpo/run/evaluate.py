@@ -55,11 +55,7 @@ def sampler_of(run: Run) -> evaluation.Sampler:
 
 def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     """Score the averaged weights on the prompts that choose the best ones, log the means and a panel of images; the
-    means by name.
-
-    Raises:
-        RewardFailed: a reward failed too often.
-    """
+    means by name."""
     settings = run.config.eval
     split = evaluation.part_of(run.choosing_prompts, run.config)
     with run.ema.applied(), run.board.timed("eval"):
@@ -77,11 +73,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
 
 
 def score_test(run: Run) -> dict[str, float]:
-    """Score what the transformer carries on the prompts that choose nothing; the means by name, and by category.
-
-    Raises:
-        RewardFailed: a reward failed too often.
-    """
+    """Score what the transformer carries on the prompts that choose nothing; the means by name, and by category."""
     with run.board.timed("eval"):
         split = evaluation.part_of(run.test_prompts, run.config)
         scores = evaluation.score(sampler_of(run), split, range(run.config.eval.noises_per_prompt))

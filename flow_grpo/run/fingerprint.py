@@ -58,15 +58,12 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
 
 
 def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -> tuple[Inputs, list[str]]:
-    """What to store from now on, and what to tell the user.
+    """What to store from now on, and what to tell the user. Raises UserError where the run learns from other files than
+    before, unless `accepts`, which is config.accept_changes.
 
     Args:
         stored: None = not known, as before there was such a record.
         epoch: that the run goes on from.
-        accepts: whether config.accept_changes allows other files.
-
-    Raises:
-        UserError: the run learns from other files than before.
     """
     if stored is None:
         return current, []

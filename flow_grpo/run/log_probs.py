@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms import losses, ratio_statistics
+from flow_grpo.algorithms import ratio_statistics
 from flow_grpo.algorithms.rollout import Minibatch, Rollout
 from flow_grpo.base import distributed
 from flow_grpo.base.quoting import quoted
@@ -78,19 +78,14 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
     """
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
     ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
-    run.meter.add(entropy=losses.gaussian_entropy(step.transition_std))
     if run.on_policy:
         number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
         run.gaps.add(number.repeat_interleave(run.plan.num_branches), log_ratio, gap, clip_range)
 
 
 def check_parity(run: Run) -> None:
-    """Log how far the first ratios of the epoch are from 1; beyond train.parity_limit, all ranks end the run,
-    with the epochs before this one saved.
-
-    Raises:
-        ParityError: nothing after it would be training.
-    """
+    """Log how far the first ratios of the epoch are from 1. Beyond train.parity_limit, all ranks end the run by a
+    ParityError, with the epochs before this one saved: nothing after it would be training."""
     train = run.config.train
     metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
     run.epoch_metrics |= metrics

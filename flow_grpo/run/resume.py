@@ -230,9 +230,9 @@ def resume(run: Run, place: Place) -> None:
         run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
     if evaluates(run.config):
-        restored = best.restore(run.folder, place.checkpoint, best_candidate(run, run.epoch, {}))
-        run.best_evaluation, run.evaluations_since = restored.best, restored.since
-        run.board.say(restored.notice)
+        wanted = best_candidate(run, run.epoch, {})
+        run.best_evaluation, run.evaluations_since, notice = best.restore(run.folder, place.checkpoint, wanted)
+        run.board.say(notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)
     loop.resume_history(run)

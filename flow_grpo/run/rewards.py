@@ -53,11 +53,7 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
-    """Wait for the epoch's rewards on all ranks, and log what there is to see in them.
-
-    Raises:
-        RewardFailed: one failed that must not, or too often.
-    """
+    """Wait for the epoch's rewards on all ranks, and log what there is to see in them."""
     with run.board.timed("reward"):
         scores = [part.scores.result() for part in submitted]
     order = torch.tensor([image for part in submitted for image in part.images]).argsort()

@@ -77,7 +77,6 @@ class Run:
 
     @property
     def pipeline(self) -> DiffusionPipeline:
-        """The model's."""
         return self.model.pipeline
 
     @property
@@ -92,7 +91,6 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
         return self.board.run_dir
 
     @property
@@ -102,7 +100,6 @@ class Run:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What is trained."""
         return list(fsdp_utils.trainable_parameters(self.pipeline.transformer).values())
 
     @property
@@ -132,5 +129,4 @@ class Run:
         self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)
 
     def embed(self, prompts: list[Prompt]) -> Condition:
-        """Of B prompts."""
         return Condition.concat([self.embed_one(prompt) for prompt in prompts])

@@ -55,9 +55,6 @@ def sample_epoch(
     Args:
         noisy_steps: batch -> its noisy steps.
         num_branches: above 0: branches that leave each noisy step of a trunk.
-
-    Raises:
-        RuntimeError: weights were updated before the last image was drawn.
     """
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity

@@ -27,11 +27,8 @@ def state(run: Run) -> dict[str, Tensor]:
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation.
-
-    Raises:
-        FloatingPointError: weights, averages or optimizer state are not finite; nothing is written.
-    """
+    """Write a checkpoint, with the averaged adapter as a LoRA file for diffusers, and with the best evaluation. Raises
+    FloatingPointError, and writes nothing, where weights, averages or optimizer state are not finite."""
 
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
@@ -65,11 +62,8 @@ def _explained(run_folder: Path) -> Iterator[None]:
 
 
 def export(run: Run, folder: Path) -> None:
-    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training.
-
-    Raises:
-        FloatingPointError: they are not finite; nothing is written.
-    """
+    """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training. Raises
+    FloatingPointError, and writes nothing, where they are not finite."""
     _check_finite(run, run.ema.state_dict())
     _export(run, folder)
 
@@ -105,11 +99,8 @@ def load_export(run: Run, folder: Path) -> None:
 
 
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:
-    """The record of an evaluation with the averaged weights.
-
-    Raises:
-        UserError: eval.best_by is none of the figures.
-    """
+    """The record of an evaluation with the averaged weights. Raises UserError where eval.best_by is none of the
+    figures."""
     settings = run.config.eval
     chooses, size = run.choosing_prompts, training_size(run.config)
     if figures and settings.best_by not in figures:

@@ -32,8 +32,6 @@ from flow_grpo.settings import checks, table
 from flow_grpo.weights import dropout, fsdp_utils, load_weights, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
-NO_PROMPTS = prompts.Split("test", []), prompts.Split("test", [])
-
 
 class Prompts(NamedTuple):
     """All prompts of a run."""
@@ -47,15 +45,6 @@ class Prompts(NamedTuple):
     def any(self) -> Prompt:
         """One that images are made of."""
         return (self.train if self.drawn else self.test.prompts)[0]
-
-
-class Learner(NamedTuple):
-    """What trains the transformer; fields of Run."""
-
-    optimizer: torch.optim.AdamW
-    ema: Ema
-    reference: policies.Reference | None
-    extra_policies: dict[str, Ema]
 
 
 def start(
@@ -130,18 +119,16 @@ def _load(
     extra_policies: tuple[str, ...],
     reference: bool,
 ) -> Run:
-    """Everything with weights, and the run folder."""
-    torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.offload == "weights")
-    images, cache, missing = texts.drawn or evaluates(config), None, []
-    if config.cache_dir and images:
-        cache, missing = _open_cache(config, family, ranks.device, plan, texts)
     # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
     synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
-    pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward) if images else None
-    if pool:
+    pool = None
+    if texts.drawn or evaluates(config):
+        pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
         distributed.on_all(pool.try_rewards, training_size(config), texts.any)
-    model, embed_one = _load_frozen(config, family, ranks.device, images, cache, missing)
+    model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
+    lay_out(config, model, mesh)
+    trained, train = fsdp_utils.trainable_parameters(model.transformer), config.train
     return Run(
         **ranks._asdict(),
         config=config,
@@ -151,7 +138,10 @@ def _load(
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
         pool=pool,
-        **_load_learner(config, model, mesh, extra_policies, reference)._asdict(),
+        optimizer=_optimizer(config, trained),
+        ema=Ema(trained, train.ema_decay, train.ema_interval),
+        reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
+        extra_policies={name: Ema(trained) for name in extra_policies},
         inputs=place.inputs,
         board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), synchronize),
         meter=Meter(ranks.device),
@@ -162,15 +152,14 @@ def _load(
 
 
 def _load_frozen(
-    config: ConfigDict,
-    family: type[FlowModel],
-    device: torch.device,
-    images: bool,
-    cache: embedding_cache.Cache | None,
-    missing: list[Prompt],
+    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
-    """The model, its transformer still empty, and prompt -> its condition. Where a cache holds all of these, no text
-    encoder is loaded; where it lacks some, the text encoders are dropped as soon as they have made them."""
+    """The model, its transformer still empty, and prompt -> its condition, one at a time, so that its numbers do not
+    depend on its neighbours. Where config.cache_dir holds all prompts, no text encoder is loaded; where it lacks some,
+    the text encoders are dropped as soon as they have made them."""
+    images, cache, missing = texts.drawn or evaluates(config), None, []
+    if config.cache_dir and images:
+        cache, missing = _open_cache(config, family, device, plan, texts)
     model = family.load(
         config.model,
         device,
@@ -178,7 +167,15 @@ def _load_frozen(
         alone=not images,
         text=cache is None or bool(missing),
     )
-    return model, _embedder(config, model, cache, missing)
+    guided = _is_guided(config, family)
+    encode = lambda prompt: model.encode([prompt], width=config.text_tokens, guided=guided)  # noqa: E731
+    if cache is None:
+        return model, embedding_cache.remembered(encode)
+    if missing:
+        cache.fill(missing[distributed.rank() :: distributed.world_size()], encode)
+        loading.drop_text_encoders(model.pipeline)
+    distributed.barrier()
+    return model, embedding_cache.remembered(cache.read)
 
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
@@ -199,29 +196,20 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     light.check_size(training_size(config))
     drawn = stored_prompts is None
     train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
-    chooses, test = _evaluated_prompts(config.dataset) if drawn or evaluates(config) else NO_PROMPTS
+    test = chooses = prompts.Split("test", [])
+    if drawn or evaluates(config):
+        test = chooses = prompts.Split("test", prompts.load_prompts(config.dataset, "test"))
+        if prompts.find_file(config.dataset, "validation"):
+            chooses = prompts.Split("validation", prompts.load_prompts(config.dataset, "validation"))
     scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
     light.check(scored, config.text_tokens)
     return Prompts(train, chooses, test, drawn)
 
 
-def _evaluated_prompts(dataset: str) -> tuple[prompts.Split, prompts.Split]:
-    """Those that choose the best policy, and those of the test; without a validation file they are the same."""
-    test = prompts.Split("test", prompts.load_prompts(dataset, "test"))
-    if prompts.find_file(dataset, "validation") is None:
-        return test, test
-    return prompts.Split("validation", prompts.load_prompts(dataset, "validation")), test
-
-
-def _load_learner(
-    config: ConfigDict,
-    model: FlowModel,
-    mesh: fsdp_utils.DeviceMesh | None,
-    extra_policies: tuple[str, ...],
-    reference: bool,
-) -> Learner:
-    """Lay out and fill the transformer, and build what trains it."""
+def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
+    """Attach adapters to a model's transformer, fill and compile it."""
+    torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     policies.attach(model.transformer, config.lora, policies.targets(config.lora, type(model)))
     dropout.attach(model.transformer, config.lora.dropout)
     recomputed = config.fsdp.activation_checkpointing
@@ -235,19 +223,15 @@ def _load_learner(
         fuse_gelu = "fp8" in config.sample.rollout_weights and fused_mlp.available(attention, model.device)
         compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1, fuse_gelu)
         loading.compile_decoder(model.pipeline)
-    trained, train = fsdp_utils.trainable_parameters(model.transformer), config.train
-    optimizer = torch.optim.AdamW(
+
+
+def _optimizer(config: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
         trained.values(),
-        lr=train.learning_rate,
-        betas=train.adam_betas,
-        weight_decay=train.weight_decay,
+        lr=config.train.learning_rate,
+        betas=config.train.adam_betas,
+        weight_decay=config.train.weight_decay,
         fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
-    )
-    return Learner(
-        optimizer=optimizer,
-        ema=Ema(trained, train.ema_decay, train.ema_interval),
-        reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
-        extra_policies={name: Ema(trained) for name in extra_policies},
     )
 
 
@@ -263,11 +247,8 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 def _open_cache(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[embedding_cache.Cache, list[Prompt]]:
-    """The cache of config.cache_dir, and the prompts that this run will draw or evaluate but the cache lacks.
-
-    Raises:
-        UserError: it lacks some and cannot be written.
-    """
+    """The cache of config.cache_dir, and the prompts that this run will draw or evaluate but the cache lacks. Raises
+    UserError where it lacks some and cannot be written."""
     memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
@@ -288,21 +269,3 @@ def _open_cache(
 def _is_guided(config: ConfigDict, family: type[FlowModel]) -> bool:
     """Whether any forward of the run is of the negative prompt: every setting of a guidance scale is one of these."""
     return any(family.is_guided(table.value_of(config, key)) for key in table.BY_KEY if key.endswith("guidance_scale"))
-
-
-def _embedder(
-    config: ConfigDict, model: FlowModel, cache: embedding_cache.Cache | None, missing: list[Prompt]
-) -> Callable[[Prompt], Condition]:
-    """One prompt at a time, so that its numbers do not depend on its neighbours; the last 1024 are kept.
-
-    With a cache, what it lacks is encoded now, and the text encoders are dropped.
-    """
-    guided = _is_guided(config, type(model))
-    encode = lambda prompt: model.encode([prompt], width=config.text_tokens, guided=guided)  # noqa: E731
-    if cache is None:
-        return embedding_cache.remembered(encode)
-    if missing:
-        cache.fill(missing[distributed.rank() :: distributed.world_size()], encode)
-        loading.drop_text_encoders(model.pipeline)
-    distributed.barrier()
-    return embedding_cache.remembered(cache.read)

@@ -32,14 +32,10 @@ def is_sharded(network: nn.Module) -> bool:
 
 def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceMesh | None:
     """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
-    its weights are to be offloaded.
-
-    Make one per run: each opens process groups of its own.
+    its weights are to be offloaded. Make one per run: each opens process groups of its own.
 
     Args:
         mode: "replicate", "shard", or "hybrid" with a copy of the weights on each machine.
-    Raises:
-        UserError: offload without torchrun.
     """
     world_size = distributed.world_size()
     if offload and not distributed.is_initialized():
@@ -82,8 +78,6 @@ def prepare(
         init: (name, shape) -> adapter weight f32, CPU. By name, so that ranks and layouts start equal.
         offload: sharded weights, gradients and what the optimizer keeps of them stay in pinned host memory; a unit's
             weights come to the device for as long as it computes.
-    Raises:
-        ValueError: names or shapes in `weights` that are not the transformer's, or names that are missing.
     """
     transformer = network.transformer
     _set_dtypes(transformer, DTYPES[precision])
@@ -222,11 +216,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most `max_norm`; returns the norm before, [] f32, without a host sync.
-
-    Raises:
-        ValueError: no parameter has a gradient, so that a step would change nothing.
-    """
+    """Scale gradients to a global norm of at most `max_norm`; returns the norm before, [] f32, without a host sync."""
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:
         raise ValueError("no trained weight has a gradient: call backward() on a loss of the transformer before a step")

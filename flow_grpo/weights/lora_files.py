@@ -39,16 +39,12 @@ class Adapter(NamedTuple):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Their names."""
         return tuple(sorted({name.split(".lora_")[0] for name in self.shapes}))
 
 
 def read(folder: Path | str) -> Adapter:
-    """What a LoRA file says of itself, without its weights.
-
-    Raises:
-        UserError: it cannot be read, or is not a LoRA of a diffusers transformer with one rank and one alpha.
-    """
+    """What a LoRA file says of itself, without its weights. Raises UserError where it cannot be read, or is not a LoRA
+    of a diffusers transformer with one rank and one alpha."""
     path = Path(folder, FILE)
     try:
         with safe_open(path, framework="pt") as file:
@@ -66,11 +62,7 @@ def read(folder: Path | str) -> Adapter:
 
 
 def check(folder: Path | str) -> Adapter:
-    """`read`, and that the weights are those that were written, where checksums tell, and finite.
-
-    Raises:
-        UserError: as `read`, or they are not.
-    """
+    """`read`, and that the weights are finite and, where checksums tell, those that were written; else a UserError."""
     checksums.check(Path(folder))
     adapter = read(folder)
     if problem := finite.problem(weights(folder)):

@@ -32,13 +32,7 @@ def check_device(config: ConfigDict, device: torch.device) -> None:
 
 def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: str) -> None:
     """Put quantised layers in the place of the frozen linear layers inside modules of these classes, one at a time:
-    those that have an adapter, beneath it, and those that have none.
-
-    Args:
-        precision: of KINDS; "" changes nothing.
-    Raises:
-        UserError: a layer's sides do not suit it.
-    """
+    those that have an adapter, beneath it, and those that have none. `precision`: of KINDS; "" changes nothing."""
     if not precision:
         return
     inside = [unit for unit in transformer.modules() if type(unit).__name__ in units]

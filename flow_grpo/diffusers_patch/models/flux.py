@@ -43,7 +43,6 @@ class Flux(FlowModel):
         return Condition(embeds, pooled)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """T5's tokens and CLIP's vector."""
         config = self.transformer_config
         return dict(text=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
@@ -63,10 +62,8 @@ class Flux(FlowModel):
         )[0].float()
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, N, C] -> [B, c, h, w]."""
         return self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        """Packed."""
         z = super().encode_batch(images)
         return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])

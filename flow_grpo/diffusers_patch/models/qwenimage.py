@@ -52,7 +52,6 @@ class QwenImage(FlowModel):
         return Condition(self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)[0])
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """Text and its mask."""
         return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
 
     @staticmethod
@@ -62,7 +61,6 @@ class QwenImage(FlowModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """The mask is the text's."""
         transformer, grid = self.transformer, self.grid(size)
         dtype = transformer.img_in.weight.dtype
         return transformer(
@@ -80,7 +78,6 @@ class QwenImage(FlowModel):
             join_attention(self.transformer, attention)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, N, C] -> [B, c, h, w]."""
         pipeline = self.pipeline
         return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
 
@@ -91,7 +88,6 @@ class QwenImage(FlowModel):
         return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        """The other way round."""
         vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
         z = (vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
         return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
@@ -104,12 +100,8 @@ def normalisation(vae) -> tuple[Tensor, Tensor]:
 
 
 class JointAttention(QwenDoubleStreamAttnProcessor2_0):
-    """A processor of diffusers' Attention, in the place of the one it is derived from. Image tokens go first, so that
-    what is masked goes last.
-
-    Args:
-        attention: as config.attention.
-    """
+    """A processor of diffusers' Attention, in the place of the one it is derived from, with config.attention. Image
+    tokens go first, so that what is masked goes last."""
 
     def __init__(self, attention: str = ""):
         super().__init__()
@@ -166,11 +158,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
 
 def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
     """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
-    of 2, as the kernel has it.
-
-    Raises:
-        ValueError: it is not so, and `attention` would be ignored.
-    """
+    of 2, as the kernel has it. Raises ValueError where it is not so, and `attention` would be ignored."""
     for block in transformer.transformer_blocks:
         attn = block.attn
         norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]

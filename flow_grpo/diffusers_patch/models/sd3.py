@@ -55,7 +55,6 @@ class StableDiffusion3(FlowModel):
         return Condition(embeds, pooled)
 
     def num_tokens(self, size: Size) -> int:
-        """Of patches of latents."""
         side = self.pipeline.vae_scale_factor * self.transformer_config["patch_size"]
         return (size.height // side) * (size.width // side)
 
@@ -65,12 +64,10 @@ class StableDiffusion3(FlowModel):
         return self.transformer_config["in_channels"], size.height // factor, size.width // factor
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """CLIP's and T5's tokens, and CLIP's vectors."""
         config, length = self.transformer_config, self.pipeline.tokenizer_max_length + width
         return dict(text=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """The latents say how large they are."""
         dtype = self.transformer.context_embedder.weight.dtype
         return self.transformer(
             hidden_states=x.to(dtype),
@@ -81,5 +78,4 @@ class StableDiffusion3(FlowModel):
         )[0].float()
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, C, h, w] as they are."""
         return latents

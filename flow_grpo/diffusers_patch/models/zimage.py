@@ -55,7 +55,6 @@ class ZImage(FlowModel):
         return self.transformer_config["in_channels"], size.height // factor, size.width // factor
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """Text and its mask."""
         return dict(text=(width, self.transformer_config["cap_feat_dim"]), mask=(width,))
 
     @classmethod
@@ -112,7 +111,6 @@ class ZImage(FlowModel):
         return tuple(rope(part.flatten(0, 1)).unflatten(0, (num_rows, -1)) for part in (image, text))
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, C, h, w] as they are."""
         return latents
 
 
