@@ -29,7 +29,7 @@ def check(tensors: dict[str, Tensor], what: str) -> None:
 
 
 def check_images(finite: Tensor, prompts: list[Prompt]) -> None:
-    """Raises FloatingPointError, which names a prompt, unless all images are finite; `finite` [B] is from `images_are`."""
+    """Raises FloatingPointError, which names a prompt, unless all are finite; `finite` [B] is from `images_are`."""
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
         first = prompts[bad[0]]
