@@ -127,9 +127,6 @@ class Batching:
         """Rows of a forward that takes the request's next step."""
         return self.log_prob_rows if request.needs_log_prob else self.ode_rows
 
-    def count(self, rows: int, size: int) -> None:
-        self.num_forwards, self.rows, self.capacity = self.num_forwards + 1, self.rows + rows, self.capacity + size
-
 
 def denoise(
     velocity: Velocity,
@@ -183,7 +180,9 @@ def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, m
     x, t = inputs_of(batch)
     condition = Condition.concat([request.current_condition for request in batch])
     size = batching.size(first) if batching.filled else num
-    batching.count(num, size)
+    batching.num_forwards += 1
+    batching.rows += num
+    batching.capacity += size
     if size > num:
         rows = torch.arange(size, device=x.device).clamp(max=num - 1)
         x, t, condition = x[rows], t[rows], condition.take(rows)

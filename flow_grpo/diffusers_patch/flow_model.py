@@ -37,8 +37,6 @@ class Network(torch.nn.Module):
 class FlowModel(ABC):
     """A diffusers pipeline on a device, taken apart into what training needs.
 
-    Latents are those of the transformer: [B, N, C] where it takes tokens, [B, C, h, w] where it takes pictures.
-
     Args:
         pipeline: its parts may be None where nothing asks for them.
         transformer_config: of its transformer, where the pipeline has none.
@@ -50,6 +48,7 @@ class FlowModel(ABC):
     SHARD_UNITS: ClassVar[tuple[str, ...]]  # classes of the blocks
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
     GUIDANCE_SCALE: ClassVar[float]  # the published one
+    PICTURES: ClassVar[bool] = False  # whether latents are [B, C, h, w]; else tokens [B, N, C]
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
     CUTS_PADDING: ClassVar[bool] = False  # whether text that is padding is masked, so that it may be cut
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
@@ -170,8 +169,11 @@ class FlowModel(ABC):
         return math.prod(self.grid(size))
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """Of one image; here [N, C], tokens."""
-        return self.num_tokens(size), self.transformer_config["in_channels"]
+        """Of one image: [N, C], or [C, h, w] where the transformer takes PICTURES."""
+        channels, factor = self.transformer_config["in_channels"], self.pipeline.vae_scale_factor
+        if self.PICTURES:
+            return channels, size.height // factor, size.width // factor
+        return self.num_tokens(size), channels
 
     @abstractmethod
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
@@ -218,9 +220,9 @@ class FlowModel(ABC):
         """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do, and
         compute the same but for rounding. None here. `attention` is config.attention."""
 
-    @abstractmethod
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation."""
+        """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation; here pictures, as they are."""
+        return latents
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         """[B, ...] -> images [B, 3, H, W] in [-1, 1]; here by a VAE with a scale and a shift."""

@@ -85,7 +85,10 @@ def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: in
 
 def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool):
     """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
-    `sigmas`: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own."""
+
+    Args:
+        sigmas: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own.
+    """
     scheduler = copy.deepcopy(scheduler)
     config, shift = scheduler.config, None
     if config.use_dynamic_shifting:

@@ -34,21 +34,22 @@ def check_device(attention: str, device: torch.device) -> None:
 
 def usable(attention: str) -> str:
     """config.attention, or "" with a warning where the package cannot be used."""
-    problem = attention == NAME and package_problem(_kernels, "_flash_attn_fwd", "_flash_attn_bwd")
-    if problem and distributed.is_main():
-        warnings.warn(f"config.attention {NAME!r} is not used, but torch's attention: {problem}", stacklevel=2)
-    return "" if problem else attention
+    names = "_flash_attn_fwd", "_flash_attn_bwd"
+    what = f"config.attention {NAME!r} is not used, but torch's attention"
+    return "" if attention == NAME and not package_works(what, _kernels, *names) else attention
 
 
-def package_problem(load: Callable[[], ModuleType], *functions: str) -> str:
-    """Why these functions of a package cannot be used; "" if they can. They are private to it, so nothing is relied on:
-    a package may fail in any way when it is imported."""
+def package_works(otherwise: str, load: Callable[[], ModuleType], *functions: str) -> bool:
+    """Whether these functions of a package can be used; a warning says `otherwise` and why. They are private to it, so
+    nothing is relied on: a package may fail in any way when it is imported."""
     try:
         module = load()
+        problem = ", ".join(f"{module.__name__} has no {name}" for name in functions if not hasattr(module, name))
     except Exception as error:
-        return f"{type(error).__name__}: {error}; {INSTALL}"
-    missing = [name for name in functions if not hasattr(module, name)]
-    return f"{module.__name__} has no {' and no '.join(missing)}; {INSTALL}" if missing else ""
+        problem = f"{type(error).__name__}: {error}"
+    if problem and distributed.is_main():
+        warnings.warn(f"{otherwise}: {problem}; {INSTALL}", stacklevel=2)
+    return not problem
 
 
 def _kernels():

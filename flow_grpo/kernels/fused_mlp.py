@@ -1,14 +1,13 @@
 """A feed-forward of 8-bit rows, whose first product computes GELU and rounds it to 8 bits before anything is written:
 the rows between its layers are written once and read once, with 8 bits a number."""
 
-import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flow_grpo.base import checksums, distributed
+from flow_grpo.base import checksums
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.quantised_linear import (
     E4M3,
@@ -32,10 +31,7 @@ def available(attention: str, device: torch.device) -> bool:
     on_gpu = attention == flash_attention.NAME and device.type == "cuda"
     if not on_gpu or torch.cuda.get_device_capability(device)[0] != CAPABILITY:
         return False
-    problem = flash_attention.package_problem(_kernels)
-    if problem and distributed.is_main():
-        warnings.warn(f"GELU is not computed inside 8-bit products: {problem}", stacklevel=2)
-    return not problem
+    return flash_attention.package_works("GELU is not computed inside 8-bit products", _kernels)
 
 
 def feed_forward(x: Tensor, first: EightBitLinear, last: EightBitLinear) -> Tensor:

@@ -36,11 +36,11 @@ def describe(
         evaluated: the splits that are evaluated, each once.
     """
     sections = {
-        f"an epoch on {config.dry_run} GPUs": _epoch(config, plan, family),
+        f"an epoch on {config.dry_run} GPUs": _epoch(config, plan),
         "evaluation": _evaluation(config, evaluated),
         "GPU": _gpu(config, plan),
         "host memory and disk": _memory(config, family, train, evaluated),
-        "know": [*_licence(config), *_overlap(train, evaluated)],
+        "know": [*_licence(config), *filter(None, [overlap(train, evaluated)])],
     }
     return "\n".join(
         line for title, lines in sections.items() if lines for line in [f"{title}:", *(f"  {text}" for text in lines)]
@@ -53,29 +53,18 @@ def _images(plan: BatchPlan) -> int:
     return plan.num_groups * plan.group_size * plan.num_branches * steps
 
 
-def _epoch(config: ConfigDict, plan: BatchPlan, family: type[FlowModel]) -> list[str]:
+def _epoch(config: ConfigDict, plan: BatchPlan) -> list[str]:
     branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches" if plan.num_branches > 1 else ""
     updates = plan.updates_per_epoch * config.train.inner_epochs
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
-    guided = 2 if family.is_guided(config.sample.guidance_scale) else 1
     return [
         f"{plan.num_groups} prompts x {plan.group_size}{branches} = {_images(plan):,} images, at "
         f"{training_size(config)} pixels (height x width)",
         f"{plan.batches_per_epoch} batches of {plan.batch_size} on each GPU",
         f"{updates} updates of {rows:,} rows each",
-        f"at most {guided * _rollout_rows(config, plan):,} rows through the transformer in the rollout",
         f"{config.num_epochs} epochs: {config.num_epochs * _images(plan):,} images, {config.num_epochs * updates:,} "
         "updates",
     ]
-
-
-def _rollout_rows(config: ConfigDict, plan: BatchPlan) -> int:
-    """Forwards without guidance, where the noise comes as late as it may."""
-    num_steps, ratio = config.sample.num_steps, config.sample.flash_ratio or 1.0
-    if plan.num_branches == 1:
-        return plan.num_groups * plan.group_size * num_steps
-    left = [max(1, math.floor((num_steps - step - 1) * ratio)) for step in range(plan.num_trained_steps)]
-    return plan.num_groups * plan.group_size * (plan.num_trained_steps + plan.num_branches * sum(left))
 
 
 def _evaluation(config: ConfigDict, evaluated: list[Split]) -> list[str]:
@@ -148,7 +137,3 @@ def overlap(train: list[Prompt], evaluated: list[Split]) -> str:
     found = {name: texts for name, texts in shared.items() if texts and name != "train"}
     parts = [f"{len(texts)} {name} prompts, such as {quoted(texts[0])}" for name, texts in found.items()]
     return f"prompts that are evaluated are also trained on: {'; '.join(parts)}" if parts else ""
-
-
-def _overlap(train: list[Prompt], evaluated: list[Split]) -> list[str]:
-    return list(filter(None, [overlap(train, evaluated)]))

@@ -73,10 +73,6 @@ def _judge(run: Run, epoch: int) -> health.Verdict:
     return verdict
 
 
-def _only_say(run: Run) -> str:
-    return "nothing, training goes on"
-
-
 def _lower_learning_rate(run: Run) -> str:
     run.learning_rate_factor /= 2
     return f"it halves the learning rate, to {optimization.learning_rate(run):.3g}"
@@ -90,11 +86,10 @@ def _stop(run: Run) -> str:
 def _roll_back(run: Run) -> str:
     """Weights, averages and optimizer become those of the best evaluation; epochs and updates go on counting, so that
     what follows draws other prompts and other noise than what went wrong."""
-    if run.best_evaluation is None or run.num_roll_backs >= MAX_ROLL_BACKS:
-        reason = (
-            f"it has gone back {MAX_ROLL_BACKS} times" if run.best_evaluation else "no evaluation was a finite number"
-        )
-        return f"{reason}, so {_stop(run)}"
+    if run.best_evaluation is None:
+        return f"no evaluation was a finite number, so {_stop(run)}"
+    if run.num_roll_backs >= MAX_ROLL_BACKS:
+        return f"it has gone back {MAX_ROLL_BACKS} times, so {_stop(run)}"
     if problem := load_best_state(run):
         return f"{problem}, so {_stop(run)}"
     run.num_roll_backs += 1
@@ -103,7 +98,7 @@ def _roll_back(run: Run) -> str:
 
 
 ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each says what it does
-    "log": _only_say,
+    "log": lambda run: "nothing, training goes on",
     "lower_learning_rate": _lower_learning_rate,
     "stop": _stop,
     "roll_back": _roll_back,

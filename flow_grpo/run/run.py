@@ -22,7 +22,6 @@ from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
@@ -83,11 +82,6 @@ class Run:
     def size(self) -> Size:
         """Of the images that are sampled and trained on."""
         return training_size(self.config)
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """Of the rollout."""
-        return SamplingParams.of(self.config.sample)
 
     @property
     def folder(self) -> Path:

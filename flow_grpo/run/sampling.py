@@ -13,6 +13,7 @@ from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.run.run import Run
 from flow_grpo.weights import fsdp_utils, policies
@@ -77,17 +78,16 @@ def sample_epoch(
 
 def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) -> Iterator[Request]:
     """Those of a batch follow those of the one before without a gap."""
-    multiple = run.config.sample.text_multiple
+    multiple, params = run.config.sample.text_multiple, SamplingParams.of(run.config.sample)
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in batches(run, epoch):
         generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
-        shared = run.config.sample.same_latent
-        latents = None
+        shared, latents = run.config.sample.same_latent, None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
             of_group = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]
             latents = run.model.noise(run.size, of_group)
         yield from prepare_encode(
-            SamplingJob(run.model, run.embed(batch.prompts), generators, run.sampling_params, run.size),
+            SamplingJob(run.model, run.embed(batch.prompts), generators, params, run.size),
             noisy=noisy_steps(batch),
             names=[(batch, row) for row in range(len(batch.images))],
             num_branches=num_branches,

@@ -80,7 +80,10 @@ def prepare(
             weights come to the device for as long as it computes.
     """
     transformer = network.transformer
-    _set_dtypes(transformer, DTYPES[precision])
+    for p in transformer.parameters():
+        p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[precision])
+    for layer in quantisation.quantised_layers(transformer).values():
+        layer.dtype = DTYPES[precision]
     if weights is None:
         transformer.to(device)
     if mesh is not None:
@@ -102,13 +105,6 @@ def fill(transformer: nn.Module, weights: Path | str | None, init: Callable[[str
         adapters = {name: p for name, p in trainable_parameters(transformer).items() if "lora_" in name}
         for name, p in adapters.items():
             _copy_rows(p.detach(), init(name, p.shape))
-
-
-def _set_dtypes(transformer: nn.Module, frozen: torch.dtype) -> None:
-    for p in transformer.parameters():
-        p.data = p.data.to(torch.float32 if p.requires_grad else frozen)
-    for layer in quantisation.quantised_layers(transformer).values():
-        layer.dtype = frozen
 
 
 def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:

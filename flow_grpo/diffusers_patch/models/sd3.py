@@ -26,6 +26,7 @@ class StableDiffusion3(FlowModel):
         f"attn.{linear}"
         for linear in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     )
+    PICTURES = True
     GUIDANCE_SCALE = 4.5
     CUDNN_ATTENTION = True
     GIVES_SIGMAS = False
@@ -54,15 +55,6 @@ class StableDiffusion3(FlowModel):
         )
         return Condition(embeds, pooled)
 
-    def num_tokens(self, size: Size) -> int:
-        side = self.pipeline.vae_scale_factor * self.transformer_config["patch_size"]
-        return (size.height // side) * (size.width // side)
-
-    def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """[C, h, w]."""
-        factor = self.pipeline.vae_scale_factor
-        return self.transformer_config["in_channels"], size.height // factor, size.width // factor
-
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         config, length = self.transformer_config, self.pipeline.tokenizer_max_length + width
         return dict(text=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
@@ -76,6 +68,3 @@ class StableDiffusion3(FlowModel):
             pooled_projections=condition.pooled.to(dtype),
             return_dict=False,
         )[0].float()
-
-    def features(self, latents: Tensor, size: Size) -> Tensor:
-        return latents

@@ -27,6 +27,7 @@ class ZImage(FlowModel):
     PIPELINE, TRANSFORMER = ZImagePipeline, ZImageTransformer2DModel
     SHARD_UNITS = ("ZImageTransformerBlock",)
     LORA_TARGETS = tuple(f"attention.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0"))
+    PICTURES = True
     GUIDANCE_SCALE = 4.0  # of Z-Image; Z-Image-Turbo takes 0
     CUDNN_ATTENTION = False  # as fast: benchmarks/RESULTS.md
     CUTS_PADDING = True
@@ -48,11 +49,6 @@ class ZImage(FlowModel):
         device = self.pipeline.text_encoder.device
         (states,), _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
         return Condition(states[None])
-
-    def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """[C, h, w]."""
-        factor = self.pipeline.vae_scale_factor
-        return self.transformer_config["in_channels"], size.height // factor, size.width // factor
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         return dict(text=(width, self.transformer_config["cap_feat_dim"]), mask=(width,))
@@ -109,9 +105,6 @@ class ZImage(FlowModel):
         text = places((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2).expand(num_rows, -1, -1)
         rope = self.transformer.rope_embedder
         return tuple(rope(part.flatten(0, 1)).unflatten(0, (num_rows, -1)) for part in (image, text))
-
-    def features(self, latents: Tensor, size: Size) -> Tensor:
-        return latents
 
 
 def padded_text(condition: Condition) -> tuple[Tensor, Tensor, Tensor]:
