@@ -33,7 +33,7 @@ from flow_grpo.run.loop import finish, is_due, log_epoch
 from flow_grpo.run.optimization import backward, optimizer_step
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
-from flow_grpo.run.startup import check_settings, start
+from flow_grpo.run.startup import start
 from flow_grpo.weights import dropout
 
 HELD_OUT_PAIRS = 256  # that are judged, evenly spread
@@ -54,7 +54,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     Raises:
         UserError: as `start` does, and for pairs of another model or size, or too few of them.
     """
-    check_settings(config, checks.DPO)
+    checks.check(config, checks.DPO)
     files = stored_pairs(config) if config.preferences.path else {}
     texts = files["train"].prompts if files else None
     run = start(config, checks.DPO, reference=True, stored_prompts=texts)

@@ -9,7 +9,8 @@ from small import CHECKS, MODELS, as_prompts, config_of, loaded, plan
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.run import optimization, startup
+from flow_grpo.run import optimization
+from flow_grpo.settings import checks
 
 
 def test_both_epochs_draw_one_prompt(tmp_path):
@@ -48,7 +49,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """Its weights are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
-    startup.check_settings(config, CHECKS[config.algorithm])
+    checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
     assert name == script.replace("flux", "qwenimage").replace("sd3", "qwenimage")
     with random_model.registered(family, "Random"):

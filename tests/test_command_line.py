@@ -14,7 +14,6 @@ from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line
 from flow_grpo.data import prompts
-from flow_grpo.run import startup
 from flow_grpo.settings import checks, command_line, table
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
@@ -106,7 +105,7 @@ def test_settings_of_ones_own_are_free_in_a_file_of_ones_own(tmp_path):
     lines = *lines, "    config.custom.temperature = 0.5", "    config.custom.phases = ('a', 'b')", "    return config"
     file.write_text("\n".join(lines))
     config = command_line.config_of([f"--config={file}", "--config.custom.temperature=2"], DEFAULT)
-    startup.check_settings(config, checks.GRPO)
+    checks.check(config, checks.GRPO)
     assert config.custom.to_dict() == dict(temperature=2.0, phases=("a", "b"))
     with pytest.raises(AttributeError):
         config.train.temperature = 1.0

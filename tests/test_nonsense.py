@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from small import CHECKS, plan
 
 from config import dpo, grpo, nft
-from flow_grpo.run import startup
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import table
+from flow_grpo.settings import checks, table
 from flow_grpo.weights import policies
 
 RUNS = {
@@ -66,7 +65,7 @@ def put(config, key, value):
 
 def check_all(config, algorithm):
     """All that is checked before a file is read or a weight is loaded."""
-    startup.check_settings(config, CHECKS[algorithm])
+    checks.check(config, CHECKS[algorithm])
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     policies.check_lora(config.lora)
     plan(config)

@@ -57,8 +57,7 @@ class Rollout:
             return (values[image_index] if values.ndim == 1 else values[image_index, step_index]).flatten()
 
         def of_steps(values: Tensor | None, repeats: int = 1) -> Tensor | None:
-            taken = None if values is None else values[image_index, step_index]
-            return taken if taken is None or repeats == 1 else taken.repeat_interleave(repeats, 0)
+            return None if values is None else values[image_index, step_index].repeat_interleave(repeats, 0)
 
         return Minibatch(
             row_ids=torch.stack([self.images[image], step], 1),

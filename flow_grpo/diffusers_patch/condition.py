@@ -11,10 +11,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Condition:
-    """B rows, L text tokens, D text width. Every field but `negative` is a tensor with B rows, or None.
-
-    Rows that are equal may be views of one row: joining, taking and repeating such rows copies nothing.
-    """
+    """B rows, L text tokens, D text width. Every field but `negative` is a tensor with B rows, or None."""
 
     text: Tensor  # [B, L, D], the text encoder's last states
     pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
@@ -42,12 +39,12 @@ class Condition:
         return ours.keys() == theirs.keys() and all(torch.equal(part, theirs[name]) for name, part in ours.items())
 
     def take(self, rows: slice | Tensor) -> "Condition":
-        return _map(lambda tensors: _taken(tensors[0], rows), [self])
+        return _map(lambda tensors: tensors[0][rows], [self])
 
     @staticmethod
     def concat(conditions: list["Condition"]) -> "Condition":
         """Join along B; all conditions have the same shapes."""
-        return _map(_joined, conditions) if len(conditions) > 1 else conditions[0]
+        return _map(torch.cat, conditions) if len(conditions) > 1 else conditions[0]
 
     @staticmethod
     def stack(rows: list["Condition"], width: int | None = None) -> "Condition":
@@ -87,21 +84,3 @@ def _map(change: Callable[[list[Tensor]], Tensor], conditions: list[Condition]) 
     negatives = [condition.negative for condition in conditions if condition.negative is not None]
     whole = len(negatives) == len(conditions)
     return Condition(**changed, negative=_map(change, negatives) if whole else None)
-
-
-def _taken(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    if isinstance(rows, Tensor) and _is_one_row(tensor):
-        return tensor[:1].expand(len(rows), *tensor.shape[1:])
-    return tensor[rows]
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    first = tensors[0][0]
-    if all(_is_one_row(tensor) and tensor[0].is_set_to(first) for tensor in tensors):
-        return first.expand(sum(len(tensor) for tensor in tensors), *first.shape)
-    return torch.cat(tensors)
-
-
-def _is_one_row(tensor: Tensor) -> bool:
-    """Whether all rows are views of one."""
-    return len(tensor) == 1 or tensor.stride(0) == 0

@@ -62,12 +62,8 @@ def sde_step_with_logprob(
         log_density = -error
     else:
         log_density = -error / (2 * transition_std**2) - torch.log(transition_std) - 0.5 * math.log(2 * math.pi)
-    return SDEStep(prev_sample, _mean(log_density), mean, std_dev_t, transition_std, sigma_next - sigma)
-
-
-def _mean(log_density: Tensor) -> Tensor:
-    """Over all elements of a row, [B] f32. Summed in float64, in which no order of the terms shows in a float32."""
-    return log_density.flatten(1).mean(1, dtype=torch.float64).float()
+    log_prob = log_density.flatten(1).mean(1, dtype=torch.float64).float()  # in which no order of the terms shows
+    return SDEStep(prev_sample, log_prob, mean, std_dev_t, transition_std, sigma_next - sigma)
 
 
 def _sigmas_at(scheduler, timestep: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,11 +67,11 @@ def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -
     """
     if stored is None:
         return current, []
-    changed = [
-        f"config.{key.replace('_', '.')}: {', '.join(names[:3])}"
-        for key in ("dataset", "model", "lora_path", "preferences_path")
-        if (names := _changed(getattr(stored, key), getattr(current, key)))
-    ]
+    changed = []
+    for key in ("dataset", "model", "lora_path", "preferences_path"):
+        before, now = getattr(stored, key), getattr(current, key)
+        if names := [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]:
+            changed.append(f"config.{key.replace('_', '.')}: {', '.join(names[:3])}")
     if changed and not accepts:
         raise UserError(
             f"what the run reads is not what it was ({'; '.join(changed)}): restore these files, or start a new run; "
@@ -93,11 +93,6 @@ def read(run_folder: Path) -> Inputs | None:
 def write(run_folder: Path, inputs: Inputs) -> None:
     """Store them beside config.json."""
     folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
-
-
-def _changed(stored: dict[str, str], current: dict[str, str]) -> list[str]:
-    """Names of files that came, went or changed."""
-    return [name for name in sorted(stored.keys() | current.keys()) if stored.get(name) != current.get(name)]
 
 
 def _model(folder: str, memory: Path) -> dict[str, str]:

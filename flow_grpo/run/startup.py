@@ -66,7 +66,8 @@ def start(
     Raises:
         UserError: before any weight is loaded, for all that a user can get wrong.
     """
-    check_settings(config, script)
+    checks.check(config, script)
+    trackers.check(config.logger)
     family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
     evaluated = [*{split.name: split for split in (texts.choosing, texts.test)}.values()] if evaluates(config) else []
@@ -101,12 +102,6 @@ def _end_dry_run(
             pool.try_rewards(training_size(config), texts.any)
             pool.close()
     raise SystemExit(0)
-
-
-def check_settings(config: ConfigDict, script: checks.Script) -> None:
-    """Raises UserError for what no file is needed to refuse."""
-    checks.check(config, script)
-    trackers.check(config.logger)
 
 
 def _load(
