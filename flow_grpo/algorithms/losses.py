@@ -30,12 +30,7 @@ def guard_surrogate(
     clip_range: float,
 ) -> Tensor:
     """GRPO-Guard's objective (arXiv:2510.22319): PPO's bound of `guard_log_ratio`, whose one clip range fits all steps;
-    1 / |dt| evens out the steps' gradients.
-
-    Args:
-        advantages: [B]; the others as in `guard_log_ratio`.
-        dt: [B, 1...].
-    """
+    1 / |dt| evens out the steps' gradients. advantages [B], dt [B, 1...]; the others as in `guard_log_ratio`."""
     log_ratio = guard_log_ratio(log_prob, old_log_prob, mean, old_mean, transition_std)
     return clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range) / dt.flatten().abs()
 
@@ -65,13 +60,8 @@ def dppo_surrogate(
     kl_limit: float,
 ) -> Tensor:
     """Flow-DPPO (arXiv:2606.11025), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is over
-    `kl_limit` and the ratio has moved the way the advantage pushes. Whether a row stops depends on both Gaussians, and
-    not on where in them its sample happens to lie.
-
-    Args:
-        advantages: [B]; the others as in `guard_log_ratio`.
-        kl_limit: nats per latent element.
-    """
+    `kl_limit`, in nats per latent element, and the ratio has moved the way the advantage pushes. Whether a row stops
+    depends on both Gaussians, and not on where in them its sample lies. Arguments as in `guard_surrogate`."""
     ratio = torch.exp(log_prob - old_log_prob)
     loss = -advantages * ratio
     stops = (gaussian_kl(mean, old_mean, transition_std) > kl_limit) & (advantages * (ratio - 1) > 0)
@@ -85,11 +75,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     """The loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
-
-    Args:
-        transition_std: [..., K] of an image's trained steps, in their order.
-        mode: of train.step_weight.
-    """
+    transition_std [..., K] of an image's trained steps, in their order; `mode` as train.step_weight."""
     return {
         "equal": torch.ones_like(transition_std),
         "sqrt3": math.sqrt(3) * transition_std,
@@ -162,14 +148,8 @@ def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updat
 
 
 def old_policy_decay(step: int, schedule: float) -> float:
-    """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4).
-
-    Args:
-        schedule: below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999.
-
-    Raises:
-        UserError: a schedule that there is not, such as 1.5.
-    """
+    """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4). `schedule`:
+    below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999; others are refused."""
     if 0 <= schedule < 1:
         return schedule
     if schedule == 1:

@@ -26,10 +26,7 @@ def check(alert: str) -> None:
 
 def send(alert: str, text: str) -> str:
     """Tell it, on the main rank; why that failed, "" where it did not. No run ends because nobody could be told.
-
-    Args:
-        alert: config.alert: "" = nobody, the name of a sender, or a command that gets the text as its last argument.
-    """
+    `alert` is config.alert: "" = nobody, the name of a sender, or a command that gets the text as its last argument."""
     if not alert or os.environ.get("RANK", "0") != "0":
         return ""
     words = in_one_line(text, LONGEST)

@@ -76,12 +76,8 @@ def file_digest(path: Path, memory: Path | None = None) -> str:
 
 
 def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]:
-    """The BLAKE2b digest of each file's bytes, 32 hexadecimal digits. Files are read side by side.
-
-    Args:
-        memory: a JSON file that keeps digests for later processes, which may share it. It is no error if it cannot be
-            read or written.
-    """
+    """The BLAKE2b digest of each file's bytes, 32 hexadecimal digits. Files are read side by side. `memory`, a JSON
+    file, keeps digests for later processes, which may share it; it is no error if it cannot be read or written."""
     files = [Path(path).resolve() for path in paths]
     known = {}  # path -> [bytes, time of the content, time of the entry in ns, digest]
     with suppress(UserError):  # a missing or damaged memory

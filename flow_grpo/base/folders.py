@@ -145,11 +145,7 @@ def make(folder: Path, key: str) -> bool:
 
 def lock(folder: Path) -> str:
     """Keep other processes out of a folder until this one ends or calls `release`; returns what to tell the user: "",
-    or that this file system has no locks.
-
-    Raises:
-        UserError: another process holds it, with its host and its process id, or the folder cannot be written.
-    """
+    or that this file system has no locks. Raises UserError, with host and process, where another one holds it."""
     folder = folder.resolve()
     release(folder)  # one process never writes two runs into one folder
     try:

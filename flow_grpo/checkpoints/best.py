@@ -64,11 +64,8 @@ def read(run_folder: Path) -> Evaluation | None:
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
-    """Replace the folder, all ranks together. A failure leaves the old one intact.
-
-    Args:
-        fill: puts the weights into the folder that it is given; every rank calls it.
-    """
+    """Replace the folder, all ranks together. A failure leaves the old one intact. Every rank calls `fill`, which puts
+    the weights into the folder that it is given."""
     with checkpoints.replaced(run_folder / NAME) as tmp:
         fill(tmp)
         distributed.on_main(_describe, tmp, evaluation)
@@ -77,10 +74,9 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
 def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Evaluation | None, int, str]:
     """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
 
-    Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one.
+    Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one. One that was
+    measured otherwise than `wanted`, an evaluation of the resumed run, is set aside.
 
-    Args:
-        wanted: an evaluation of the resumed run; a best one that was measured otherwise cannot be compared with it.
     Returns:
         The best, epochs completed at the first evaluation that can be compared with those to come, and what to tell
         the user, "" for nothing.

@@ -96,10 +96,7 @@ def save(
 
 def load(checkpoint: Path | str, state: dict[str, Tensor], exact: bool = True) -> Progress:
     """Fill `state`, from `training_state`, from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
-
-    Raises:
-        UserError: the checkpoint lacks some of these tensors, or, if `exact`, holds others.
-    """
+    Raises UserError where the checkpoint lacks some of these tensors, or, if `exact`, holds others."""
     progress = read_progress(Path(checkpoint))
     shards.read(state, Path(checkpoint, STATE), exact)
     return progress

@@ -35,12 +35,8 @@ class Network(torch.nn.Module):
 
 
 class FlowModel(ABC):
-    """A diffusers pipeline on a device, taken apart into what training needs.
-
-    Args:
-        pipeline: its parts may be None where nothing asks for them.
-        transformer_config: of its transformer, where the pipeline has none.
-    """
+    """A diffusers pipeline on a device, taken apart into what training needs. Parts of the pipeline may be None where
+    nothing asks for them; `transformer_config` stands in for that of a transformer that it lacks."""
 
     NAME: ClassVar[str]  # in the names of configs and tools
     PIPELINE: ClassVar[type[DiffusionPipeline]]
@@ -71,12 +67,8 @@ class FlowModel(ABC):
         text: bool = True,
     ) -> "FlowModel":
         """Of a folder or hub id, with the transformer's weights still on the meta device: fsdp_utils.prepare fills them
-        in. Text encoders are float32 on a CPU and bfloat16 elsewhere.
-
-        Args:
-            alone: neither text encoders nor VAE, for training on latents and embeddings from a disk.
-            text: False for no text encoders, where all embeddings are on a disk.
-        """
+        in. Text encoders are float32 on a CPU and bfloat16 elsewhere. `alone`: neither text encoders nor VAE; without
+        `text`: no text encoders."""
         folder, transformer = shipped.find(folder), cls.empty_transformer(folder)
         if alone:
             return cls(loading.without_weights(cls.PIPELINE, folder, transformer=transformer), device)
@@ -139,15 +131,13 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def encode(self, prompts: list[Prompt], *, width: int | None = None, guided: bool = True) -> Condition:
-        """B prompts, each encoded by itself so that its numbers do not depend on its neighbours.
+        """B prompts, each encoded by itself so that its numbers do not depend on its neighbours. Raises UserError for
+        one of too many tokens.
 
         Args:
             width: text tokens, padded to; None = as diffusers has it. Where CUTS_PADDING, there is a mask with a width,
                 and without one where lengths differ.
             guided: also encode the negative prompt, where guidance is a second forward.
-
-        Raises:
-            UserError: a prompt has more tokens than that.
         """
         self.check(prompts, width)
         with_negative = guided and self.NEGATIVE_PROMPT is not None

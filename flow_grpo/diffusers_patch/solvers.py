@@ -33,11 +33,7 @@ class DPMSolver:
 
     def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
         """From timesteps[index] to the next one, or to the image: the latents there, and the rows' memory, which is the
-        step's prediction of the image.
-
-        Args:
-            velocity, latents: [R, ...].
-            memory: [R, ...], what the step before returned; None for the first.
+        step's prediction of the image. [R, ...] each; the memory is what the step before returned, None for the first.
         """
         scheduler = self.scheduler
         scheduler.model_outputs, scheduler.lower_order_nums = [None, memory], min(index, 2)

@@ -31,7 +31,7 @@ def compile_units(
     Args:
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
-        fuse_gelu: whether GELU is computed inside 8-bit products (`gelu_product`) where no log-prob and no loss is.
+        fuse_gelu: whether GELU is computed inside 8-bit products (`fused_mlp`) where no log-prob and no loss is.
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     stochastic_rounding.compile_for_gpus()

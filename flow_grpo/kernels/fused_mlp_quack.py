@@ -1,4 +1,4 @@
-"""The GPU's form of `gelu_product.gelu_of_product`: a product of quack-kernels and what becomes of its sums."""
+"""The GPU's form of `fused_mlp.gelu_of_product`: a product of quack-kernels and what becomes of its sums."""
 
 import torch
 from quack.activation import gelu_tanh_approx

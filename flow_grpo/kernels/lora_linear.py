@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 class AdaptedLinear(Linear):
     """peft's W x + B A x s (arXiv:2106.09685) with s in the small A instead of in the result: else each gradient of a
-    result is written twice, and that of GELU a third time, in float32. `compiled.compile_units` gives this class to
+    result is written twice, and that of GELU a third time, in float32. `compilation.compile_units` gives this class to
     layers that `suits` accepts."""
 
     def forward(self, x: Tensor, narrow: Tensor | None = None, **named) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of `joint_attention`: a program for each token, which holds its heads in registers.
+"""Triton kernels of `qk_norm_rope`: a program for each token, which holds its heads in registers.
 
 Nothing depends on other tokens or rows, or on how many there are: a row's bits are the same in any batch.
 """

@@ -23,15 +23,8 @@ NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2
 
 
 class QuantisedLinear(nn.Module):
-    """x W^T + b of a stored W that gets no gradient. Its weight has no dtype that an optimizer or autocast would see,
-    and is in no state dict: `store` fills it.
-
-    Args:
-        out_features, in_features: of W.
-        bias: [out] or None.
-        dtype: of the result.
-        device: "meta" for a layer that is filled later.
-    """
+    """x W^T + b of a stored W [out, in] that gets no gradient; the result is of `dtype`. Its weight has no dtype that
+    an optimizer or autocast would see, and is in no state dict: `store` fills it."""
 
     rounds_x = False  # whether x has 8 bits in products, too; for results that enter neither a log-prob nor a loss
 

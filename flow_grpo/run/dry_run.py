@@ -29,12 +29,8 @@ def describe(
     train: list[Prompt],
     evaluated: list[Split],
 ) -> str:
-    """Sections of lines: the epoch, the evaluation, GPU and hours, memory and disk, and what to know beforehand.
-
-    Args:
-        plan: for config.dry_run GPUs.
-        evaluated: the splits that are evaluated, each once.
-    """
+    """Sections of lines: the epoch, the evaluation, GPU and hours, memory and disk, and what to know beforehand. `plan`
+    is for config.dry_run GPUs; `evaluated` has each split once."""
     sections = {
         f"an epoch on {config.dry_run} GPUs": _epoch(config, plan),
         "evaluation": _evaluation(config, evaluated),

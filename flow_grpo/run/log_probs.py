@@ -71,10 +71,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
 @torch.no_grad()
 def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
     """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step, by denoising step.
-
-    Args:
-        log_ratio: [R * J], the objective's own.
-        beyond: [R * J] bool, outside of its trust region; None = of train.clip_range.
+    log_ratio [R * J] is the objective's own, beyond [R * J] outside of its trust region (None = of train.clip_range).
     """
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
     ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)

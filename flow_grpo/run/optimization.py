@@ -26,12 +26,8 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
-    """Add the gradient of a minibatch's part of the update's mean.
-
-    Args:
-        loss: [R * J]; what is masked or filtered counts as rows.loss_weight says.
-        log_ratios: [R * J], to name the row if one is wrong.
-    """
+    """Add the gradient of a minibatch's part of the update's mean. loss [R * J]: what is masked or filtered counts as
+    rows.loss_weight says. log_ratios [R * J]: to name the row if one is wrong."""
     loss = loss * rows.loss_weight
     log_ratios = None if log_ratios is None else log_ratios.detach()
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
@@ -40,12 +36,8 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor
 
 
 def optimizer_step(run: Run) -> None:
-    """Average over ranks, clip by the norm over all of them, step, average the weights, log.
-
-    Raises:
-        ParityError: rollout and update disagree before the epoch's first step; this update has moved no weight.
-        FloatingPointError: a loss or gradient is not finite; this update has moved no weight.
-    """
+    """Average over ranks, clip by the norm over all of them, step, average the weights, log. A ParityError or, where a
+    loss or gradient is not finite, a FloatingPointError comes before any weight is moved."""
     if run.on_policy:
         check_parity(run)
     parameters = run.parameters

@@ -105,11 +105,8 @@ class Run:
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
     ) -> Tensor:
-        """The policy. Rollout and update both go through here, so they cannot disagree.
-
-        Args:
-            guidance_scale: None = the rollout's; `size`: None = the one that is trained.
-        """
+        """The policy. Rollout and update both go through here, so they cannot disagree. None = the rollout's
+        guidance_scale, and the size that is trained."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
         if not self.ema.is_applied:  # then this is an evaluation
             self.num_forwards += len(x) * (2 if self.model.is_guided(scale) else 1)

@@ -146,10 +146,8 @@ def load_best_state(run: Run) -> str:
 def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Progress:
     """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set.
 
-    Args:
-        exact: False for another run's checkpoint, which may lack the reference and extra policies, or have some
-            that this run does not need. Extra policies that it lacks become the loaded policy.
-    """
+    Another run's, which is not `exact`, may lack the reference and extra policies, or have some that this run does not
+    need. Extra policies that it lacks become the loaded policy."""
     tensors = state(run)
     stored = tensors if exact else checkpoints.stored_of(checkpoint, tensors)
     progress = checkpoints.load(checkpoint, stored, exact)

@@ -55,16 +55,13 @@ def start(
     reference: bool = False,
     stored_prompts: list[Prompt] | None = None,
 ) -> Run:
-    """Check everything, then load everything, and resume.
+    """Check everything, then load everything, and resume. Raises UserError, before any weight is loaded, for all that a
+    user can get wrong.
 
     Args:
-        script: what it asks of a config.
         extra_policies: names for policies that the script keeps beside the trained one, see Run.extra_policies.
         reference: whether to keep the first policy even where train.beta is 0.
         stored_prompts: to train on in the place of the data set's, with images that exist already.
-
-    Raises:
-        UserError: before any weight is loaded, for all that a user can get wrong.
     """
     checks.check(config, script)
     trackers.check(config.logger)

@@ -22,12 +22,8 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
 
 
 def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:
-    """Adapters by config.lora; everything else, quantised by config.base_precision, from the model's folder.
-
-    Args:
-        model: its transformer on the meta device, adapters attached.
-        mesh: from `fsdp_utils.make_mesh`; None = no shards.
-    """
+    """Adapters by config.lora; everything else, quantised by config.base_precision, from the model's folder. The
+    model's transformer is on the meta device, adapters attached."""
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,

@@ -18,12 +18,9 @@ READERS = 4  # threads; a layer in full precision is in memory for each
 
 
 def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
-    """Fill everything but adapters from `folder`. peft calls the adapted layers' own weights base_layer. Raises
-    UserError for names or shapes in `folder` that are not the transformer's, and for names that are missing.
-
-    Args:
-        copy_rows: (tensor or quantised layer, slice of a file) -> None; fills what this rank has of it.
-    """
+    """Fill everything but adapters from `folder`, by copy_rows(tensor or quantised layer, slice of a file), which fills
+    what this rank has of it. peft calls the adapted layers' own weights base_layer. Raises UserError for names or
+    shapes in `folder` that are not the transformer's, and for names that are missing."""
     tensors = {name: tensor for name, tensor in transformer.state_dict().items() if "lora_" not in name}
     tensors |= {f"{name}.weight": layer for name, layer in quantisation.quantised_layers(transformer).items()}
     targets = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
