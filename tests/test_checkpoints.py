@@ -278,9 +278,9 @@ def small(folder, epoch, config=CONFIG, keep=9, extra_files=lambda path: None, *
 
 def test_another_model_is_refused_by_its_differing_tensors(tmp_path):
     checkpoint = small(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"1 tensors differ: a .* -> \(7,\)"):
+    with pytest.raises(ValueError, match=r"1 tensors differ: a$"):
         checkpoints.load(checkpoint, TENSORS | {"a": torch.zeros(7)})
-    with pytest.raises(ValueError, match="1 tensors differ: more absent -> "):
+    with pytest.raises(ValueError, match=r"1 tensors differ: more$"):
         checkpoints.load(checkpoint, TENSORS | {"more": torch.zeros(7)})
 
 

@@ -198,7 +198,6 @@ WRONG = dict(
     rank_0=with_tensors(lambda name, tensor: tensor[:0] if ".lora_A" in name else tensor[:, :0]),
     too_deep=with_more("transformer_blocks.90.attn.to_q", 32, 32),
     not_finite=with_tensors(lambda name, tensor: tensor / 0 if name.endswith(B) else tensor),
-    whole_numbers=with_tensors(lambda name, tensor: tensor.to(torch.int8)),
 )
 
 

@@ -1,7 +1,5 @@
-"""Which denoising steps of an image are sampled with noise and trained: the SDE window, and how it moves.
-
-A schedule is a pure function of the number of optimizer steps taken, so that a resumed run needs no cursor, and every
-image of a batch has the same window on whatever rank it is.
+"""Which denoising steps of an image are sampled with noise and trained: the SDE window, and how it moves, as a function
+of the number of optimizer steps taken, so that a resumed run needs no cursor.
 """
 
 import torch

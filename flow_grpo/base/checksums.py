@@ -1,10 +1,7 @@
 """Whether files are those that were written or read before.
 
-A folder's checksums.json holds a size and a CRC-32 of each file. CRC-32 is the fastest that Python has: it sees any
-flipped bit, and misses other damage once in 4 billion files. It says nothing about who wrote a file. A folder inside
-that has checksums of its own is left to these.
-
-A digest is the name of a file's content. Large files are read once; a later call knows them by path, size and times.
+A folder's checksums.json holds a size and a CRC-32, the fastest that Python has, of each file; of a folder inside only
+where that has none of its own. It says nothing about who wrote a file. A digest is the name of a file's content.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Checkpoints, to resume a run from.
 
 A checkpoint is a folder `epoch_000010` that appears, complete, in one rename. All ranks write it in parallel, and any
-number of ranks can resume from it. It holds no RNG state: randomness goes by name (see rng.py). It holds no program
-either, as pickled ones did: tensors are safetensors, the rest is JSON, and checksums.json tells damage.
+number of ranks can resume from it. It holds no RNG state: randomness goes by name (see rng.py). Tensors are
+safetensors, the rest is JSON, and checksums.json tells damage.
 """
 
 import json

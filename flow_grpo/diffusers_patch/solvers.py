@@ -1,8 +1,7 @@
 """Solvers that denoise in fewer forwards, after the noisy steps.
 
 A solver takes a velocity at each of its `timesteps` [S], in scheduler units and in their order, and ends at sigma = 0.
-It holds a schedule and no images: rows of any number of requests at one of its steps take that step together, and what
-a row must remember of its earlier velocities is the caller's to keep.
+It holds a schedule and no images: what a row must remember of its earlier velocities is the caller's to keep.
 """
 
 from functools import lru_cache

@@ -49,14 +49,10 @@ def read(folder: Path | str) -> Adapter:
     try:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get(METADATA)
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            kinds = {part.get_dtype() for part in slices.values()}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{in_one_line(path)} cannot be read: {in_one_line(error)}") from error
     rank = _rank(path, shapes)
-    if whole_numbers := sorted(kind for kind in kinds if "F" not in kind):
-        raise UserError(f"{in_one_line(path)} holds whole numbers ({', '.join(whole_numbers)}), not weights")
     shapes = {name.removeprefix("transformer."): shape for name, shape in shapes.items()}
     return Adapter(rank, _alpha(path, header, rank), shapes)
 

@@ -1,7 +1,5 @@
-"""Frozen linear layers of a transformer in 8 or 4 bits a weight, through which gradients reach the adapters.
-
-A transformer that has them in rollout and update alike is a policy of its own, whose log-probs agree bit for bit, as
-those of any other precision do.
+"""Frozen linear layers of a transformer in 8 or 4 bits a weight, through which gradients reach the adapters. With them
+in rollout and update alike the transformer is a policy of its own, whose log-probs agree bit for bit.
 """
 
 from collections.abc import Iterator
