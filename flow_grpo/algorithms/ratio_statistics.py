@@ -52,12 +52,7 @@ def record(
         clip_fraction_low=(beyond & (ratio < 1)).double(),
     )
     if on_policy:
-        meter.add(
-            **{
-                "parity/log_prob_abs_diff_mean": gap.abs(),
-                "parity/ratio_minus_one_e4": (ratio - 1).abs() * 1e4,
-            }
-        )
+        meter.add(**{"parity/log_prob_abs_diff_mean": gap.abs(), "parity/ratio_minus_one_e4": (ratio - 1).abs() * 1e4})
         meter.add_max(**{"parity/log_prob_abs_diff_max": gap.abs()})
 
 

@@ -73,21 +73,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def node() -> int:
-    """Which machine of the run this is, as torchrun counts them."""
-    return int(os.environ.get("GROUP_RANK", 0)) if dist.is_initialized() else 0
-
-
-def ranks_per_machine() -> int:
-    """How many ranks torchrun has started on this machine, as on each other one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def is_first_on_node() -> bool:
-    """Whether this is the first rank of its machine."""
-    return not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized():

@@ -6,6 +6,7 @@ all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every
 `hybrid` (sharded inside groups of ranks, replicated across groups).
 """
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,7 +42,7 @@ def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceM
         return None
     if mode == "shard":
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    per_machine = distributed.ranks_per_machine()
+    per_machine = int(os.environ["LOCAL_WORLD_SIZE"])  # ranks that torchrun has started on each
     shape = (world_size // per_machine, per_machine)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
