@@ -62,7 +62,7 @@ def sde_step_with_logprob(
         log_density = -error
     else:
         log_density = -error / (2 * transition_std**2) - torch.log(transition_std) - 0.5 * math.log(2 * math.pi)
-    log_prob = log_density.flatten(1).mean(1, dtype=torch.float64).float()  # in which no order of the terms shows
+    log_prob = log_density.flatten(1).mean(1, dtype=torch.float64).float()  # float64 hides the order of the terms
     return SDEStep(prev_sample, log_prob, mean, std_dev_t, transition_std, sigma_next - sigma)
 
 
