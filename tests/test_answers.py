@@ -1,5 +1,6 @@
 """What is said without training: --help, --list, --dry_run and mistakes; and what a run notes of how it was made."""
 
+import shutil
 import subprocess
 import sys
 
@@ -54,6 +55,37 @@ def test_a_command_line_is_answered_before_torch_is_imported(words, status, says
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == status, done
     assert all(word in (done.stderr if status else done.stdout) for word in says), done
+
+
+TAB = """source <("$PYTHON" scripts/train_qwenimage.py --completion)
+for COMP_LINE in "$@"; do
+    COMP_POINT=${#COMP_LINE} COMPREPLY=()
+    _flow_grpo
+    printf "%s " "${COMPREPLY[@]}"
+    echo
+done"""
+OFFERED = {  # what is typed after the script's name -> what bash takes in the place of the last word, after = and :
+    "--config config/d": "config/dpo.py:",
+    "--config=config/nft.py:shapes_": "shapes_qwenimage_nft",
+    "--config config/nft.py:shapes_qwenimage_nft,smoke,aw": "shapes_qwenimage_nft,smoke,awm",
+    "--config config/nothere.py:": "",
+    "--config.train.dpo": "--config.train.dpo_beta=",
+    "--config.fsdp.mode=": "replicate shard hybrid",
+    "--help lora.d": "lora.dropout",
+    "--seed=1 --li": "--list",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_runs_variants_and_settings_and_starts_no_other_script(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    (tmp_path / "theirs.py").write_text("open('started', 'w')")
+    lines = [f"{sys.executable} scripts/train_qwenimage.py {typed}" for typed in OFFERED]
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    command = ["bash", "-c", TAB, "bash", *lines, f"python {tmp_path}/theirs.py --"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.strip() for line in done.stdout.splitlines()] == [*OFFERED.values(), ""], done
+    assert not (ROOT / "started").exists()
 
 
 def test_a_script_of_another_checkout_is_refused(tmp_path, monkeypatch):
