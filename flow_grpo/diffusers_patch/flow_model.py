@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -228,23 +227,16 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
-        """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time."""
-        fixed = loading.fixed_shape(self.pipeline.vae)
-        return decode(partial(self.decode_batch, size=size), latents, batch_size, fixed)
+        """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time. A compiled decoder
+        meets one shape: the last ones are filled up with copies."""
+        num = len(latents)
+        if loading.fixed_shape(self.pipeline.vae):
+            whole = -(-num // batch_size) * batch_size
+            latents = latents[torch.arange(whole, device=latents.device).clamp(max=num - 1)]
+        images = torch.cat([self.decode_batch(part, size).float() for part in latents.split(batch_size)])[:num]
+        return (images / 2 + 0.5).clamp(0, 1)
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> their most likely latents [B, ...] float32, `batch_size` at a time."""
         return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
-
-
-def decode(vae: Callable[[Tensor], Tensor], latents: Tensor, batch_size: int, fixed: bool) -> Tensor:
-    """[B, ...] through `vae`, `batch_size` at a time -> images [B, 3, H, W] float32 in [0, 1].
-
-    fixed: fill up the last ones with copies, so that `vae` meets one shape.
-    """
-    num = len(latents)
-    if fixed:
-        latents = latents[torch.arange(-(-num // batch_size) * batch_size, device=latents.device).clamp(max=num - 1)]
-    images = torch.cat([vae(part).float() for part in latents.split(batch_size)])[:num]
-    return (images / 2 + 0.5).clamp(0, 1)
