@@ -30,8 +30,7 @@ def http_server(answer):
     counted, lock = [], threading.Lock()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()  # s until it sees its shutdown
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", counted
     finally:

@@ -12,24 +12,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.data.prompts import Split
 from flow_grpo.monitoring import provenance
 from flow_grpo.run import dry_run
-from flow_grpo.settings import answers, checks, command_line, config_files
-
-MINE = """from config import grpo
-from flow_grpo.settings.config_files import select
-
-def mine():
-    '''Mine.
-
-    Not shown.'''
-    config = grpo.pickscore_qwenimage()
-    config.dataset, config.reward_fn, config.text_tokens = DATASET, {"mine": 1.0, "pickscore": 1.0}, 77
-    return config
-
-RUNS, VARIANTS = (mine,), grpo.VARIANTS
-
-def get_config(name="mine"):
-    return select(name, RUNS, VARIANTS, __file__)
-"""
+from flow_grpo.settings import answers, command_line, config_files
 
 
 @pytest.mark.parametrize(
@@ -40,9 +23,8 @@ def get_config(name="mine"):
         ("--help nothing", 2, ["'nothing'", "sample"]),
         ("--list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
         ("--config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
-        ("--config.train.lrr=1", 2, ["train.lrr"]),
         ("--config config/grpo.py:shapes_qwenimage,mixgpro", 2, ["'mixgpro'", "mixgrpo"]),
-        ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["algorithm"]),
+        ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),
         ("--config.sample.batch_size=7", 2, ["[1, 2, 4, 8, 16"]),
         ("--config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),
         ("--dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
@@ -106,27 +88,6 @@ def test_every_changed_setting_has_its_origin():
     assert "train.adam_betas" not in origins
 
 
-def test_a_refusal_names_the_variant_that_is_to_blame():
-    words = ["--config", "config/grpo.py:shapes_qwenimage_pr,fast"]
-    with pytest.raises(SystemExit) as ended:
-        command_line.parse("config/grpo.py:shapes_qwenimage_pr", checks.PR, words)
-    assert str(ended.value.__cause__).endswith("fast has set sample.same_latent")
-
-
-def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(tmp_path, monkeypatch):
-    (tmp_path / "prompts").mkdir()
-    file = tmp_path / "mine.py"
-    file.write_text(MINE.replace("DATASET", repr(str(tmp_path / "prompts"))))
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "train_qwenimage.py")])
-    config = command_line.config_of([f"--config={file}:mine,smoke"], "")
-    assert (config.dataset, config.text_tokens) == (str(tmp_path / "prompts"), 77)
-    assert (config.model, config.height, config.precision) == ("flow_grpo/assets/tiny_qwenimage", 64, "fp32")
-    assert config.reward_fn.to_dict() == {"mine": 1.0}  # a file of one's own stays, one with hub weights goes
-    lines = answers.replaced(f"{file}:mine,smoke", config)
-    assert [line.split()[2] for line in lines] == ["model", "reward_fn", "height", "width", "precision"]
-    assert answers.replaced(f"{file}:mine", config) == []
-
-
 def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         train("shapes_qwenimage_pr", tmp_path / "runs", dry_run=2, lora__rank=32)
@@ -153,15 +114,7 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named():
     assert dry_run.overlap(train_prompts, splits[:1]) == ""
 
 
-def test_a_run_notes_what_made_it(recorded):
-    folder = recorded("window").folder
-    (start,) = provenance.starts(folder)
-    assert start["start"] <= start["end"]
-    assert (start["epoch"], start["ranks"]) == (0, 1)
-    assert {"command", "host", "commit", "changed_files", "versions", "gpus"} <= start.keys()
-
-
-def test_a_users_own_files_are_copied_and_queries_of_addresses_left_out(tmp_path, monkeypatch):
+def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_addresses(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     words = ["train.py", "--config", f"{file}:a,b", "--config.reward.args.ocr.url=http://h/x?key=SECRET"]
     monkeypatch.setattr(sys, "argv", words)
@@ -172,7 +125,10 @@ def test_a_users_own_files_are_copied_and_queries_of_addresses_left_out(tmp_path
         provenance.end(run_folder)
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
-    assert [start["epoch"] for start in provenance.starts(run_folder)] == [0, 3]
+    starts = provenance.starts(run_folder)
+    assert [(start["epoch"], start["ranks"]) for start in starts] == [(0, 2), (3, 2)]
+    assert all(start["start"] <= start["end"] for start in starts)
+    assert {"command", "host", "commit", "changed_files", "versions", "gpus"} <= starts[0].keys()
     assert "SECRET" not in (run_folder / provenance.FILE).read_text()
 
 

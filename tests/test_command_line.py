@@ -12,9 +12,8 @@ from small import ENV, ROOT
 
 from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.base.quoting import in_one_line
 from flow_grpo.data import prompts
-from flow_grpo.settings import checks, command_line, table
+from flow_grpo.settings import answers, checks, command_line, table
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 CONFIG = command_line.config_of([], DEFAULT)
@@ -28,6 +27,14 @@ from flow_grpo.settings.config_files import select
 def mine():
     config = grpo.shapes_qwenimage()
     config.train.learning_rate = RATE
+    config.custom.temperature = 0.5
+    config.custom.phases = ("a", "b")
+    return config
+
+
+def large():
+    config = grpo.pickscore_qwenimage()
+    config.dataset, config.reward_fn, config.text_tokens = ".", {"mine": 1.0, "pickscore": 1.0}, 77
     return config
 
 
@@ -37,7 +44,7 @@ def short(config):
 
 
 def get_config(name="mine"):
-    return select(name, (mine,), (*grpo.VARIANTS, short), __file__)
+    return select(name, (mine, large), (*grpo.VARIANTS, short), __file__)
 '''
 
 
@@ -62,6 +69,16 @@ def test_a_users_own_file_anywhere_takes_variants_and_overrides(own_file):
     assert (config.train.objective, config.train.learning_rate) == ("guard", 1e-4)
     assert dict(config.reward_fn)["ocr"] == 0.5
     assert command_line.config_of([f"--config={own_file}"], DEFAULT).train.learning_rate == 0.25
+
+
+def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
+    config = command_line.config_of([f"--config={own_file}:large,smoke"], DEFAULT)
+    assert (config.dataset, config.text_tokens) == (".", 77)
+    assert (config.model, config.height, config.precision) == ("flow_grpo/assets/tiny_qwenimage", 64, "fp32")
+    assert config.reward_fn.to_dict() == {"mine": 1.0}  # a file of one's own stays, one with hub weights goes
+    lines = answers.replaced(f"{own_file}:large,smoke", config)
+    assert [line.split()[2] for line in lines] == ["model", "reward_fn", "height", "width", "precision"]
+    assert answers.replaced(f"{own_file}:large", config) == []
 
 
 def test_published_configs_are_found_from_any_directory_and_ones_own_file_goes_before_them(own_file, monkeypatch):
@@ -99,12 +116,8 @@ def test_rewards_that_no_file_lists_and_their_options_may_be_set():
     assert config.reward.args.mine.to_dict() == options
 
 
-def test_settings_of_ones_own_are_free_in_a_file_of_ones_own(tmp_path):
-    file = tmp_path / "mine.py"
-    lines = "from config import grpo", "def get_config(name=''):", "    config = grpo.shapes_qwenimage()"
-    lines = *lines, "    config.custom.temperature = 0.5", "    config.custom.phases = ('a', 'b')", "    return config"
-    file.write_text("\n".join(lines))
-    config = command_line.config_of([f"--config={file}", "--config.custom.temperature=2"], DEFAULT)
+def test_settings_of_ones_own_are_free_in_a_file_of_ones_own(own_file):
+    config = command_line.config_of([f"--config={own_file}", "--config.custom.temperature=2"], DEFAULT)
     checks.check(config, checks.GRPO)
     assert config.custom.to_dict() == dict(temperature=2.0, phases=("a", "b"))
     with pytest.raises(AttributeError):
@@ -120,7 +133,7 @@ def test_a_word_that_is_only_loosely_alike_is_answered_with_no_setting():
 @pytest.mark.parametrize(
     ("error", "rank", "status", "says"),
     [
-        (UserError("config.seed is 7"), "0", 2, "config.seed is 7"),
+        (UserError("config.seed\n  is\t7"), "0", 2, "config.seed is 7"),
         (UserError("config.seed is 7"), "3", 2, "config.seed is 7"),
         (UserError("a" * 10**6), "0", 2, f"{'a' * 1800} ... {'a' * 200}"),
         (FloatingPointError("the loss is nan"), "0", 1, "the loss is nan"),
@@ -200,7 +213,6 @@ def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_ins
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("train_qwenimage.py", ["--config.num_epochs=0"]),
         ("evaluate.py", ["nowhere"]),
         ("serve_reward.py", ["shapes", "--options", '{"a": 1}']),
     ],
@@ -210,9 +222,3 @@ def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"{script}: ")
     assert "Traceback" not in done.stderr
-
-
-def test_a_long_text_of_many_lines_is_one_line_without_its_middle():
-    assert in_one_line("a\n  b\tc") == "a b c"
-    assert in_one_line("a" * 50 + "\n" + "b" * 50, 20) == "a" * 18 + " ... " + "b" * 2
-    assert len(in_one_line(KeyError("x" * 10**6))) < 1010

@@ -116,10 +116,7 @@ def test_every_setting_is_read_somewhere():
     assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
 
 
-def test_every_type_of_step_and_every_action_about_an_alarm_can_be_set():
+def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_can_be_set():
     assert table.BY_KEY["sample.sde_type"].choices == SDE_TYPES
     assert table.BY_KEY["health.action"].choices == tuple(loop.ACTIONS)
-
-
-def test_settings_of_rewards_are_those_that_one_reward_may_set():
     assert {*table.default_config().reward, "url"} == {*RewardSettings._fields, "args"}

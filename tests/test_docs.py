@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import commands
@@ -39,58 +40,42 @@ RECIPES = sorted((ROOT / "scripts/reproduce").glob("*.sh"))
 SHELL = [*RECIPES, *sorted((ROOT / "scripts/single_node").glob("*.sh"))]
 
 
-RUN = {  # Python blocks, and the tests that run them; another one is marked "<!-- not run: why -->"
-    "README.md": ["test_the_examples_of_readme_run"] * 2,
-    "docs/howto/own_config.md": ["own_configs"],
-    "docs/howto/own_reward.md": ["test_the_reward_of_ones_own_scores", "test_the_reward_of_a_notebook_trains"],
-    "docs/howto/own_loss.md": ["test_the_loss_of_ones_own_on_noisy_steps_trains", "test_the_loss_of_ones_own_trains"],
-    "docs/howto/own_advantage.md": ["test_the_advantage_of_ones_own_trains"],
-    "docs/howto/own_model.md": ["test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance"],
-}
-
-
-@pytest.fixture(scope="module")
-def own_configs(tmp_path_factory):
-    """docs/howto/own_config.md's file, where its commands are to find it."""
-    path = tmp_path_factory.mktemp("experiments") / "mine.py"
-    (code,) = python_of("howto/own_config")
-    path.write_text(code)
-    return {"~/experiments/mine.py": path}
-
-
 def python_of(page):
     """The Python blocks of a page of docs/."""
     return [code for language, code in commands.blocks((ROOT / f"docs/{page}.md").read_text()) if language == "python"]
 
 
-@pytest.mark.parametrize("page", make_docs.pages(), ids=lambda path: path.stem)
-def test_what_the_program_writes_into_a_page_is_there(page):
-    text = page.read_text()
-    assert make_docs.made(text) == text, "run `make docs`"
+def test_what_the_program_writes_into_pages_is_there():
+    texts = {page.stem: page.read_text() for page in make_docs.pages()}
+    assert [name for name, text in texts.items() if make_docs.made(text) != text] == [], "run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_what_the_commands_of_a_page_name_is_there(page, own_configs):
-    for language, text in commands.blocks(page.read_text()):
+def test_what_the_commands_of_pages_name_is_there(tmp_path):
+    """The file of own_config.md is where its commands are to find it."""
+    (code,) = python_of("howto/own_config")
+    (own_config := tmp_path / "mine.py").write_text(code)
+    for language, text in (block for page in PAGES for block in commands.blocks(page.read_text())):
         if language == "python":
-            compile(text, page.name, "exec")
+            compile(text, "page", "exec")
             continue
         assert language in ("", "bash"), "another language needs another check"
         for words in commands.commands(text):
-            commands.check(words, own_configs)
+            commands.check(words, {"~/experiments/mine.py": own_config})
 
 
 def test_every_python_block_is_run_by_a_test_or_says_why_not():
-    for page in PAGES:
-        text = page.read_text()
-        unmarked = re.findall(r"(?<!-->\n)^```python$", text, re.MULTILINE)
-        assert len(unmarked) == len(RUN.get(str(page.relative_to(ROOT)), [])), page
-    assert all(name in globals() for names in RUN.values() for name in names)
+    """A test takes all of a page's blocks, which it counts. Those of README are run as they come."""
+    tests = Path(__file__).read_text()
+    for page in PAGES[1:]:
+        if re.search(r"(?<!-->\n)^```python$", page.read_text(), re.MULTILINE):
+            assert f'= python_of("{page.parent.name}/{page.stem}")' in tests, page
 
 
 def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
     for path in (ROOT / "scripts").glob("*/*.sh"):
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0, path
+        subprocess.run(["bash", "-n", path], check=True)
+    rows = re.findall(r"^\| `(\w+\.sh)` \|", (ROOT / "scripts/reproduce/README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == [path.name for path in RECIPES]
     assert len(SHELL) >= 11
     for path in SHELL:
         *before, (program, *arguments) = commands.of_shell_script(path)
@@ -100,11 +85,6 @@ def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
         assert arguments[-1] == "$@", f"{path.name} takes further settings"
         commands.check_python(arguments, {})
         assert path.stat().st_mode & 0o111, f"{path.name} is to be executable"
-
-
-def test_every_recipe_is_in_the_table():
-    rows = re.findall(r"^\| `(\w+\.sh)` \|", (ROOT / "scripts/reproduce/README.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == [path.name for path in RECIPES]
 
 
 def executed(code, name):
@@ -129,23 +109,23 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
         sys.modules.pop("flow_grpo.rewards.brightness", None)
 
 
-def test_the_reward_of_a_notebook_trains(tmp_path, monkeypatch):
+def test_the_reward_of_a_notebook_trains(shallow, tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "REGISTERED", {})
     for name in ("config", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     _, code = python_of("howto/own_reward")
-    exec(code.replace("train_qwenimage.main(", "config.num_epochs, config.eval_freq = 1, 0\ntrain_qwenimage.main("), {})
+    fewer = f"config.num_epochs, config.eval_freq, config.model = 1, 0, {shallow['model']!r}"
+    exec(code.replace("train_qwenimage.main(", f"{fewer}\ntrain_qwenimage.main("), {})
     assert "reward/redness" in lines_of(tmp_path / "runs/shapes_qwenimage_smoke", "epoch")[0]
 
 
 def test_the_loss_of_ones_own_on_noisy_steps_trains(shallow, tmp_path):
     """Its first ratios are 1, and its second ones have moved towards clip_range times the advantage."""
     loss, _ = python_of("howto/own_loss")
-    executed(loss, "train_penalty")["main"](
-        config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
-    )
-    first, second = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")
+    config = config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
+    executed(loss, "train_penalty")["main"](config)
+    first, second = lines_of(tmp_path / config.name, "update")
     assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
     assert second["ratio_std"] > 0
 
@@ -158,10 +138,10 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     values, weights = names["rank_advantages"](run, Rewards({"shapes": scores}, groups, groups.shape))
     assert values.tolist() == [1.0, -1.0, 0.0, 0.5, 0.5, -1.0]
     assert weights.tolist() == [1.0] * 6
-    names["main"](config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow))
-    line = lines_of(tmp_path / "shapes_qwenimage_smoke", "update")[0]
-    assert line["advantage_abs_mean"] > 0
-    assert line["grad_norm"] > 0
+    config = config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
+    names["main"](config)
+    line = lines_of(tmp_path / config.name, "update")[0]
+    assert line["advantage_abs_mean"] > 0 < line["grad_norm"]
 
 
 def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
@@ -170,12 +150,13 @@ def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     _, loss = python_of("howto/own_loss")
     main = executed(loss, "train_reward_weighted")["main"]
     how = shallow | dict(num_epochs=1, eval_freq=0, train__adv_clip_max=2.0)
-    main(config_of("shapes_qwenimage_nft", tmp_path, **how))
-    first, _ = lines_of(tmp_path / "shapes_qwenimage_nft_smoke", "update")
+    main(config := config_of("shapes_qwenimage_nft", tmp_path, **how))
+    first, _ = lines_of(tmp_path / config.name, "update")
     assert first["grad_norm"] > 0 == first["old_distance"]
     assert "ratio_std" not in first
+    config.train.nft_beta = 0.3
     with pytest.raises(ValueError, match="'reward_weighted' would ignore it"):
-        main(config_of("shapes_qwenimage_nft", tmp_path, **how, train__nft_beta=0.3))
+        main(config)
 
 
 def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):

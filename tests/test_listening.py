@@ -76,11 +76,7 @@ REFUSED = {  # a request, the status and words of the answer
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
     "no images": (parts(), 422, "0 images"),
     "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
-    "two sizes": (
-        parts(GOOD, ODD, request='{"prompts": ["a", "b"]}'),
-        422,
-        "one size",
-    ),
+    "two sizes": (parts(GOOD, ODD, request=json.dumps({"prompts": ["a", "b"]})), 422, "one size"),
     "types": (parts(GOOD, request='{"prompts": [3]}'), 422, "prompts are strings"),
     "metadata": (parts(GOOD, request='{"prompts": ["a"], "metadata": ["b"]}'), 422, "metadata objects"),
     "surrogate": (parts(GOOD, request='{"prompts": ["\\ud800"]}'), 422, "UnicodeEncodeError"),

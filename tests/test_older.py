@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flow_grpo.settings import checks, command_line, older, table
+from flow_grpo.settings import command_line, older, table
 
 FILE = Path("config.json")
 
@@ -95,14 +95,3 @@ def test_a_stored_value_that_nothing_means_today_is_refused(before):
 
 def test_a_stored_value_of_another_type_is_no_crash():
     older.with_defaults(stored(sample__merge_adapter=[], fsdp__activation_memory="all", base_precision=[8]), FILE)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "today"),
-    [("base_precision", "8bit", "now 'fp8_weights'"), ("logger", "both", "now 'wandb'"), ("precision", "fp16", "gone")],
-)
-def test_a_typed_value_of_older_configs_is_refused_with_its_name_of_today(key, value, today):
-    config = table.default_config()
-    config[key] = value
-    with pytest.raises(ValueError, match=f"config.{key} is '{value}', which is {today}"):
-        checks.check(config, checks.GRPO)

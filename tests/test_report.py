@@ -3,9 +3,10 @@
 import base64
 import io
 import json
+import re
 import shutil
-from html.parser import HTMLParser
 from itertools import pairwise
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -21,35 +22,20 @@ PROMPTS = [NASTY, "a red circle", "two blue squares"]
 LAST = "data-title"
 
 
-class Page(HTMLParser):
-    """A page as lists: its tags with their attributes, the text inside each kind of tag, and the rows of its tables."""
+class Page:
+    """A page, which must be well-formed, as a tree of elements, and its tables as rows of cells."""
 
-    def __init__(self, text):
-        super().__init__()
-        self.text, self.tags, self.open, self.texts, self.rows = text, [], [], {}, []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "img", "input"):
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        self.texts.setdefault(tag, []).append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        for tag in set(self.open):
-            self.texts[tag][-1] += data
-        if self.rows and {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
+    def __init__(self, file):
+        self.text = file.read_text()
+        closed = re.sub(r"<((?:meta|img|input)\b[^>]*)>", r"<\1/>", self.text).replace(" hidden>", ' hidden="">')
+        self.tree = ElementTree.fromstring(re.sub(' xmlns="[^"]*"', "", closed))
+        self.rows = [["".join(cell.itertext()) for cell in row] for row in self.tree.iter("tr")]
 
     def all(self, tag):
-        return [attributes for name, attributes in self.tags if name == tag]
+        return [element.attrib for element in self.tree.iter(tag)]
+
+    def texts(self, tag):
+        return ["".join(element.itertext()) for element in self.tree.iter(tag)]
 
 
 def draw(seed):
@@ -85,40 +71,41 @@ def page(runs, tmp_path_factory):
     """The page that compares them."""
     file = tmp_path_factory.mktemp("page") / "report.html"
     report.main([*map(str, runs), "--out", str(file)])
-    return Page(file.read_text())
+    return Page(file)
 
 
 def test_a_run_without_a_tracker_leaves_its_own_page(runs):
     names = {"config.json", "images", "metrics.jsonl", "report.html", "reward.png", "samples.png"}
     assert {path.name for path in runs[0].iterdir()} == names
-    page = Page((runs[0] / "report.html").read_text())
-    assert page.texts["h1"] == ["first"]
+    page = Page(runs[0] / "report.html")
+    assert page.texts("h1") == ["first"]
     evaluations = "0", "0.8", "0.8 (after 8 epochs)"
     assert ["first", "10 of 10", "00:00", "avg", *evaluations, "", "", "", "2"] in page.rows  # this run has no tests
     assert page.all("input")[0]["max"] == "2"
 
 
 def test_nothing_on_the_page_leaves_it_and_prompts_are_text(page):
-    addresses = [a[key] for _, a in page.tags for key in ("src", "href", "xlink:href", "action", "data") if key in a]
+    attributes = [(key.rpartition("}")[2], value) for part in page.tree.iter() for key, value in part.attrib.items()]
+    addresses = [value for key, value in attributes if key in ("src", "href", "action", "data")]
     assert len(addresses) > 20
     assert [address for address in addresses if not address.startswith(("#", "data:image/webp;base64,"))] == []
     assert "url(" not in page.text.replace("url(#", "")
     assert "@import" not in page.text
-    assert [len(page.all(tag)) for tag in ("script", "style", "link", "iframe")][0::2] == [1, 0]
-    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert [caption.strip() for caption in page.texts["figcaption"]].count(f"{NASTY} 0.100") == 5
-    assert page.texts["h1"] == ["first · second<b>"]
+    assert [len(page.all(tag)) for tag in ("script", "link", "iframe")] == [1, 0, 0]
+    assert not [key for key, _ in attributes if key.startswith("on")]
+    assert [caption.strip() for caption in page.texts("figcaption")].count(f"{NASTY} 0.100") == 5
+    assert page.texts("h1") == ["first · second<b>"]
     assert [row for row in page.rows if row[0] == NASTY]
 
 
 def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without_colour(page):
-    titles = [title for title in page.texts["h3"] if "/" in title or title in (*METRICS, "mine")]
+    titles = [title for title in page.texts("h3") if "/" in title or title in (*METRICS, "mine")]
     assert {"reward/avg", "eval/avg", "ratio_std", "health/reward_drop", "time/rollout_s (s)", "mine"} < set(titles)
     assert "eval/shapes" not in titles, "a single reward is the sum"
-    assert any(METRICS["ratio_std"].expect in text for text in page.texts["p"])
-    assert any("which is 3 (- - -)" in text for text in page.texts["p"]), "the limit of health/reward_drop"
+    assert any(METRICS["ratio_std"].expect in text for text in page.texts("p"))
+    assert any("which is 3 (- - -)" in text for text in page.texts("p")), "the limit of health/reward_drop"
     assert len(page.all("svg")) == len(titles)
-    assert "Constant: grad_norm 0.5" in " ".join(page.texts["p"])
+    assert "Constant: grad_norm 0.5" in " ".join(page.texts("p"))
     panel = page.text.partition("reward/avg over epochs")[2].partition("</svg>")[0]
     lines = [line for line in panel.split("<path ") if "stroke: #2f6db5" in line or "stroke: #e07b28" in line]
     assert {"stroke-dasharray" in line for line in lines} == {True, False}
@@ -126,11 +113,9 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
 
 
 def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
-    assert [(part["min"], part["max"], part["value"]) for part in page.all("input")] == [
-        ("0", "2", "2"),
-        ("0", "1", "1"),
-    ]
-    assert page.texts["output"] == ["after 8 epochs"] * 2
+    sliders = [[part[key] for key in ("min", "max", "value")] for part in page.all("input")]
+    assert sliders == [["0", "2", "2"], ["0", "1", "1"]]
+    assert page.texts("output") == ["after 8 epochs"] * 2
     shown = [attributes for attributes in page.all("div") if LAST in attributes]
     assert [part[LAST] for part in shown] == [f"after {n} epochs" for n in (0, 4, 8, 0, 8)]
     assert ["hidden" in part for part in shown] == [True, True, False, True, False]
@@ -144,12 +129,12 @@ def test_tables_say_prompts_settings_and_alarms(page):
     assert ["a red circle", "0.200", "0.600"] in page.rows
     first_rows = [after[0] for row, after in pairwise(page.rows) if row[0] == "prompt"]
     assert first_rows == ["a red circle", NASTY] * 2, "best and worst of each run"
-    captions = [caption.split() for caption in page.texts["figcaption"]]
+    captions = [caption.split() for caption in page.texts("figcaption")]
     assert [caption[0] for caption in captions[:4]] == ["first", "second<b>"] * 2, "pictures of a prompt side by side"
     assert ["setting", "default", "first", "second<b>"] in page.rows
     assert ["train.learning_rate", "0.0003", "0.01", "0.02"] in page.rows
     assert not [row for row in page.rows if row[0] in ("seed", "output_dir", "train.beta")]
-    sentence, other = page.texts["li"]
+    sentence, other = page.texts("li")
     assert other.startswith("second<b>, epochs 9 to 10: ")
     assert sentence.startswith("first, epochs 9 to 10: ")
     assert "config.health" in sentence
@@ -163,7 +148,7 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curve
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"eval/avg": 0.8', f'"eval/avg": 0.{seed}'))
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
-    rows = Page((tmp_path / "all.html").read_text()).rows
+    rows = Page(tmp_path / "all.html").rows
     assert [row[4:6] for row in rows if row[0] == "mean of seed1, seed2"] == [["0 ± 0", "0.15 ± 0.05"]]
     report.main([str(runs[0]), "--out", str(tmp_path / "reward.pdf")])
     assert (tmp_path / "reward.pdf").read_bytes().startswith(b"%PDF")

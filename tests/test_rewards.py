@@ -11,7 +11,6 @@ import torch
 from small import ENV, ROOT, as_prompts, config_of, lines_of, train
 
 from flow_grpo import rewards
-from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
 from flow_grpo.scoring import pool as pools
@@ -43,16 +42,6 @@ def submit(pool):
 
 def redness(images, prompts, metadata):
     return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
-
-
-def test_watched_rewards_are_measured_on_request_and_do_not_count():
-    pool = Pool(CPU, {"jpeg_compressibility": 2.0}, ["shapes"], config_of(WINDOW).reward)
-    metadata = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
-    prompts = [Prompt("a red circle", metadata)] * 6
-    plain, everything = (pool.submit(IMAGES, prompts, everything=e).result() for e in (False, True))
-    assert set(plain) == {"jpeg_compressibility", "avg"}
-    assert set(everything) == {"jpeg_compressibility", "avg", "shapes", "shapes_accuracy"}
-    assert torch.equal(everything["avg"], 2 * everything["jpeg_compressibility"])
 
 
 def test_a_function_is_a_reward_once_it_is_registered():
@@ -191,20 +180,26 @@ def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_pat
     assert {len(prompts) for prompts in seen[1:]} == {2}  # to a batch; the first is of the grey image
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_two_rewards_by_gdpo_with_a_third_watched(name, shallow, tmp_path):
+def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):
     how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
-    folder = train(name, tmp_path, reward_fn={"jpeg_compressibility": 1.0}, eval__rewards=("shapes",), **how)
-    (epoch,) = lines_of(folder, "epoch")
+    folder = train(WINDOW, tmp_path, reward_fn={"jpeg_compressibility": 2.0}, eval__rewards=("shapes",), **how)
+    (epoch,), evaluation = lines_of(folder, "epoch"), lines_of(folder, "eval")[0]
     assert "reward/jpeg_compressibility_group_std" in epoch
     assert not any("shapes" in key for key in epoch)
-    assert {"eval/jpeg_compressibility", "eval/shapes", "eval/shapes_accuracy"} <= set(lines_of(folder, "eval")[0])
+    assert {"eval/shapes", "eval/shapes_accuracy"} <= set(evaluation)
+    assert evaluation["eval/avg"] == pytest.approx(2 * evaluation["eval/jpeg_compressibility"])
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_filtered_groups_leave_the_mean_to_the_others(name, tmp_path):
+def test_filtered_groups_leave_the_mean_to_the_others(name, shallow, tmp_path):
     """The gradient is the unfiltered one over the share of groups that are kept: zero advantages add nothing to it."""
-    how = dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=8, train__updates_per_epoch=1)
+
+    def of_some_prompts(images, prompts, metadata):
+        return images.mean((1, 2, 3)) * torch.tensor([len(prompt) % 2 for prompt in prompts])
+
+    rewards.register("some", of_some_prompts)
+    how = dict(model=shallow["model"], reward_fn={"some": 1.0}, num_epochs=1, eval_freq=0)
+    how |= dict(sample__num_prompts_per_epoch=8, train__updates_per_epoch=1)
     how |= dict(train__max_grad_norm=1e9, train__clip_range=1.0, sample__num_images_per_prompt=2)
     plain, filtered = (train(name, tmp_path / str(f), train__filter_groups=f, **how) for f in (False, True))
     (epoch,), (before,), (after,) = lines_of(plain, "epoch"), lines_of(plain, "update"), lines_of(filtered, "update")

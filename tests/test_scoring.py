@@ -6,7 +6,7 @@ import pickle
 import signal
 import socket
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import hostile
 import httpx
@@ -68,13 +68,12 @@ def served(*args):
         process.done()
 
 
-@pytest.mark.parametrize("where", ["thread", "url"])
-def test_threads_and_servers_give_the_same_scores_in_order(where):
+def test_requests_that_a_server_scores_together_get_their_own_scores():
     jpeg = rewards.load("jpeg_compressibility", CPU)
-    with listening(jpeg, max_delay_s=0.1) if where == "url" else nullcontext("") as url:
-        pool = pool_of(url, batch_size=3, timeout_s=60.0)
-        assert torch.equal(score(pool, 40)["avg"], jpeg(images(40), [""] * 40, [{}] * 40))
-        pool.close()
+    with listening(jpeg, max_delay_s=0.1) as url:
+        assert torch.equal(
+            score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"], jpeg(images(40), [""] * 40, [{}] * 40)
+        )
 
 
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
@@ -124,21 +123,18 @@ BROKEN = {  # kind -> what a server does, and words of the error
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt_or_a_mask(kind):
+def test_a_hostile_server_is_an_error_with_its_address_and_a_prompt(kind):
     answer, why = BROKEN[kind]
-    with http_server(answer) as (url, counted):
-        with pytest.raises(RewardFailed) as caught:
-            score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.3))
-        assert [word for word in (why, url, "'prompt 0'") if word not in str(caught.value)] == []
-        assert "refused" not in why or len(counted) == 1  # asked once
-        masked = score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.0, max_masked_share=0.05))
-        assert masked["shapes"].isnan().all()
+    with http_server(answer) as (url, counted), pytest.raises(RewardFailed) as caught:
+        score(pool_of(url, "shapes", timeout_s=1.0, retry_s=0.3))
+    assert [word for word in (why, url, "'prompt 0'") if word not in str(caught.value)] == []
+    assert "refused" not in why or len(counted) == 1  # asked once
 
 
-@pytest.mark.parametrize(("kind", "why"), [("hangs", "within 0.2 s"), ("drips", "within 0.2 s"), ("floods", "over")])
-def test_a_start_waits_for_no_health_without_end(kind, why, monkeypatch):
+@pytest.mark.parametrize("answer", [hostile.hangs, hostile.drips])
+def test_a_start_waits_for_no_health_without_end(answer, monkeypatch):
     monkeypatch.setattr(scoring_settings, "HEALTH_S", 0.2)
-    with http_server(getattr(hostile, kind)) as (url, _), pytest.raises(ValueError, match=f"served: .*{url}.* {why}"):
+    with http_server(answer) as (url, _), pytest.raises(ValueError, match=f"served: .*{url}.* within 0.2 s"):
         scoring_settings.check_rewards({"served": 1.0}, (), settings(args={"served": {"url": url}}))
 
 
@@ -245,11 +241,7 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt():
 
 
 def test_a_judge_that_does_not_say_a_number_is_an_error():
-    said = {
-        "I cannot tell.": "no number",
-        "Rating: 11": r"not a finite number in \[0.0, 1.0\]",
-        None: "no text but 'None'",
-    }
+    said = {"I cannot tell.": "no number", "Rating: 11": "not a finite number in", None: "no text but 'None'"}
     for text, why in said.items():
         with http_server(says(chat(text))) as (url, _), pytest.raises(wire.BadAnswer, match=why):
             judged(url)
