@@ -4,7 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
-from config import grpo
+from config import grpo, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import DPO, default_config
 
@@ -59,7 +59,7 @@ def online(config):
 
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, fewer steps; prepare with --max_rows=48."""
-    config = grpo.smoke(config)
+    config = variants.smoke(config)
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
     config.preferences.path += "_smoke" if config.preferences.path else ""
     config.sample.sde_window_range = default_config().sample.sde_window_range

@@ -4,9 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
-from pathlib import Path
-
-from flow_grpo.base import shipped
+from config.variants import dppo, eight_bit_base, fast, flash, four_bit_base, guard, large_gpu, long, mixgrpo, smoke
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import PR, default_config
@@ -239,104 +237,6 @@ def branching(config):
     config.compile = True
     config.train.step_weight = "mean_one"  # with all steps but the last, the published constants: 1.53, 2.25, 1.73
     return config
-
-
-def long(config):
-    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps."""
-    config.lora.rank, config.sample.rollout_weights = 0, "exact"
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
-    config.sample.batch_size = 36
-    config.train.learning_rate, config.train.updates_per_epoch = 3e-5, 4
-    config.train.ema_decay, config.train.ema_interval = 0.95, 1
-    return config
-
-
-def mixgrpo(config):
-    """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
-    last = config.sample.num_steps - 2
-    config.sample.sde_window_size, config.sample.sde_window_range = min(4, last), (0, last)
-    config.sample.sde_window_interval = 25
-    return config
-
-
-def flash(config):
-    """MixGRPO-Flash: DPM-Solver++ after the noise, in 0.4 of the steps."""
-    config.sample.flash_ratio = 0.4
-    return config
-
-
-def fast(config):
-    """Flow-GRPO-Fast: the images of a group share all steps before the window; train_*.py."""
-    config.sample.same_latent = True
-    return config
-
-
-def large_gpu(config):
-    """For published sizes: faster, in 110 GiB with Qwen-Image. A batch has 8 rows, forwards without a log-prob use a
-    merged copy of the weights, and compiled blocks store half of their activations."""
-    config.sample.batch_size, config.sample.rollout_weights = 8, "merged" if config.lora.rank else "exact"
-    config.compile, config.fsdp.activation_checkpointing = True, 0.5
-    return config
-
-
-def eight_bit_base(config):
-    """The frozen weights in 8 bits: half of their memory. Products are in 8 bits where no log-prob is computed, and use
-    a merged copy if the run merges."""
-    config.base_precision = "fp8_weights"
-    config.sample.rollout_weights = "merged_fp8" if "merged" in config.sample.rollout_weights else "fp8"
-    return config
-
-
-def four_bit_base(config):
-    """The frozen weights in 4 bits, for Qwen-Image on a card of 24 GB: small batches, and the optimizer state in host
-    memory between steps."""
-    config.base_precision, config.sample.rollout_weights = "nf4", "exact"
-    config.sample.batch_size, config.fsdp.offload = 4, "optimizer"
-    return config
-
-
-def guard(config):
-    """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
-    config.train.objective, config.train.clip_range = "guard", 4e-6
-    config.train.learning_rate, config.train.beta = 1e-4, 0.0
-    return config
-
-
-def dppo(config):
-    """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
-    config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
-    return config
-
-
-def smoke(config):
-    """The same algorithm in seconds: two epochs, two prompts, fewer steps. What is not on this machine is replaced."""
-    tiny = default_config()
-    if not Path(shipped.find(config.dataset)).is_dir():
-        config.dataset, config.text_tokens = tiny.dataset, tiny.text_tokens
-    if not Path(shipped.find(config.model)).is_dir():
-        config.model = registry.tiny_like(config.model)
-        for key in ("height", "width", "precision", "vae_precision", "attention", "compile", "cache_dir"):
-            config[key] = tiny[key]
-        config.sample.text_multiple = tiny.sample.text_multiple
-        config.fsdp.activation_checkpointing = round(config.fsdp.activation_checkpointing)  # 0.5 becomes 0
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
-    draws_shapes = (config.model, config.dataset) == (tiny.model, tiny.dataset)
-    if not config.reward_fn or ("shapes" in config.reward_fn and not draws_shapes):
-        config.reward_fn = dict(tiny.reward_fn) if draws_shapes else {"jpeg_compressibility": 1.0}
-    config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 2, 4, 4
-    config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8
-    config.train.updates_per_epoch = 2
-    if config.sample.num_branches == 1:
-        config.sample.sde_window_range = (0, 3) if config.sample.sde_window_size else config.sample.sde_window_range
-        config.sample.sde_window_size = min(config.sample.sde_window_size, 2)
-    return config
-
-
-def is_here(reward):
-    """Whether a reward needs neither weights from the hub nor a server: one of one's own may need anything."""
-    ours = (shipped.PACKAGE / "rewards" / f"{reward}.py").exists()
-    return not ours or reward in ("shapes", "ocr", "jpeg_compressibility")
 
 
 RUNS = (

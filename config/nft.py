@@ -4,7 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
-from config import grpo
+from config import grpo, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import NFT, default_config
 
@@ -115,8 +115,8 @@ RUNS = (
     *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
     *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
 )
-BASES = eight_bit_base, grpo.four_bit_base
-VARIANTS = (long, awm, grpo.flash, grpo.large_gpu, *BASES, grpo.smoke)
+BASES = eight_bit_base, variants.four_bit_base
+VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, variants.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

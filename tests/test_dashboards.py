@@ -275,7 +275,7 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
 
 
 def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, board):
-    assert dashboard.plot_reward(tmp_path) is None
+    assert not dashboard.plot_reward([], "avg", tmp_path / "reward.png")
     assert dashboard.plot_samples(tmp_path) is None
     board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0, "eval/std_error": 0.1}, epoch=0, step=0)
     for epoch in range(3):

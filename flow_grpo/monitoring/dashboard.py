@@ -1,8 +1,8 @@
 """Where a run's numbers, images and progress go. The only module that prints.
 
 A run folder holds config.json, metrics.jsonl and images/, what the trackers of config.logger keep (wandb/,
-tensorboard/), and after `finish` reward.png and samples.png, which `plot_reward` and `plot_samples` redraw from the
-folder alone. Where no tracker is open, report.html is written at every evaluation.
+tensorboard/), and after `finish` reward.png and samples.png. Where no tracker is open, report.html is written at every
+evaluation.
 """
 
 import functools
@@ -229,7 +229,8 @@ class Dashboard:
     @on_main
     def finish(self) -> None:
         """Draw reward.png and samples.png, and close the trackers."""
-        self._draw("reward.png", plot_reward)
+        best_by = self.config.eval.best_by
+        self._draw("reward.png", lambda folder: plot_reward(self.history(), best_by, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
         if not self.trackers:
             self._draw("report.html", report.write_own)

@@ -17,7 +17,6 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 
@@ -86,14 +85,6 @@ def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line
     return Line(label, np.array(epochs), *np.array([rest for _, *rest in points]).T) if points else None
 
 
-def best_by_of(run_dir) -> str:
-    """A run's config.eval.best_by; "avg" where that cannot be read."""
-    try:
-        return str(folders.read_json(Path(run_dir, "config.json"))["eval"]["best_by"])
-    except (UserError, KeyError, TypeError):
-        return "avg"
-
-
 def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
     """The same names without a reward's that is the only one: the weighted sum says what it says."""
 
@@ -104,17 +95,18 @@ def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
     return [name for name in names if not repeats_the_sum(name)]
 
 
-def plot_reward(run_dir, file: Path | None = None) -> Path | None:
-    """Draw reward.png, or another file of PNG, SVG or PDF, from metrics.jsonl: a panel per reward over epochs. None if
-    there is no reward yet."""
-    file = file or Path(run_dir, "reward.png")
-    records, best_by = read_metrics(run_dir), best_by_of(run_dir)
+def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
+    """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet.
+
+    Args:
+        best_by: config.eval.best_by, as of `curve`.
+    """
     logged = dict.fromkeys(name for record in records for name in record if name.startswith(("reward/", "eval/")))
     logged = [name for name in logged if not re.search(SPREADS, name)]
     is_single = len(rewards_alone(records, logged)) < len(logged)
     names = sorted({name.partition("/")[2] for name in logged} - ({"avg"} if is_single else set()))
     if not names:
-        return None
+        return False
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     with matplotlib.rc_context(STYLE):
@@ -125,7 +117,7 @@ def plot_reward(run_dir, file: Path | None = None) -> Path | None:
             draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
         figure.savefig(file)
-    return file
+    return True
 
 
 def fit(picture: Image.Image) -> Image.Image:

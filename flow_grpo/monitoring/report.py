@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")
     if out.suffix not in FIGURES:
         write(args.runs, out)
-    elif not plots.plot_reward(args.runs[0], out):
+    elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config.eval.best_by, out):
         raise UserError(f"{args.runs[0]}: no reward was logged yet")
     sys.stdout.write(f"{out}\n")
 

@@ -96,21 +96,17 @@ class Box(NamedTuple):
         return tuple(slice(side.start - margin, side.stop + margin) for side in self)
 
 
-def _box(height: int, width: int) -> Box:
-    """Of a picture whose longer side becomes SIDE pixels, in the middle of its square."""
-    lengths = [max(1, round(SIDE * side / max(height, width))) for side in (height, width)]
-    starts = [HALO + (SIDE - length) // 2 for length in lengths]
-    return Box(*(range(start, start + length) for start, length in zip(starts, lengths)))
-
-
 def _frames(images: Tensor) -> tuple[Tensor, Box]:
-    """[B, 3, H, W] -> [B, 3, F, F] f32, with background around the picture, and where that lies."""
+    """[B, 3, H, W] -> [B, 3, F, F] f32: the picture, whose longer side becomes SIDE pixels, in the middle of a square
+    of background; and where it lies."""
     if images.ndim != 4 or images.shape[1] != 3:
         raise UserError(f"shapes are looked for in pictures [B, 3, H, W], not {list(images.shape)}")
-    images, box = images.float(), _box(*images.shape[2:])
-    size = len(box.rows), len(box.columns)
-    if images.shape[2:] != size:
-        images = interpolate(images, size, mode="area" if max(images.shape[2:]) > SIDE else "bilinear")
+    images, sides = images.float(), images.shape[2:]
+    size = [max(1, round(SIDE * side / max(sides))) for side in sides]
+    starts = [HALO + (SIDE - length) // 2 for length in size]
+    box = Box(*(range(start, start + length) for start, length in zip(starts, size)))
+    if list(sides) != size:
+        images = interpolate(images, size, mode="area" if max(sides) > SIDE else "bilinear")
     frames = PALETTE[0].to(images.device).view(3, 1, 1).repeat(len(images), 1, FRAME, FRAME)
     frames[:, :, *box.within(0)] = images
     return frames, box

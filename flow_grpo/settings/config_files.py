@@ -101,7 +101,7 @@ def find(file: str, name: str = "") -> Path:
 
 def _elsewhere(checkout: Path, name: str) -> str:
     """In which file of the checkout a run of this name is, or which files there are."""
-    files = [path for path in sorted((checkout / "config").glob("*.py")) if path.stem != "__init__"]
+    files = [path for path in sorted((checkout / "config").glob("*.py")) if "def get_config(" in path.read_text()]
     run = name.partition(",")[0]
     having = [path for path in files if run and f"\ndef {run}():" in path.read_text()]
     names = ", ".join(f"config/{path.name}" for path in having or files)
