@@ -25,13 +25,14 @@ def load(folder):
 
 @pytest.fixture(scope="module")
 def held_out():
-    return build.shapes_prompts("test")
+    return draw_shapes.shapes_prompts("test")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The shipped pipeline but for its weights, which are random."""
-    prompts, folder = build.shapes_prompts("train") + build.shapes_prompts("test"), tmp_path_factory.mktemp("tiny")
+    prompts = draw_shapes.shapes_prompts("train") + draw_shapes.shapes_prompts("test")
+    folder = tmp_path_factory.mktemp("tiny")
     build.save(build.build_pipeline([p["prompt"] for p in prompts], seed=0), folder)
     return load(folder)
 
@@ -84,7 +85,7 @@ def test_shipped_fits_into_10_mb(shipped):
 
 
 def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
-    config, images = shipped.vae.config, renders(build.balanced(held_out, 240), seed=1) * 2 - 1
+    config, images = shipped.vae.config, renders(draw_shapes.balanced(held_out, 240), seed=1) * 2 - 1
     with torch.no_grad():
         std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))
     torch.testing.assert_close(std / torch.tensor(config.latents_std), torch.ones(16), rtol=0, atol=0.2)
@@ -92,13 +93,13 @@ def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
 
 
 def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):
-    measured = build.reconstruction(shipped.vae, build.balanced(held_out, 150), torch.Generator().manual_seed(2))
+    measured = build.reconstruction(shipped.vae, draw_shapes.balanced(held_out, 150), torch.Generator().manual_seed(2))
     assert measured["reconstructions"]["all"] >= 0.97, measured
 
 
 def test_shipped_base_is_right_about_half_the_time(shipped, held_out):
-    prompts = build.balanced(held_out, 72)
-    measured = build.accuracy(build.sample(shipped, prompts, seed=3), prompts)
+    prompts = draw_shapes.balanced(held_out, 72)
+    measured = draw_shapes.accuracy(build.sample(shipped, prompts, seed=3), prompts)
     assert 0.30 <= measured["all"] <= 0.60, measured
 
 

@@ -16,7 +16,6 @@ import re
 import time
 from pathlib import Path
 
-import draw_shapes
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -25,14 +24,13 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from draw_shapes import accuracy, balanced, pictures, rendered, shapes_prompts
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from flow_grpo.base import rng
 from flow_grpo.data import shapes
-from flow_grpo.data.prompts import load_prompts
-from flow_grpo.rewards import shapes as shapes_reward
 
 RESOLUTION, TEXT_DIM = 64, 64
 NUM_STEPS = 10  # Euler steps of an evaluation
@@ -40,10 +38,6 @@ NO_PROMPT = " "  # Qwen-Image's negative prompt, and what a dropped prompt becom
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 VAE_BATCH, VAE_LR, KL_WEIGHT, EDGE_WEIGHT, OBJECT_WEIGHT = 64, 2e-3, 1e-4, 1.0, 4.0
 BATCH, LR, WARMUP_STEPS, EMA_DECAY, PROMPT_DROPOUT = 512, 1e-3, 200, 0.999, 0.1
-
-
-def shapes_prompts(split: str) -> list[dict]:
-    return [prompt.metadata for prompt in load_prompts("dataset/shapes", split)]
 
 
 def build_tokenizer(prompts: list[str]) -> Qwen2Tokenizer:
@@ -135,12 +129,6 @@ def rounded(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def with_transformer(pipe: QwenImagePipeline, transformer) -> QwenImagePipeline:
-    pipe = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def save(pipe: QwenImagePipeline, folder: Path) -> None:
     """The pipeline on disk, VAE and transformer in bfloat16.
 
@@ -148,33 +136,6 @@ def save(pipe: QwenImagePipeline, folder: Path) -> None:
     """
     halves = {name: copy.deepcopy(getattr(pipe, name)).to(torch.bfloat16) for name in ("vae", "transformer")}
     QwenImagePipeline(**(pipe.components | halves)).save_pretrained(folder)
-
-
-def balanced(prompts: list[dict], count: int) -> list[dict]:
-    """About `count` prompts, equally many of each tag; a tag with fewer repeats its own."""
-    per_tag = math.ceil(count / len(shapes.TAGS))
-    by_tag = [[p for p in prompts if p["tag"] == tag] for tag in shapes.TAGS]
-    return [items[i % len(items)] for items in by_tag for i in range(per_tag)]
-
-
-def rendered(prompts: list[dict], batch: int, generator: torch.Generator):
-    """Endless (index into `prompts` [B], images [B, 3, R, R] in [-1, 1]), tags equally often."""
-    device = generator.device
-    table = draw_shapes.prompt_table(prompts, device)
-    tags = [p["tag"] for p in prompts]
-    weights = torch.tensor([1 / tags.count(tag) for tag in tags], device=device)
-    while True:
-        index = torch.multinomial(weights, batch, replacement=True, generator=generator)
-        yield index, draw_shapes.render(draw_shapes.sample_layouts(table, index, generator), RESOLUTION) * 2 - 1
-
-
-def accuracy(images: torch.Tensor, prompts: list[dict]) -> dict:
-    """Strict accuracy of images in [0, 1]: {"all": mean over tags, tag: ...}."""
-    score = shapes_reward.load(images.device)
-    right = score(images, [p["prompt"] for p in prompts], prompts)["accuracy"].float().tolist()
-    per_tag = {tag: [r for r, p in zip(right, prompts) if p["tag"] == tag] for tag in shapes.TAGS}
-    means = {tag: round(sum(r) / len(r), 4) for tag, r in per_tag.items() if r}
-    return {"all": round(sum(means.values()) / len(means), 4)} | means
 
 
 def sample(pipe: QwenImagePipeline, prompts: list[dict], seed: int, guidance_scale: float = 1.0) -> torch.Tensor:
@@ -230,7 +191,7 @@ def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, 
 
 def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: torch.Generator) -> dict:
     """What the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
-    images = draw_shapes.pictures(prompts, generator)
+    images = pictures(prompts, generator)
     with torch.no_grad():
         latents = vae.encode(images[:, :, None] * 2 - 1).latent_dist.mean
         decoded = (vae.decode(latents).sample[:, :, 0] + 1) / 2
@@ -303,18 +264,16 @@ def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list
         seconds = time.monotonic() - start
         if seconds < min(next_evaluation, args.transformer_s):
             continue
-        current = with_transformer(pipe, rounded(copy.deepcopy(ema)))
+        current = QwenImagePipeline(**(pipe.components | {"transformer": rounded(copy.deepcopy(ema))}))
+        current.set_progress_bar_config(disable=True)
         images = {f"cfg_{scale}": sample(current, held_out, args.seed, scale) for scale in (1, 4)}
-        accuracies = {name: accuracy(pictures, held_out) for name, pictures in images.items()}
+        accuracies = {name: accuracy(drawn, held_out) for name, drawn in images.items()}
         save(current, args.out / f"step_{step:06d}")
-        report(part="transformer", seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4), **accuracies)
+        line = dict(part="transformer", seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4))
+        print(json.dumps(line | accuracies), flush=True)
         if seconds >= args.transformer_s:
             return
         next_evaluation = time.monotonic() - start + args.eval_every_s
-
-
-def report(**row) -> None:
-    print(json.dumps(row), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -335,7 +294,7 @@ def main(args) -> None:
     train, test = shapes_prompts("train"), shapes_prompts("test")
     pipe = build_pipeline([p["prompt"] for p in train + test], args.seed).to(args.device)
     vae_steps, held_out = train_vae(pipe.vae, train, args.vae_s, generator), balanced(test, args.eval_prompts)
-    report(part="vae", steps=vae_steps, **reconstruction(pipe.vae, held_out, generator))
+    print(json.dumps(dict(part="vae", steps=vae_steps) | reconstruction(pipe.vae, held_out, generator)), flush=True)
     train_transformer(pipe, train, held_out, args, generator)
 
 

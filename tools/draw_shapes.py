@@ -3,21 +3,25 @@
 Legend: B pictures, P prompts, M = MAX_OBJECTS, R pixels a side. x runs right, y runs down, both from 0 to 1.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.data.shapes import (
     BACKGROUND,
     COLORS,
     MAX_OBJECTS,
     RELATIONS,
     SHAPES,
+    TAGS,
     check_metadata,
     positions,
     signed_distances,
 )
+from flow_grpo.rewards import shapes as shapes_reward
 
 GAP = 0.06  # of the picture's side, between two objects; half of it between an object and the frame
 RADII = ((0.14, 0.30), (0.14, 0.20), (0.13, 0.16), (0.12, 0.14))  # smallest and largest for 1, 2, 3, 4 objects
@@ -132,3 +136,34 @@ def sample_layouts(table: PromptTable, index: Tensor, generator: torch.Generator
 
     row = torch.arange(len(index), device=device)
     return Layout(kind, torch.where(color < 0, any_color, color), center[row, best], radius[row, best], present)
+
+
+def shapes_prompts(split: str) -> list[dict]:
+    return [prompt.metadata for prompt in load_prompts("dataset/shapes", split)]
+
+
+def balanced(prompts: list[dict], count: int) -> list[dict]:
+    """About `count` prompts, equally many of each tag; a tag with fewer repeats its own."""
+    per_tag = math.ceil(count / len(TAGS))
+    by_tag = [[p for p in prompts if p["tag"] == tag] for tag in TAGS]
+    return [items[i % len(items)] for items in by_tag for i in range(per_tag)]
+
+
+def rendered(prompts: list[dict], batch: int, generator: torch.Generator):
+    """Endless (index into `prompts` [B], images [B, 3, 64, 64] in [-1, 1]), tags equally often."""
+    device = generator.device
+    table = prompt_table(prompts, device)
+    tags = [p["tag"] for p in prompts]
+    weights = torch.tensor([1 / tags.count(tag) for tag in tags], device=device)
+    while True:
+        index = torch.multinomial(weights, batch, replacement=True, generator=generator)
+        yield index, render(sample_layouts(table, index, generator)) * 2 - 1
+
+
+def accuracy(images: Tensor, prompts: list[dict]) -> dict:
+    """Strict accuracy of images in [0, 1]: {"all": mean over tags, tag: ...}."""
+    score = shapes_reward.load(images.device)
+    right = score(images, [p["prompt"] for p in prompts], prompts)["accuracy"].float().tolist()
+    per_tag = {tag: [r for r, p in zip(right, prompts) if p["tag"] == tag] for tag in TAGS}
+    means = {tag: round(sum(r) / len(r), 4) for tag, r in per_tag.items() if r}
+    return {"all": round(sum(means.values()) / len(means), 4)} | means

@@ -25,12 +25,14 @@ REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
 
 
-class Line:
-    """Jobs in line, and the thread that scores them."""
+class Rewarder:
+    """The server of one reward: jobs in line, the thread that scores them, and the endpoints."""
 
-    def __init__(self, name: str, score: Callable, limits: Limits):
-        self.name, self.score, self.limits = name, score, limits
+    def __init__(self, name: str, score: Callable, limits: Limits, token: str):
+        self.name, self.score, self.limits, self.token = name, score, limits, token.encode()
         self.queue, self.thread = asyncio.Queue(), Threads(1)
+        self.memory, self.decoders = Memory(limits.max_memory_bytes), Threads(DECODERS)
+        self.answers = OrderedDict()  # Idempotency-Key -> its scores
 
     async def work(self) -> None:
         while True:
@@ -62,15 +64,6 @@ class Line:
         )
         scores = scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
         return {name: values.tolist() for name, values in scores.items()}
-
-
-class Rewarder:
-    """The server of one reward; its methods are the endpoints."""
-
-    def __init__(self, name: str, score: Callable, limits: Limits, token: str):
-        self.limits, self.token, self.line = limits, token.encode(), Line(name, score, limits)
-        self.memory, self.decoders = Memory(limits.max_memory_bytes), Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> its scores
 
     def is_allowed(self, request: Request) -> bool:
         header = request.headers.get("authorization", "").encode("latin-1")
@@ -104,11 +97,11 @@ class Rewarder:
             self.memory.release(request)
             raise
         job.done.add_done_callback(lambda _: self.memory.release(request))
-        self.line.queue.put_nowait(job)
+        self.queue.put_nowait(job)
         return job.done
 
     async def get_health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "waiting": self.line.queue.qsize(), "allowed": self.is_allowed(request)})
+        return JSONResponse({"status": "ok", "waiting": self.queue.qsize(), "allowed": self.is_allowed(request)})
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
@@ -121,7 +114,7 @@ def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Sta
 
     @asynccontextmanager
     async def working(app):
-        worker = asyncio.create_task(served.line.work())
+        worker = asyncio.create_task(served.work())
         yield
         worker.cancel()
 
