@@ -87,11 +87,8 @@ def _table_row(metadata: dict) -> tuple[list[int], list[int], int]:
 
 
 def prompt_table(metadata: list[dict], device: torch.device | str = "cpu") -> PromptTable:
-    """P prompts as tensors, for `sample_layouts`.
-
-    Raises:
-        ValueError: metadata that is malformed, or asks for more than a picture holds; the message names the prompt.
-    """
+    """P prompts as tensors, for `sample_layouts`. Raises ValueError: metadata that is malformed, or asks for more than
+    a picture holds; the message names the prompt."""
     kinds, colors, relations = zip(*map(_table_row, metadata))
 
     def padded(rows):

@@ -41,11 +41,8 @@ def order(text: str) -> bytes:
 
 
 def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: int) -> dict[str, list[dict]]:
-    """The rows of each split, each prompt once, in the order of their sources.
-
-    Raises:
-        UserError: fewer prompts than the splits need.
-    """
+    """The rows of each split, each prompt once, in the order of their sources. Raises UserError: fewer prompts than the
+    splits need."""
     unique = {}
     for row in prompts:
         text = " ".join((row["prompt"] or "").split())

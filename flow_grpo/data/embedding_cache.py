@@ -49,11 +49,8 @@ class Cache:
         return self.folder / f"{name}.safetensors"
 
     def missing(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Those to encode: each that is not there, once; or one of all, where its negative is not there.
-
-        Raises:
-            UserError: the first file is damaged.
-        """
+        """Those to encode: each that is not there, once; or one of all, where its negative is not there. Raises
+        UserError: the first file is damaged."""
         prompts = list({prompt.digest: prompt for prompt in prompts}.values())
         absent = [prompt for prompt in prompts if not self._path(prompt.digest).exists()]
         if absent or not prompts:
@@ -92,11 +89,8 @@ class Cache:
             save_file(tensors, scratch, header)
 
     def read(self, prompt: Prompt) -> Condition:
-        """One row, on the device, as it was encoded; rows with the same negative share its memory.
-
-        Raises:
-            UserError: the file is not the one that was written for this prompt.
-        """
+        """One row, on the device, as it was encoded; rows with the same negative share its memory. Raises UserError:
+        the file is not the one that was written for this prompt."""
         row, negative = self._row(prompt.digest)
         return replace(row, negative=self._negative(negative)[0] if negative else None)
 

@@ -27,11 +27,8 @@ class Dropped(Exception):
 
 
 def open_rows(folder: str):
-    """The rows of `folder`, with len() and slices.
-
-    Raises:
-        UserError: there are none, or pairs.jsonl is malformed; names file and line, or the missing columns.
-    """
+    """The rows of `folder`, with len() and slices. Raises UserError: there are none, or pairs.jsonl is malformed; names
+    file and line, or the missing columns."""
     listed, files = Path(folder, "pairs.jsonl"), sorted(Path(folder).glob("*.parquet"))
     rows = read_jsonl(listed) if listed.is_file() else PickAPic(files)
     if not len(rows):

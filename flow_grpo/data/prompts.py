@@ -34,10 +34,7 @@ class Batch:
 
 def load_prompts(folder: str, split: str) -> list[Prompt]:
     """`{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a line).
-
-    Raises:
-        UserError: no such file, an empty one, or a malformed line; names file and line.
-    """
+    Raises UserError: no such file, an empty one, or a malformed line; names file and line."""
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
@@ -59,11 +56,8 @@ def _file_names(split: str) -> tuple[str, str]:
 
 
 def load_file(path: Path) -> list[Prompt]:
-    """The prompts of one file: GenEval's format where its name ends in .jsonl, a prompt a line elsewhere.
-
-    Raises:
-        UserError: an empty file, or a malformed line; names file and line.
-    """
+    """The prompts of one file: GenEval's format where its name ends in .jsonl, a prompt a line elsewhere. Raises
+    UserError: an empty file, or a malformed line; names file and line."""
     lines = read_lines(path)
     parse = _parse_json if path.suffix == ".jsonl" else _parse_text
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -74,11 +68,8 @@ def load_file(path: Path) -> list[Prompt]:
 
 def read_lines(path: Path) -> list[str]:
     """The lines of a file as an editor counts them: a byte order mark is none of the text, and only a line feed, with
-    or without a carriage return before it, ends a line.
-
-    Raises:
-        UserError: it cannot be read, or is not UTF-8; names file and line.
-    """
+    or without a carriage return before it, ends a line. Raises UserError: it cannot be read, or is not UTF-8; names
+    file and line."""
     try:
         stored = path.read_bytes()
         text = stored.decode("utf-8-sig")
@@ -92,11 +83,8 @@ def read_lines(path: Path) -> list[str]:
 
 
 def parse_line(line: str, place: str) -> Any:
-    """What a line of JSON says.
-
-    Raises:
-        UserError: it is no JSON, or names characters that are none (lone surrogates); names `place`.
-    """
+    """What a line of JSON says. Raises UserError: it is no JSON, or names characters that are none (lone surrogates);
+    names `place`."""
     try:
         value = json.loads(line)
         if "\\u" in line:  # only so can JSON name them

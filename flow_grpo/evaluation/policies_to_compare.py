@@ -109,11 +109,7 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
 
 def load(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:
     """A model whose transformer carries the candidate, laid out as in training: what was trained is float32, the rest
-    of config.precision.
-
-    Raises:
-        FloatingPointError: the weights are not finite.
-    """
+    of config.precision. Raises FloatingPointError: the weights are not finite."""
     config, init = candidate.config, None
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     model.transformer.requires_grad_(candidate.transformer is not None)

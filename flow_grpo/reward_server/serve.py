@@ -45,11 +45,8 @@ def announce(url: str) -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Load the reward, print the server's address, serve until stopped.
-
-    Raises:
-        UserError: for what a user can mend, before the reward is loaded.
-    """
+    """Load the reward, print the server's address, serve until stopped. Raises UserError for what a user can mend,
+    before the reward is loaded."""
     with suppress(KeyboardInterrupt):
         parsed = parse(args)
         token = read_token(parsed.token_file)

@@ -29,11 +29,8 @@ def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
 
 
 def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, CLIPProcessor]:
-    """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder.
-
-    Raises:
-        UserError: missing weights or processor; the message names the reward and the id.
-    """
+    """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder. Raises UserError:
+    missing weights or processor; the message names the reward and the id."""
 
     def pretrained(kind: type, name: str, **options):
         try:
@@ -65,10 +62,7 @@ def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: li
 
 def read_weights(reward: str, name: str) -> dict:
     """The state dict in a local file or in owner/repository/file of the hub: .safetensors, else torch.save's format.
-
-    Raises:
-        UserError: it is neither; the message names the reward and the file.
-    """
+    Raises UserError: it is neither; the message names the reward and the file."""
     path = Path(name)
     if not path.is_file():
         try:
@@ -83,11 +77,8 @@ def read_weights(reward: str, name: str) -> dict:
 
 
 def optional_package(reward: str, name: str, install: str) -> ModuleType:
-    """Import what only one reward needs.
-
-    Raises:
-        UserError: it is not installed, the message says how; or it does not import beside what is.
-    """
+    """Import what only one reward needs. Raises UserError: it is not installed, the message says how; or it does not
+    import beside what is."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

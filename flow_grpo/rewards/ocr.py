@@ -36,11 +36,8 @@ def normalise(text: str) -> str:
 
 
 def target_of(prompt: str, metadata: dict) -> str:
-    """The text that an image of this prompt must show.
-
-    Raises:
-        UserError: neither a "target" in the metadata nor quoted text in the prompt; names the prompt.
-    """
+    """The text that an image of this prompt must show. Raises UserError: neither a "target" in the metadata nor quoted
+    text in the prompt; names the prompt."""
     target = metadata.get("target", " ".join(QUOTED.findall(prompt)))
     if not isinstance(target, str) or not normalise(target):
         raise UserError(

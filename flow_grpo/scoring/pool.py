@@ -61,10 +61,7 @@ class Pool:
 
     def try_rewards(self, size: Size, prompt: Prompt) -> None:
         """Score a grey image by every reward, before any weight of the model is loaded, and say what each makes of it.
-
-        Raises:
-            UserError: a reward fails that must not.
-        """
+        Raises UserError: a reward fails that must not."""
         image = torch.full((1, 3, size.height, size.width), 0.5, device=self.device)
         for name, scorer in self.scorers.items():
             start = time.perf_counter()
@@ -100,11 +97,8 @@ class Pool:
         return future
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Until a wait of at most LOOK_S is over, again and again; says now and then for which rewards.
-
-        Raises:
-            RewardFailed: one will not answer any more.
-        """
+        """Until a wait of at most LOOK_S is over, again and again; says now and then for which rewards. Raises
+        RewardFailed: one will not answer any more."""
         said_s = time.monotonic()
         while not is_over():
             for scorer in self.scorers.values():

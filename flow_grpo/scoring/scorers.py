@@ -44,11 +44,7 @@ class Scorer:
         self.pending: set[Future] = set()  # what was sent and has not come back
 
     def receive(self, future: Future, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Scores of one request, NaN if it failed and may.
-
-        Raises:
-            RewardFailed: it failed and must not.
-        """
+        """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
         try:
             scores = future.result()
             if taken := sorted(RESERVED & scores.keys()):

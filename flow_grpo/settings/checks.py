@@ -35,11 +35,8 @@ class Script:
 
 
 def check(config: ConfigDict, script: Script) -> None:
-    """Refuse what cannot be meant; rewards of weight 0 leave config.reward_fn.
-
-    Raises:
-        UserError: with the setting, its value, and what it may be.
-    """
+    """Refuse what cannot be meant; rewards of weight 0 leave config.reward_fn. Raises UserError with the setting, its
+    value, and what it may be."""
     drop_unused_rewards(config)
     if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
         raise UserError(

@@ -159,11 +159,8 @@ def _is_of_another_rank(error: BaseException) -> bool:
 
 
 def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
-    """The config of a command line.
-
-    Raises:
-        UserError: a word that means nothing, a setting that there is not (with the nearest), a value of another type.
-    """
+    """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
+    nearest), a value of another type."""
     file, others = _split(arguments, default)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
     for key in keys:

@@ -63,11 +63,8 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
 
 
 def load(text: str) -> ConfigDict:
-    """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE.
-
-    Raises:
-        UserError: no such file, or one without get_config(), or whose get_config() looks at no variants.
-    """
+    """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file, or one
+    without get_config(), or whose get_config() looks at no variants."""
     file, _, name = text.partition(":")
     path = find(file, name)
     get_config = getattr(module_of(path), "get_config", None)

@@ -77,11 +77,8 @@ def check_values(config: ConfigDict) -> None:
 
 def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
     """Bring a config as a JSON file holds it up to date, in place: settings that are younger than the file have their
-    defaults, older ones what they are today.
-
-    Raises:
-        UserError: something else stands in the place of a section, or a setting that decides something is gone.
-    """
+    defaults, older ones what they are today. Raises UserError: something else stands in the place of a section, or a
+    setting that decides something is gone."""
     for section in {setting.key.rpartition(".")[0] for setting in SETTINGS} - {""}:
         if not isinstance(stored.setdefault(section, {}), dict):
             raise UserError(f"{file} is damaged: its {section!r} is {quoted(stored[section])}, no section of settings")

@@ -43,11 +43,7 @@ def _as_lists(value: Any, left: list[int]) -> Any:
 
 
 class PickleServer:
-    """A server that takes and gives pickled dicts.
-
-    Raises:
-        UserError: nobody has said that pickle is fine.
-    """
+    """A server that takes and gives pickled dicts. Raises UserError: nobody has said that pickle is fine."""
 
     def __init__(self, name: str, url: str | list[str], allow_pickle: bool, **server):
         if allow_pickle is not True:

@@ -8,11 +8,8 @@ from flow_grpo.base.quoting import quoted
 
 
 def read_token(file: str = "") -> str:
-    """The first line of a file, or else the environment's REWARD_TOKEN; "" = none.
-
-    Raises:
-        UserError: the file cannot be read, or it is no token. The message does not show the token.
-    """
+    """The first line of a file, or else the environment's REWARD_TOKEN; "" = none. Raises UserError: the file cannot be
+    read, or it is no token. The message does not show the token."""
     if not file:
         return _checked(os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN")
     try:

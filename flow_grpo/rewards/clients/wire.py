@@ -36,11 +36,7 @@ def pack_image(image: Tensor, form: str) -> bytes:
 
 def unpack_image(data: bytes) -> Tensor:
     """An .npy file as [3, H, W] float32 in [0, 1]. No torch operation is used: the server's other threads have more
-    torch threads than one that decodes.
-
-    Raises:
-        ValueError: another file, another array, or values outside [0, 1].
-    """
+    torch threads than one that decodes. Raises ValueError: another file, another array, or values outside [0, 1]."""
     buffer = io.BytesIO(data)
     version = np.lib.format.read_magic(buffer)
     if version != (1, 0):
@@ -56,11 +52,8 @@ def unpack_image(data: bytes) -> Tensor:
 
 
 def read_scores(body: bytes, count: int, bounds: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Tensor]:
-    """The JSON {"scores": {...}} as name -> [count] float32.
-
-    Raises:
-        BadAnswer: not one finite number within `bounds` ("score" alone has some) for each of `count` images.
-    """
+    """The JSON {"scores": {...}} as name -> [count] float32. Raises BadAnswer: not one finite number within `bounds`
+    ("score" alone has some) for each of `count` images."""
     try:
         answer = json.loads(body)
     except ValueError as error:
