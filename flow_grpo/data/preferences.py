@@ -153,8 +153,8 @@ def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
 
 
 def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size: Size) -> dict[str, "PairFiles"]:
-    """Both splits, checked: columns, model and size. Latents are checked as they are read. Raises UserError, which names file
-    and column."""
+    """Both splits, checked: columns, model and size. Latents are checked as they are read. Raises UserError, which
+    names file and column."""
     if Path(folder, "unfinished").exists():
         raise UserError(f"{folder} is not complete: scripts/prepare_preferences.py, started again, goes on with it")
     paths = {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
