@@ -25,7 +25,7 @@ from flow_grpo.monitoring.metrics import Meter
 CONFIG = {"logger": "wandb", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
 CONFIG |= {
     "reward_fn": {"shapes": 1.0},
-    "eval": {"rewards": ()},
+    "eval": {"rewards": (), "best_by": "avg"},
     "health": {},
     "alert": "ntfy --token tk_secret publish",
 }
