@@ -85,7 +85,6 @@ REFUSED = {  # a request, the status and words of the answer
     "deep": (parts(GOOD, request="[" * 200_000), 422, "RecursionError"),
     "header": (dict(content=b"", headers={"Authorization": b"Bearer \xe9"}), 422, "Error"),
     "too few values": (parts(array_claiming((3, 128, 128))), 422, "in 64 bytes"),
-    "far too few": (parts(array_claiming((3, 10**9, 10**9))), 422, "in 64 bytes"),
     "objects": (parts(array_claiming((3, 4, 4), "|O")), 422, "must be"),
     "values": (parts(wire.pack_image(torch.full((3, 4, 4), 9.0), "npy")), 422, "outside [0, 1]"),
     "infinite": (parts(wire.pack_image(torch.ones(3, 4, 4) / 0, "npy")), 422, "outside [0, 1]"),
@@ -136,9 +135,6 @@ def test_requests_share_the_memory():
         with pytest.raises(HTTPException) as caught:
             memory.take("second", num_bytes)
         assert caught.value.status_code == status
-    memory.release("first")
-    memory.take("second", 30)
-    assert memory.taken.total() == 30
 
 
 def test_the_same_request_is_answered_from_memory(small_server):

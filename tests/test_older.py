@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from flow_grpo.settings import command_line, older, table
 
@@ -67,13 +68,9 @@ def test_a_stored_value_is_what_means_the_same_today(before, key, today):
     before = dict(sample__sde_window_interval=25) | before
     config = older.with_defaults(stored(**before), FILE)
     assert value(config, key) == today
-    assert table.flat(table.default_config()).keys() <= {*flat(config)}
-    assert not older.ANSWERS.keys() & {*flat(config)}
-
-
-def flat(config, prefix=""):
-    for key, part in config.items():
-        yield from flat(part, f"{prefix}{key}.") if isinstance(part, dict) and part else [f"{prefix}{key}"]
+    keys = table.flat(ConfigDict(config)).keys()
+    assert table.flat(table.default_config()).keys() <= keys
+    assert not older.ANSWERS.keys() & keys
 
 
 @pytest.mark.parametrize(
