@@ -123,15 +123,18 @@ def test_the_card_names_the_loss_that_was_chosen():
 
 def test_what_a_machine_knows_is_not_on_the_card(copy):
     config = json.loads((copy / "config.json").read_text())
-    config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", custom={"note": "a | b\nc", "at": "/x"})
+    config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", custom={"api_key": "secret-word", "n": 7})
+    config |= dict(num_epochs=5)
+    config["lora"]["targets"] = ["a | b"]
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
     config["alert"] = "curl -H 'Authorization: Bearer secret-word' 10.0.0.7 -d"
     (copy / "config.json").write_text(json.dumps(config))
     model_card.complete(copy)
     text = (copy / "README.md").read_text()
-    assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.at`") if word in text] == []
+    assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
     assert "| prompts | prompts |" in text
-    assert "| `custom.note` | a \\| b c |" in text
+    assert "| `num_epochs` | 5 |" in text
+    assert "| `lora.targets` | ['a \\| b'] |" in text
 
 
 def push(run, *words, hub=None):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import gpus
 
 MOST_GPUS = 64  # that a refusal offers
 
@@ -42,7 +43,7 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         ways_out = _ways_out(images, sample.batch_size, world_size, lambda size: size * steps % updates == 0)
         raise UserError(
             f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
-            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {world_size} GPUs x sample.batch_size "
+            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
             f"{sample.batch_size} = {sample.batch_size * world_size}; {ways_out}"
         )
     if moves(config) and sample.batch_size % updates:
@@ -93,7 +94,7 @@ def plan_pairs(config, world_size: int) -> BatchPlan:
     if rest or not batches:
         raise UserError(
             f"{sample.num_prompts_per_epoch} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
-            f"{world_size} GPUs x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
+            f"{gpus(world_size)} x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
             f"train.updates_per_epoch {updates} = {(unit := world_size * batch // group * updates)}; "
             f"{max(unit, sample.num_prompts_per_epoch // unit * unit)} do"
         )

@@ -11,6 +11,11 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = LENGTH
 _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = ENTRIES
 
 
+def gpus(number: int) -> str:
+    """So many of them, in words."""
+    return f"{number} GPU{'' if number == 1 else 's'}"
+
+
 def quoted(value: object) -> str:
     """repr of a value in one line, without the middle of what is long."""
     try:

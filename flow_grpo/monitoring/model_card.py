@@ -171,10 +171,10 @@ def _made_by(run: report.Recorded) -> list[tuple[str, str]]:
 
 
 def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
-    """Settings that differ from the defaults, without paths, addresses and secrets of the machine."""
+    """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
+    be a path, an address or a secret, and so may all that a config file of a user's own adds."""
     rows = [(key, value) for key, _, value in report.changed_settings([run]).rows if value]
-    private = ("reward.", "cache_dir", "lora.path", "preferences.", "dataset", "model", "reward_fn.")
-    return [(key, value) for key, value in rows if not key.startswith(private) and not re.match(r"[/~]|\w+://", value)]
+    return [(key, value) for key, value in rows if key in table.BY_KEY and not table.BY_KEY[key].is_any_text]
 
 
 def front_matter(run: report.Recorded) -> str:

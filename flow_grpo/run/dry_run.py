@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import shipped
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.quoting import gpus, quoted
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -32,7 +32,7 @@ def describe(
     """Sections of lines: the epoch, the evaluation, GPU and hours, memory and disk, and what to know beforehand. `plan`
     is for config.dry_run GPUs; `evaluated` has each split once."""
     sections = {
-        f"an epoch on {config.dry_run} GPUs": _epoch(config, plan),
+        f"an epoch on {gpus(config.dry_run)}": _epoch(config, plan),
         "evaluation": _evaluation(config, evaluated),
         "GPU": _gpu(config, plan),
         "host memory and disk": _memory(config, family, train, evaluated),

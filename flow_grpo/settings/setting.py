@@ -31,6 +31,11 @@ class Setting:
     def section(self) -> str:
         return self.key.rpartition(".")[0]
 
+    @property
+    def is_any_text(self) -> bool:
+        """Whether its value may be any text, or a dict of such."""
+        return isinstance(self.default, dict) or (isinstance(self.default, str) and not self.choices)
+
     def description(self) -> str:
         """Its meaning, what else it takes, and which values it allows."""
         needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in self.when]
