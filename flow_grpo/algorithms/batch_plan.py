@@ -70,8 +70,7 @@ def plan_batches(config, world_size: int) -> BatchPlan:
 
 
 def _ways_out(images: int, batch_size: int, world_size: int, fits: Callable[[int], bool]) -> str:
-    """Batch sizes that divide an epoch over this number of GPUs, and numbers of GPUs over which this one does. `fits`:
-    whether an epoch's updates divide a batch of a size."""
+    """Batch sizes, of those whose batches `fits` accepts, and numbers of GPUs that divide an epoch."""
     sizes = list(filter(fits, _divisors(images // world_size))) if images % world_size == 0 else []
     counts = [count for count in range(1, MOST_GPUS + 1) if images % (batch_size * count) == 0]
     of_size = f" with {batch_size}" if counts else ""

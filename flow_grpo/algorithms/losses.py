@@ -90,8 +90,7 @@ def dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, beta:
 
 
 def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
-    """How much of an image counts as a good one, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT,
-    arXiv:2509.16117)."""
+    """How much of an image counts as good, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT, arXiv:2509.16117)."""
     return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
 
 

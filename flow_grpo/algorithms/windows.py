@@ -8,8 +8,7 @@ from flow_grpo.base import rng
 
 
 def window_at(sample, seed: int, epoch: int, block: int, updates: int) -> range:
-    """The noisy steps of a block of images (prompts.Batch), in an epoch that began after `updates` optimizer steps.
-    `sample` is config.sample, checked by checks.check_window."""
+    """The noisy steps of a block of images (prompts.Batch), in an epoch that began after `updates` optimizer steps."""
     if sample.sde_window_size == 0:
         return range(sample.num_steps - 1)
     first, last = sample.sde_window_range

@@ -102,8 +102,7 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -> None:
-    """Remove what killed processes left of `scratch_beside`. What was written within `age_s` stays, since somebody may
-    be writing it, and so does what cannot be removed."""
+    """Remove what killed processes left of `scratch_beside`, but for what was written within `age_s`."""
     with suppress(OSError):
         for leftover in [*folder.glob(f"{stem}{SCRATCH}*")]:
             if time.time() - leftover.stat().st_mtime >= age_s:
@@ -119,8 +118,7 @@ def family(first: Path) -> list[Path]:
 
 
 def take(first: Path, key: str = "config.output_dir") -> Path:
-    """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on, above all numbers that there are. Two
-    runs never get the same one."""
+    """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
     taken = family(first)
     number = 1 + int(taken[-1].name.removeprefix(first.name)[1:] or 1) if taken else 1
     while not make(folder := first if number == 1 else first.with_name(f"{first.name}-{number}"), key):
@@ -129,8 +127,7 @@ def take(first: Path, key: str = "config.output_dir") -> Path:
 
 
 def make(folder: Path, key: str) -> bool:
-    """Make a folder; False if it is there already. Raises UserError, with `key`, the setting or flag that names it,
-    where it cannot be made."""
+    """Make a folder; False if it is there already. Raises UserError with `key`, the setting or flag that names it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
@@ -228,8 +225,7 @@ def is_unused(folder: Path) -> bool:
 
 @contextmanager
 def given_back(folder: Path) -> Iterator[None]:
-    """If the block fails: release the folder that this process holds. If it is unused, it is removed, and so is the
-    folder around it, where that is empty then."""
+    """If the block fails: release the folder that this process holds. If it is unused, it is removed."""
     try:
         yield
     except BaseException:

@@ -11,8 +11,7 @@ _STARTING = threading.Lock()  # many threads ask for a loop at once
 
 
 def event_loop(name: str, initialize: Callable[[], None] = lambda: None) -> asyncio.AbstractEventLoop:
-    """The event loop of a name, in a thread of its own, in which `initialize` is called first. It is started once and
-    runs for as long as the process."""
+    """The event loop of a name, in a thread of its own that begins with `initialize` and runs for ever."""
     with _STARTING:
         if name not in _LOOPS:
             loop = _LOOPS[name] = asyncio.new_event_loop()
@@ -21,9 +20,8 @@ def event_loop(name: str, initialize: Callable[[], None] = lambda: None) -> asyn
 
 
 class Threads:
-    """Calls in threads of their own, in the order in which they come; in each, `initialize` is called first.
-
-    concurrent.futures joins its threads when the interpreter exits, for ever if one of them hangs."""
+    """Calls in threads that begin with `initialize`, in the order in which they come. The threads of concurrent.futures
+    would be joined when the interpreter exits, for ever if one of them hangs."""
 
     def __init__(self, count: int, initialize: Callable[[], None] = lambda: None):
         self.count, self.calls = count, queue.SimpleQueue()

@@ -64,8 +64,7 @@ def read(run_folder: Path) -> Evaluation | None:
 
 
 def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
-    """Replace the folder, all ranks together. A failure leaves the old one intact. Every rank calls `fill`, which puts
-    the weights into the folder that it is given."""
+    """Replace the folder; every rank calls, and `fill` puts the weights in. A failure leaves the old one intact."""
     with checkpoints.replaced(run_folder / NAME) as tmp:
         fill(tmp)
         distributed.on_main(_describe, tmp, evaluation)

@@ -93,8 +93,7 @@ def _parts(folder: Path) -> Iterator[Part]:
 
 @torch.no_grad()
 def read(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
-    """Fill `state`, bit for bit; each rank reads its own rows. Raises UserError where the folder lacks some of these
-    tensors, or, if `exact`, holds others."""
+    """Fill `state`; each rank reads its own rows. Raises UserError for other tensors, or more of them if `exact`."""
     stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     if stored != wanted:

@@ -99,8 +99,7 @@ class FlowModel(ABC):
 
     @staticmethod
     def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
-        """What tells the text encoders of a folder from others: the digests of their files, remembered in `memory` (see
-        checksums.file_digests); of a hub id its commit."""
+        """What tells text encoders from others: their files' digests (see checksums), or a hub id's commit."""
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
@@ -193,8 +192,7 @@ class FlowModel(ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """One forward of the transformer: [B, ...] float32, arguments as in `velocity`. `guidance_scale` is for
-        transformers that take it as an input."""
+        """One forward of the transformer, as `velocity`. `guidance_scale` is for those that take it as an input."""
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000 sigma): the policy itself."""
@@ -227,8 +225,7 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
-        """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time. A compiled decoder
-        meets one shape: the last ones are filled up with copies."""
+        """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time, in one shape if compiled."""
         num = len(latents)
         if loading.fixed_shape(self.pipeline.vae):
             whole = -(-num // batch_size) * batch_size

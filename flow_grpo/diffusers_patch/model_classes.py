@@ -16,8 +16,7 @@ from flow_grpo.diffusers_patch.loading import pipeline_name
 
 
 def of_folder(folder: str) -> type[FlowModel]:
-    """Of a diffusers folder or hub id, as config.model names it. Raises UserError unless its pipeline is among the
-    models."""
+    """Of a diffusers folder or hub id. Raises UserError unless its pipeline is among the models."""
     name = pipeline_name(folder)
     if name not in registry.MODELS:
         raise UserError(f"config.model {folder!r} holds a {name}; there are {', '.join(registry.MODELS)}")

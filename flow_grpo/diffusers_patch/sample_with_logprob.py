@@ -247,8 +247,7 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
 def post_decode(
     model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
 ) -> Iterator[tuple[list[Request], Samples]]:
-    """Images of finished requests, some B requests together as soon as they fill a decode; of trunks, a few decodes, so
-    that little of the last one is empty."""
+    """Images of finished requests, some B requests together as soon as they fill a decode; of trunks, a few decodes."""
     ready = []
     for request in finished:
         ready.append(request)

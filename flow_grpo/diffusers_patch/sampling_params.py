@@ -12,8 +12,7 @@ from flow_grpo.diffusers_patch.solvers import SOLVERS
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Everything about sampling but the first latents, the size and which steps are noisy. A value that nothing can be
-    sampled with is a UserError."""
+    """How to sample, but for latents, size and noisy steps. A value that nothing can be sampled with is a UserError."""
 
     num_steps: int  # from noise to image
     guidance_scale: float

@@ -65,7 +65,7 @@ def _is_plain(module: FeedForward) -> bool:
 
 class _FeedForward(FeedForward):
     """A layer, GELU and a layer. Where the last one multiplies rows of 8 bits, a row's largest GELU is that of its
-    largest x. Else each GELU would be computed twice: to find the largest, and to be divided by it."""
+    largest x: else each GELU would be computed twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, _, last = self.net
@@ -120,8 +120,7 @@ def _wanting_gradients(forward: Callable) -> Callable:
 
 @contextmanager
 def training_graph(network: nn.Module) -> Iterator[None]:
-    """Run forwards of a FlowModel's network through the training graph, which is not bitwise equal to the inference
-    graph, and free the saved activations after each forward."""
+    """Run forwards through the graph of training, whose bits are not those of inference, and free what it saves."""
     let_go = lambda _, inputs, output: output.detach()  # noqa: E731
     hook = network.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
     try:

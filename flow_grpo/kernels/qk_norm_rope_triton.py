@@ -97,8 +97,7 @@ def _split_gradient(
 
 @triton.jit
 def _places(tokens, joint_tokens, first, HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """This program's token of its row; where its [PADDED, WIDTH] numbers lie, alone and in the joint tensor; which of
-    them there are."""
+    """This program's token; where its [PADDED, WIDTH] numbers lie, alone and joint; which of them there are."""
     place = tl.program_id(0).to(tl.int64)
     token = place % tokens
     inside = tl.arange(0, PADDED)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

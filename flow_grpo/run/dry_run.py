@@ -29,8 +29,7 @@ def describe(
     train: list[Prompt],
     evaluated: list[Split],
 ) -> str:
-    """Sections of lines: the epoch, the evaluation, GPU and hours, memory and disk, and what to know beforehand. `plan`
-    is for config.dry_run GPUs; `evaluated` has each split once."""
+    """Sections of lines. `plan` is for config.dry_run GPUs; `evaluated` has each split once."""
     sections = {
         f"an epoch on {gpus(config.dry_run)}": _epoch(config, plan),
         "evaluation": _evaluation(config, evaluated),

@@ -54,8 +54,7 @@ def sampler_of(run: Run) -> evaluation.Sampler:
 
 
 def score_choosing(run: Run, epoch: int) -> dict[str, float]:
-    """Score the averaged weights on the prompts that choose the best ones, log the means and a panel of images; the
-    means by name."""
+    """Score the averaged weights on the prompts that choose the best; log means and images; the means by name."""
     settings = run.config.eval
     split = evaluation.part_of(run.choosing_prompts, run.config)
     with run.ema.applied(), run.board.timed("eval"):

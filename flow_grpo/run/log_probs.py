@@ -51,8 +51,7 @@ def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
 
 @torch.no_grad()
 def recompute_log_probs(run: Run, rollout: Rollout) -> None:
-    """With train.old_log_prob = "recompute": replace the rollout's log-probs by those of the training forward, so that
-    the first ratio is 1. Logs the difference."""
+    """As train.old_log_prob asks: replace the rollout's log-probs by the training forward's; log the difference."""
     if run.config.train.old_log_prob == "rollout":
         return
     stored, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.num_steps

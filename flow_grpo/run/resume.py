@@ -135,8 +135,7 @@ def _latest_folder(first: Path) -> Path:
 
 
 def _latest(folder: Path) -> Source:
-    """What there is to go on from in a run's own folder. A branch that was killed before it had a checkpoint begins
-    again from its parent."""
+    """What a run's own folder has to go on from. A branch without a checkpoint begins again from its parent."""
     path, file = folder / "checkpoints", folder / folders.PARENT
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
@@ -175,8 +174,7 @@ def _name(folder: Path) -> str:
 
 
 def changed_settings(checkpoint: Path, config: ConfigDict) -> dict[str, tuple]:
-    """Settings that a run of a checkpoint's config keeps, and this config does not: key -> (stored, wanted). Settings
-    that are younger than the checkpoint had their defaults."""
+    """Settings that a run of a checkpoint's config keeps, and this config does not: key -> (stored, wanted)."""
     file = checkpoint / "config.json"
     stored = table.flat(ConfigDict(older.with_defaults(folders.read_json(file), file)))
     current = table.flat(ConfigDict(json.loads(json.dumps(config.to_dict()))))
@@ -205,8 +203,7 @@ def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
 
 
 def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
-    """Raises UserError where config.resume_from names an older checkpoint: to go on from it in this folder would
-    destroy what came later."""
+    """Raises UserError where config.resume_from names an older checkpoint: what came later would be destroyed."""
     newest = checkpoints.find(folder / "checkpoints")
     if newest and newest.name > checkpoint.name and path.resolve() != newest.parent.resolve():
         raise UserError(

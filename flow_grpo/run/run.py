@@ -98,15 +98,13 @@ class Run:
 
     @property
     def exact(self) -> Callable:
-        """() -> context of a forward that must have the update's bits: of compiled blocks the graph with gradients,
-        else nothing."""
+        """() -> context of a forward that must have the update's bits: of compiled blocks the graph with gradients."""
         return partial(compilation.training_graph, self.model.network) if self.config.compile else nullcontext
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
     ) -> Tensor:
-        """The policy. Rollout and update both go through here, so they cannot disagree. None = the rollout's
-        guidance_scale, and the size that is trained."""
+        """The policy, of rollout and update alike. None = the rollout's guidance_scale, and the size of training."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
         if not self.ema.is_applied:  # then this is an evaluation
             self.num_forwards += len(x) * (2 if self.model.is_guided(scale) else 1)

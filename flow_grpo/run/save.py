@@ -99,8 +99,7 @@ def load_export(run: Run, folder: Path) -> None:
 
 
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:
-    """The record of an evaluation with the averaged weights. Raises UserError where eval.best_by is none of the
-    figures."""
+    """The record of an evaluation of the averaged weights. Raises UserError unless eval.best_by is a figure."""
     settings = run.config.eval
     chooses, size = run.choosing_prompts, training_size(run.config)
     if figures and settings.best_by not in figures:
@@ -134,8 +133,7 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
 
 
 def load_best_state(run: Run) -> str:
-    """Go back to the training state of the best evaluation, bit for bit, but for the number of epochs and updates; why
-    that cannot be, "" where it was done."""
+    """Go back to the best evaluation's training state, but for the counters; why not, "" where it was done."""
     state_folder, problem = distributed.on_main(_best_state, run.folder)
     if state_folder:
         offload.reload_optimizer_state(run.optimizer)

@@ -239,8 +239,7 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 def _open_cache(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[embedding_cache.Cache, list[Prompt]]:
-    """The cache of config.cache_dir, and the prompts that this run will draw or evaluate but the cache lacks. Raises
-    UserError where it lacks some and cannot be written."""
+    """The cache of config.cache_dir, and this run's prompts that it lacks. Raises UserError if it cannot take them."""
     memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise

@@ -22,8 +22,7 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
 
 
 def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:
-    """Adapters by config.lora; everything else, quantised by config.base_precision, from the model's folder. The
-    model's transformer is on the meta device, adapters attached."""
+    """Fill a transformer on the meta device: its adapters by config.lora, the rest from the model's folder."""
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,

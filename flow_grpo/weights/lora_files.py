@@ -43,8 +43,7 @@ class Adapter(NamedTuple):
 
 
 def read(folder: Path | str) -> Adapter:
-    """What a LoRA file says of itself, without its weights. Raises UserError where it cannot be read, or is not a LoRA
-    of a diffusers transformer with one rank and one alpha."""
+    """What a LoRA file says of itself. Raises UserError unless it is diffusers' LoRA, of one rank and one alpha."""
     path = Path(folder, FILE)
     try:
         with safe_open(path, framework="pt") as file:
@@ -73,8 +72,7 @@ def weights(folder: Path | str) -> dict[str, Tensor]:
 
 
 def check_fits(folder: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
-    """Raises UserError unless every layer that a LoRA adapts is in a transformer, which may be on the meta device, and
-    as wide there."""
+    """Raises UserError unless every layer that a LoRA adapts is in a transformer, and as wide there."""
     layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "in_features")}
     for name, shape in adapter.shapes.items():
         layer, part = name.removesuffix(".weight").rsplit(".lora_", 1)

@@ -65,8 +65,7 @@ def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
 
 
 def products_of_8_bits(transformer: nn.Module) -> AbstractContextManager:
-    """Inside, layers that store 8 bits round x as well: faster, with an error of its own for each x. For forwards whose
-    velocity enters no log-prob."""
+    """Inside, layers that store 8 bits round x as well: faster. For forwards whose velocity enters no log-prob."""
     layers = [layer for layer in quantised_layers(transformer).values() if isinstance(layer, EightBitLinear)]
     return flagged(layers, "rounds_x")
 

@@ -33,8 +33,7 @@ class ZImage(FlowModel):
     CUTS_PADDING = True
 
     def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` tokens with its chat template, or more than the pipeline
-        reads."""
+        """Raises UserError for a prompt of more than `width` tokens with its template, or than the pipeline reads."""
         width = width if (width or TEXT_TOKENS) < TEXT_TOKENS else None
         loading.check_lengths(prompts, self._length, width, TEXT_TOKENS)
 
@@ -108,8 +107,7 @@ class ZImage(FlowModel):
 
 
 def padded_text(condition: Condition) -> tuple[Tensor, Tensor, Tensor]:
-    """Text [B, L, D] of a multiple of 32 tokens; which of them are a prompt's own, and which of them the transformer
-    sees, [B, L] bool each."""
+    """Text [B, L, D] of a multiple of 32 tokens; which are a prompt's own, and which are seen, [B, L] bool each."""
     missing = -condition.num_tokens % SEQ_MULTI_OF
     text = F.pad(condition.text, (0, 0, 0, missing))
     own = text.new_ones(condition.text.shape[:2], dtype=torch.bool) if condition.mask is None else condition.mask
