@@ -60,8 +60,8 @@ def dppo_surrogate(
     kl_limit: float,
 ) -> Tensor:
     """Flow-DPPO (arXiv:2606.11025), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is over
-    `kl_limit`, in nats per latent element, and the ratio has moved the way the advantage pushes. Whether a row stops
-    depends on both Gaussians, and not on where in them its sample lies. Arguments as in `guard_surrogate`."""
+    `kl_limit`, in nats per latent element, and the ratio has moved the way the advantage pushes: it depends on both
+    Gaussians, and not on where in them a sample lies. Arguments as in `guard_surrogate`."""
     ratio = torch.exp(log_prob - old_log_prob)
     loss = -advantages * ratio
     stops = (gaussian_kl(mean, old_mean, transition_std) > kl_limit) & (advantages * (ratio - 1) > 0)

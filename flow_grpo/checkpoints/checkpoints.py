@@ -119,8 +119,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
     """The checkpoint at `path`, or the newest whole one in that folder, every byte of it read and compared with its
-    checksum; None if there is none at all. And a sentence for each damaged one that is passed over. Raises UserError
-    where all that there are are damaged."""
+    checksum, and a sentence for each damaged one that is passed over; None without any. All damaged is a UserError."""
     damaged = []
     for checkpoint in reversed(_at(Path(path))):
         if not (problem := _problem(checkpoint)):

@@ -60,6 +60,7 @@ def pipeline_with_logprob(
     vae_batch_size: int = 8,
 ) -> Samples:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
+    Raises UserError, before anything is encoded, for a value that cannot be meant.
 
     Args:
         prompts: one text, B texts, or B rows of a model's `encode`.
@@ -70,9 +71,6 @@ def pipeline_with_logprob(
         guidance_scale: None = the model's published one; at most 1 = no second forward.
         flash_ratio: above 0, what follows the window takes this share of its forwards, by `flash_solver` of solvers.py.
         latents: [B, ...] standard normal to start from, instead of the generators' first draw.
-
-    Raises:
-        UserError: before anything is encoded, for a value that cannot be meant.
     """
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
@@ -108,9 +106,6 @@ def pipeline_with_logprob_perstep(
         steps: at which branches leave, within range(num_steps).
         num_branches: of each trunk and step.
         completion_batch_size: rows per forward of the branches on their way to the image; at least B.
-
-    Raises:
-        UserError: before anything is encoded, for a value that cannot be meant.
     """
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale

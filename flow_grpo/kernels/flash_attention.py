@@ -69,10 +69,8 @@ def attend_first(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> 
     Args:
         query, key, value: [B, L, H, D], on a GPU bf16.
         lengths: [B] int32, of the keys and values that are attended to. All queries attend, padding too.
-
     Returns:
-        [B, L, H, D] in the dtype of `value`; and the logarithms of the softmax's sums, [B, H, L] float32, which the
-        backward needs and which have no gradient.
+        [B, L, H, D] like `value`; and the logarithms of the softmax's sums, [B, H, L] f32, for the backward.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.is_cuda:

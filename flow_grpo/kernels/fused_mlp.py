@@ -39,12 +39,7 @@ def feed_forward(x: Tensor, first: EightBitLinear, last: EightBitLinear) -> Tens
 
     A row's scale is chosen before the row is known, by a bound: |GELU(y)| <= |y| = |w x + b| <= |w| |x| + |b|, with the
     longest w and the largest b. With random weights it is 14 times a row's largest number, which costs the smallest
-    numbers bits: e4m3 has its whole mantissa over a factor of 29,000.
-
-    Args:
-        x: [..., D]
-    Returns:
-        [..., D] in the dtype of `last`.
+    numbers bits: e4m3 has its whole mantissa over a factor of 29,000. x [..., D] -> [..., D] in the dtype of `last`.
     """
     flat = padded(x.flatten(0, -2))
     largest = torch.linalg.vector_norm(flat.float(), dim=1, keepdim=True) * (GROWTH * first.longest)
@@ -62,15 +57,13 @@ VERSION = checksums.file_digest(Path(__file__))[:8]  # see qk_norm_rope.py
 def gelu_of_product(
     rows: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, factor: Tensor
 ) -> Tensor:
-    """GELU by tanh (arXiv:1606.08415) of x W^T + b, times a factor for each row.
+    """GELU by tanh (arXiv:1606.08415) of x W^T + b, times a factor for each row; e4m3 [n, m].
 
     Args:
         rows, row_scale: of x, e4m3 [n, k] and float32 [n, 1].
         weight, scale: of W, e4m3 [m, k] and float32 [m, 1].
         bias: [m] float32.
         factor: [n, 1] float32.
-    Returns:
-        e4m3 [n, m].
     """
     if rows.is_cuda:
         return _kernels().gelu_of_product(rows, row_scale, weight, scale, bias, factor)

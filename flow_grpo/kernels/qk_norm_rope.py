@@ -23,8 +23,6 @@ def norm_rotate_join(tokens: list[Tensor], weights: list[Tensor], angles: list[T
         tokens: [B, L, H, D] of each part; D is a power of 2.
         weights: [D] of each part's norm; they get no gradient.
         angles: [L, D / 2] complex64 of each part, of modulus 1, for neighbours of a head.
-        eps: of the norms.
-
     Returns:
         [B, sum of L, H, D], in the dtype of the tokens.
     """

@@ -8,11 +8,9 @@ from torch.nn import functional as F
 
 
 def convolve_in_2d(vae) -> None:
-    """Make the decoder skip the time slices of its kernels that meet nothing but zero padding, in place.
-
-    For one frame the padding comes before it, so only a kernel's last slice counts: a third of the work, same result up
-    to rounding. More frames than one go the usual way, and a VAE without such convolutions stays as it is.
-    """
+    """Make the decoder skip the time slices of its kernels that meet nothing but zero padding, in place: for one frame
+    a kernel's last slice alone counts, a third of the work with the same result up to rounding. More frames go the
+    usual way, and a VAE without such convolutions stays as it is."""
     for module in [*vae.decoder.modules(), getattr(vae, "post_quant_conv", None)]:
         if isinstance(module, QwenImageCausalConv3d):
             module.forward = partial(_forward, module)

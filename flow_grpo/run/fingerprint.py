@@ -59,8 +59,8 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
 
 def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -> tuple[Inputs, list[str]]:
     """What to store from now on, and what to tell the user of a run that goes on from an epoch. `stored`: None = not
-    known, as before there was such a record. Raises UserError where the run learns from other files than before, unless
-    `accepts`, which is config.accept_changes."""
+    known. Raises UserError where the run learns from other files than before, unless config.accept_changes `accepts`.
+    """
     if stored is None:
         return current, []
     changed = []

@@ -147,8 +147,7 @@ def _load_frozen(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
     """The model, its transformer still empty, and prompt -> its condition, one at a time, so that its numbers do not
-    depend on its neighbours. Where config.cache_dir holds all prompts, no text encoder is loaded; where it lacks some,
-    the text encoders are dropped as soon as they have made them."""
+    depend on its neighbours. Text encoders are loaded where config.cache_dir lacks prompts, and dropped with it."""
     images, cache, missing = texts.drawn or evaluates(config), None, []
     if config.cache_dir and images:
         cache, missing = _open_cache(config, family, device, plan, texts)

@@ -20,11 +20,8 @@ class Ema:
 
     def update(self, step: int) -> None:
         """Call after every optimizer step with the number taken so far, n; moves at every `interval`-th, by a decay of
-        min((1 + n) / (10 + n), decay): early averages follow the weights closely.
-
-        Before the first of these the average is the weights themselves, so that a run of few steps exports what it
-        learned.
-        """
+        min((1 + n) / (10 + n), decay): early averages follow the weights closely. Before the first of these the average
+        is the weights themselves, so that a run of few steps exports what it learned."""
         if step < self.interval:
             self.move(1.0)
         elif step % self.interval == 0:

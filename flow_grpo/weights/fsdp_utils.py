@@ -33,8 +33,7 @@ def is_sharded(network: nn.Module) -> bool:
 
 def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceMesh | None:
     """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
-    its weights are to be offloaded. "hybrid" has a copy of the weights on each machine. Make one per run: each opens
-    process groups of its own."""
+    its weights are to be offloaded. Make one per run: each opens process groups of its own."""
     world_size = distributed.world_size()
     if offload and not distributed.is_initialized():
         raise UserError("config.fsdp.offload 'weights' needs torchrun, on one GPU too: torchrun --nproc_per_node=1 ...")
