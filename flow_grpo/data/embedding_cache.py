@@ -26,6 +26,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 
 FORMAT = 3  # of the files; those of another are not read
+KEPT_BYTES = 2**30  # of prompts that a run does not encode or read again: 1,170 of Qwen-Image's of 128 tokens
 WAY_OUT = "delete it, and the next start of the run encodes it again"
 
 
@@ -135,9 +136,10 @@ def _digest_of(name: str, tensors: dict[str, Tensor], width: str) -> str:
 
 
 def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Condition]:
-    """The same function of one prompt, which keeps the last 1024. Negatives that equal the first one share its memory:
-    then a batch of them is one row, see Condition."""
+    """The same function of one prompt, which keeps KEPT_BYTES of the last ones. Negatives that equal the first one
+    share its memory: then a batch of them is one row, see Condition."""
     first: list[Condition] = []
+    kept: dict[Prompt, Condition] = {}  # in the order in which they were encoded
 
     def encode_once(prompt: Prompt) -> Condition:
         row = encode(prompt)
@@ -146,4 +148,12 @@ def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Cond
         first[:] = first or [row.negative]
         return replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
 
-    return lru_cache(maxsize=1024)(encode_once)
+    def recall(prompt: Prompt) -> Condition:
+        row = kept.get(prompt)
+        if row is None:
+            row = kept[prompt] = encode_once(prompt)
+            if len(kept) * sum(part.nbytes for part in row.tensors().values()) > KEPT_BYTES:
+                del kept[next(iter(kept))]
+        return row
+
+    return recall

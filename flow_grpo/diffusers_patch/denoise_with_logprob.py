@@ -9,7 +9,7 @@ they run inside `exact()`. The others may be faster than exact: they run inside 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +35,12 @@ class TracedStep(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A row of the forwards: an image, a trunk, the prefix that a group shares before its noise, or a branch."""
+    """R rows of the forwards that take each step together: the branches that leave a trunk at one step; or one row, of
+    an image, of a trunk or of the prefix that a group shares before its noise."""
 
     name: Any  # what the caller knows it by
-    condition: Condition  # one row
-    latents: Tensor | None  # [1, ...] f32, before its next step; None = from the prefix that it continues
+    condition: Condition  # R rows
+    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the prefix that it continues
     size: Size
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
@@ -49,14 +50,19 @@ class Request:
     short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
     continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
-    trunk: "Request | None" = None  # of a branch
+    trunk: "Request | None" = None  # of branches
     branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of its steps
     solver: Solver | None = None  # what takes its next step, if not Euler
-    memory: Tensor | None = None  # [1, ...], what its solver remembers
+    memory: Tensor | None = None  # [R, ...], what its solver remembers
     trace: list[TracedStep] = field(default_factory=list)
 
     def __post_init__(self):
         self.begin_solver()
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.latents.shape[0]
 
     @property
     def needs_log_prob(self) -> bool:
@@ -102,9 +108,24 @@ class Request:
             request.latents = self.latents
         return self.continuations
 
-    def noise(self, num: int) -> Tensor:
-        """[num, ...], the next draws of its generator."""
-        return rng.normal((num, *self.latents.shape[1:]), [self.generator], self.latents.device)[0]
+    def split(self, num: int) -> "Request":
+        """Of branches: keep the first `num` rows; returns a request of the others, in its place among the trunk's."""
+        first, rest = slice(0, num), slice(num, None)
+        others = replace(self, **self._rows(rest))
+        for name, value in self._rows(first).items():
+            setattr(self, name, value)
+        branches = self.trunk.branches
+        branches.insert(branches.index(self) + 1, others)
+        return others
+
+    def _rows(self, rows: slice) -> dict[str, Any]:
+        """Some rows of all fields that have rows."""
+        return dict(
+            condition=self.condition.take(rows),
+            short=self.short and self.short.take(rows),
+            latents=self.latents[rows],
+            memory=None if self.memory is None else self.memory[rows],
+        )
 
 
 @dataclass
@@ -144,11 +165,7 @@ def denoise(
     """
     coming, in_flight = iter(requests), []
     while True:
-        while len(in_flight) < batching.log_prob_rows + batching.ode_rows:
-            request = next(coming, None)
-            if request is None:
-                break
-            in_flight += request.start_continuations() or [request]
+        admit(coming, in_flight, batching.log_prob_rows + batching.ode_rows)
         if not in_flight:
             return
         batch = next_batch(in_flight, batching)
@@ -157,6 +174,15 @@ def denoise(
         in_flight = [request for request in in_flight + new if not request.finished]
         ended = [request for request in batch + new if request.finished and not request.continuations]
         yield from completed_roots(ended)
+
+
+def admit(coming: Iterator[Request], in_flight: list[Request], num_rows: int) -> None:
+    """Take requests until those in flight have as many rows, or no more come."""
+    free = num_rows - sum(request.num_rows for request in in_flight)
+    while free > 0 and (request := next(coming, None)) is not None:
+        new = request.start_continuations() or [request]
+        in_flight += new
+        free -= len(new)
 
 
 def completed_roots(ended: list[Request]) -> list[Request]:
@@ -170,14 +196,33 @@ def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
     by_key = {}
     for request in in_flight:
         by_key.setdefault(request.batch_key, []).append(request)
-    batches = [requests[: batching.size(requests[0])] for requests in by_key.values()]
-    return max(batches, key=lambda batch: (len(batch) / batching.size(batch[0]), batch[0].needs_log_prob))
+
+    def urgency(requests: list[Request]) -> tuple[float, bool]:
+        num_rows, size = sum(request.num_rows for request in requests), batching.size(requests[0])
+        return min(num_rows / size, 1.0), requests[0].needs_log_prob
+
+    requests = max(by_key.values(), key=urgency)
+    return first_rows(requests, batching.size(requests[0]), in_flight)
+
+
+def first_rows(requests: list[Request], size: int, in_flight: list[Request]) -> list[Request]:
+    """The first of some requests, `size` rows or all. One that has rows beyond is split, and both parts are in
+    flight."""
+    batch, room = [], size
+    for request in requests:
+        if room == 0:
+            break
+        if request.num_rows > room:
+            in_flight.insert(in_flight.index(request) + 1, request.split(room))
+        batch.append(request)
+        room -= request.num_rows
+    return batch
 
 
 def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, mode: Callable) -> Tensor:
     """Velocities of a batch's rows, by one forward inside mode(), maybe filled up with copies of the last row."""
-    first, num = batch[0], len(batch)
-    x, t = inputs_of(batch)
+    first, (x, t) = batch[0], inputs_of(batch)
+    num = len(x)
     condition = Condition.concat([request.current_condition for request in batch])
     size = batching.size(first) if batching.filled else num
     batching.num_forwards += 1
@@ -192,14 +237,20 @@ def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, m
 
 
 def inputs_of(requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Latents [R, ...] and timesteps [R] of R requests."""
-    return torch.cat([request.latents for request in requests]), torch.stack([r.timestep for r in requests])
+    """Latents [R, ...] and timesteps [R] of requests of R rows."""
+    timesteps = [request.timestep.expand(request.num_rows) for request in requests]
+    return torch.cat([request.latents for request in requests]), torch.cat(timesteps)
+
+
+def rows_of(values: Tensor, requests: list[Request]) -> Iterable[Tensor]:
+    """Values [R, ...] of requests of R rows, by request."""
+    return values.split([request.num_rows for request in requests])
 
 
 def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
     """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
     new, groups = [], {}
-    for request, v in zip(batch, velocities.split(1), strict=True):
+    for request, v in zip(batch, rows_of(velocities, batch), strict=True):
         params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
         if request.solver:
             key = id(request.solver), request.step
@@ -225,7 +276,7 @@ def euler_step(requests: list[Request], velocities: Tensor) -> None:
     """One of the ODE, for requests of one schedule."""
     x, t = inputs_of(requests)
     after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
-    for request, latents in zip(requests, after.split(1)):
+    for request, latents in zip(requests, rows_of(after, requests)):
         request.latents = latents
 
 
@@ -234,7 +285,7 @@ def solver_step(requests: list[Request], velocities: Tensor) -> None:
     first, (x, _) = requests[0], inputs_of(requests)
     memory = None if first.memory is None else torch.cat([request.memory for request in requests])
     after, memory = first.solver.step(velocities, first.step, x, memory)
-    for request, latents, remembered in zip(requests, after.split(1), memory.split(1)):
+    for request, latents, remembered in zip(requests, rows_of(after, requests), rows_of(memory, requests)):
         request.latents, request.memory = latents, remembered
 
 
@@ -247,13 +298,13 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
         *(part.repeat_interleave(outcomes, 0) for part in (velocities, t, x)),
         noise_level=params.noise_level,
         sde_type=params.sde_type,
-        noise=torch.cat([request.noise(outcomes) for request in requests]),
+        noise=rng.normal((outcomes, *x.shape[1:]), [r.generator for r in requests], x.device).flatten(0, 1),
     )
     new, steps = [], zip(*(part.split(outcomes) for part in step))
     for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
         request.trace.append(TracedStep(timestep, latents, drawn))
         if request.num_branches:
-            new += make_branches(request, drawn.prev_sample)
+            new.append(make_branches(request, drawn.prev_sample))
         else:
             request.latents = drawn.prev_sample
     if new:
@@ -261,15 +312,22 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     return new
 
 
-def make_branches(trunk: Request, latents: Tensor) -> list[Request]:
-    """The branches of a trunk at its present step, each from one of `latents` [J, ...]."""
-    shared = trunk.size, trunk.scheduler, trunk.params
-    new = [
-        Request(trunk.name, trunk.condition, part, *shared, short=trunk.short, step=trunk.step + 1, trunk=trunk)
-        for part in latents.split(1)
-    ]
-    trunk.branches += new
-    return new
+def make_branches(trunk: Request, latents: Tensor) -> Request:
+    """The branches of a trunk at its present step, from `latents` [J, ...]."""
+    rows = torch.zeros(len(latents), dtype=torch.int64)
+    branches = Request(
+        trunk.name,
+        trunk.condition.take(rows),
+        latents,
+        trunk.size,
+        trunk.scheduler,
+        trunk.params,
+        short=trunk.short and trunk.short.take(rows),
+        step=trunk.step + 1,
+        trunk=trunk,
+    )
+    trunk.branches.append(branches)
+    return branches
 
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:

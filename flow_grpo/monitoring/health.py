@@ -64,17 +64,36 @@ def measure(latents: Tensor, groups: Tensor, split: Iterable[int] = (), over_ran
     Args:
         latents: [M, c, h, w] float32, as the VAE sees them but for its normalisation.
         groups: [M] int64 on the CPU, images that compete.
-        split: groups with images on several ranks, the same on each; `over_ranks` adds up a sum [D + 1] over them.
+        split: groups with images on several ranks, the same on each; `over_ranks` adds up sums [S, D + 1] over them.
     """
-    rows = {number: (groups == number).nonzero().flatten().to(latents.device) for number in [*groups.tolist(), *split]}
-    signs = latents.new_empty(len(latents), len(LATENT_SIGNS), dtype=torch.float64)
-    for number, members in sorted(rows.items()):
-        flat = latents[members].flatten(1).double()
-        total = torch.cat([flat.sum(0), flat.new_full((1,), len(members))])
-        total = over_ranks(total) if number in split else total
-        rms, spread = (part.square().mean(1).sqrt() for part in (flat, flat - total[:-1] / total[-1]))
-        signs[members] = torch.stack([rms, spread / rms], 1)
-    return signs
+    split = torch.tensor(sorted(split), dtype=torch.int64)
+    numbers = torch.cat([groups, split]).unique()
+    group = torch.searchsorted(numbers, groups)
+    flat = latents.flatten(1).double()
+    total = _sums(flat, group, len(numbers))
+    if len(split):
+        shared = torch.isin(numbers, split).to(total.device)
+        total[shared] = over_ranks(total[shared])
+    mean = total[:, :-1] / total[:, -1:]
+    rms, spread = (part.square().mean(1).sqrt() for part in (flat, flat - mean[group.to(flat.device)]))
+    return torch.stack([rms, spread / rms], 1)
+
+
+def _sums(rows: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """[G, D + 1]: the sum and the number of each group's rows, in an order of terms that no device changes.
+
+    Args:
+        rows: [M, D].
+        group: [M] int64 on the CPU, 0 to G - 1.
+    """
+    count = torch.bincount(group, minlength=num_groups)
+    order = group.argsort(stable=True)
+    place = torch.arange(len(group)) - (count.cumsum(0) - count)[group[order]]
+    padded = rows.new_zeros(num_groups, int(count.max()), rows.shape[1] + 1)
+    order, group, place = (index.to(rows.device) for index in (order, group[order], place))
+    padded[group, place, :-1] = rows[order]
+    padded[group, place, -1] = 1
+    return padded.sum(1)
 
 
 def by_epoch(records: list[dict], config) -> list[Epoch]:
