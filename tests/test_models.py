@@ -17,6 +17,7 @@ from small import MODELS, ROOT, as_prompts, few_prompts, file_of, lines_of, load
 from test_ranks import on_two_ranks
 
 from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import texts_of
 from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
@@ -53,7 +54,7 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
         if model.is_guided(guidance_scale):
             guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(prompts)
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
-    return model.pipeline(texts_of(prompts), latents=model.noise(size, generators()), **guidance).images
+    return model.pipeline(prompt=texts_of(prompts), latents=model.noise(size, generators()), **guidance).images
 
 
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
@@ -95,7 +96,7 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other, siz
     before, ours = str(vars(own)), model.schedule(STEPS, size)
     assert str(vars(own)) == before
     sides = dict(height=size.height, width=size.width)
-    model.pipeline(PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", **sides)
+    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", **sides)
     assert torch.equal(ours.sigmas, own.sigmas)
     assert torch.equal(ours.timesteps, own.timesteps)
 
@@ -133,6 +134,16 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
     long = as_prompts(["red " * 4000])
     with pytest.raises(ValueError, match="that its pipeline reads"):
         model.encode(long)
+
+
+def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would_ignore():
+    model, t = loaded("flux2_klein"), torch.full((len(PROMPTS),), 500.0)
+    x, condition = model.noise(SIZE, generators()), model.encode(PROMPTS, width=20)
+    guided = model.velocity(x, t, condition, 4.0, SIZE)
+    model.pipeline.register_to_config(is_distilled=True)
+    assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
+    with pytest.raises(UserError, match=r"4\.0"):
+        model.velocity(x, t, condition, 4.0, SIZE)
 
 
 RUNS = {  # each type of noise, both rollouts and both objectives
@@ -228,6 +239,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 SIZES = Size(64, 96), Size(96, 64)
 PAIRS = ("qwenimage", ""), ("sd3", "_pr"), ("flux", ""), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
+PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"))
 
 
 @pytest.mark.parametrize(("model", "kind", "size"), [(*pair, SIZES[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)

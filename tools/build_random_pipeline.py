@@ -1,8 +1,6 @@
 """A pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
 
     python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
-    python tools/build_random_pipeline.py flux flow_grpo/assets/tiny_flux
-    python tools/build_random_pipeline.py zimage flow_grpo/assets/tiny_zimage
 
 What it draws means nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
 one; benchmarks/bench.py makes models of the published sizes, on no disk.
@@ -17,8 +15,11 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     QwenImagePipeline,
@@ -37,6 +38,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -60,6 +62,11 @@ TINY = dict(
     qwen3=dict(vocab_size=465, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
     | dict(num_attention_heads=2, num_key_value_heads=1),
     zimage=dict(dim=48, n_layers=2, n_refiner_layers=1, n_heads=3, n_kv_heads=3, cap_feat_dim=32, axes_dims=(4, 6, 6)),
+    klein_text=dict(vocab_size=465, hidden_size=16, intermediate_size=16, num_hidden_layers=28, head_dim=8)
+    | dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True, initializer_range=0.2),
+    klein_vae=dict(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16),
+    flux2_klein=dict(in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2)
+    | dict(joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4)),
 )
 PUBLISHED = dict(
     clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -79,6 +86,13 @@ PUBLISHED = dict(
     | dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960, tie_word_embeddings=True)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     zimage=dict(axes_lens=(1536, 512, 512)),
+    klein_vae={},
+    flux2_klein=dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+)
+PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
+PUBLISHED_9B = PUBLISHED | dict(  # of FLUX.2-klein
+    klein_text=PUBLISHED["qwen3"] | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+    flux2_klein=dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
 )
 
 
@@ -122,7 +136,7 @@ def flux(sizes: dict, make: Callable) -> FluxPipeline:
 
 
 def zimage(sizes: dict, make: Callable) -> ZImagePipeline:
-    """Z-Image, with Z-Image-Turbo's shift. Its chat template has no roles: 20 tokens are to hold a prompt of shapes."""
+    """Z-Image, with Z-Image-Turbo's shift."""
 
     def transformer() -> ZImageTransformer2DModel:
         built = ZImageTransformer2DModel(**sizes["zimage"]).bfloat16()
@@ -130,15 +144,41 @@ def zimage(sizes: dict, make: Callable) -> ZImagePipeline:
             torch.nn.init.uniform_(token, -1, 1)
         return built
 
-    tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
-    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}<|im_end|>\n<|im_start|>"
     return ZImagePipeline(
         transformer=make(transformer, torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=make(lambda: vae(sizes, scaling_factor=0.3611, shift_factor=0.1159), torch.float32),
         text_encoder=make(lambda: Qwen3Model(Qwen3Config(**sizes["qwen3"])), torch.bfloat16),
-        tokenizer=tokenizer,
+        tokenizer=chat_tokenizer(),
     )
+
+
+def flux2_klein(sizes: dict, make: Callable) -> Flux2KleinPipeline:
+    """FLUX.2-klein, at its published sizes distilled, at the tiny one a base variant, which takes guidance."""
+
+    size = dict(guidance_embeds=False) | sizes["flux2_klein"]
+
+    def klein_vae() -> AutoencoderKLFlux2:
+        built = AutoencoderKLFlux2(**sizes["klein_vae"])
+        built.bn.running_mean.copy_(torch.linspace(-1, 1, built.bn.num_features))
+        built.bn.running_var.copy_(torch.linspace(0.5, 2, built.bn.num_features))
+        return built
+
+    return Flux2KleinPipeline(
+        transformer=make(lambda: Flux2Transformer2DModel(**size).bfloat16(), torch.bfloat16),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=make(klein_vae, torch.float32),
+        text_encoder=make(lambda: Qwen3ForCausalLM(Qwen3Config(**sizes["klein_text"])), torch.bfloat16),
+        tokenizer=chat_tokenizer(),
+        is_distilled=sizes is not TINY,
+    )
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """Its chat template has no roles: 20 tokens are to hold a prompt of shapes."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
+    tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}<|im_end|>\n<|im_start|>"
+    return tokenizer
 
 
 def vae(sizes: dict, **normalisation) -> AutoencoderKL:

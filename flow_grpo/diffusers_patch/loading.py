@@ -83,15 +83,18 @@ def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: in
         raise UserError(f"{len(too_long)} prompts have more tokens than {limit}; {most_tokens}")
 
 
-def schedule(scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool):
+def schedule(
+    scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool, shift: float | None = None
+):
     """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
 
     Args:
         sigmas: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own.
+        shift: of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it.
     """
     scheduler = copy.deepcopy(scheduler)
-    config, shift = scheduler.config, None
-    if config.use_dynamic_shifting:
+    config = scheduler.config
+    if config.use_dynamic_shifting and shift is None:
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
     if num_steps == 1:

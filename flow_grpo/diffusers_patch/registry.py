@@ -47,6 +47,16 @@ MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowM
         "ZImage",
         (Weights("Tongyi-MAI/Z-Image", "Apache-2.0", 21), Weights("Tongyi-MAI/Z-Image-Turbo", "Apache-2.0", 33)),
     ),
+    "Flux2KleinPipeline": Entry(
+        "flux2_klein",
+        "Flux2Klein",
+        (
+            Weights("black-forest-labs/FLUX.2-klein-4B", "Apache-2.0", 16),
+            Weights("black-forest-labs/FLUX.2-klein-9B", "FLUX Non-Commercial License", 35),
+            Weights("black-forest-labs/FLUX.2-klein-base-4B", "Apache-2.0", 16),
+            Weights("black-forest-labs/FLUX.2-klein-base-9B", "FLUX Non-Commercial License", 35),
+        ),
+    ),
 }
 
 

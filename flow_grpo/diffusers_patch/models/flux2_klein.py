@@ -1,0 +1,107 @@
+"""FLUX.2-klein: diffusers' Flux2KleinPipeline taken apart into what training needs.
+
+Text is three layers of one encoder; latents are normalised per channel of a patch; the shift depends on the number of
+steps, too. Distilled weights take no guidance; those of the base variants take it as a second forward.
+"""
+
+import torch
+from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from torch import Tensor
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch import loading
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import Size
+
+TEXT_TOKENS = 512  # that Flux2KleinPipeline reads, its chat template's among them
+
+
+class Flux2Klein(FlowModel):
+    """Latents are pictures of patches [B, C, h, w]; the transformer was trained to see padding, and sees it."""
+
+    NAME = "flux2_klein"
+    PIPELINE, TRANSFORMER = Flux2KleinPipeline, Flux2Transformer2DModel
+    SHARD_UNITS = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    LORA_TARGETS = (
+        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")),
+        *("attn.to_add_out", "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+        "attn.to_qkv_mlp_proj",
+        # "attn.to_out" would also be what holds the other blocks' "attn.to_out.0"; the 9 B model has 24 of these
+        *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(24)),
+    )
+    PICTURES = True
+    GUIDANCE_SCALE = 1.0  # of distilled weights; those of the base variants take 4
+    CUDNN_ATTENTION = False  # not tried
+
+    def check(self, prompts: list[Prompt], width: int | None) -> None:
+        """Raises UserError for a prompt of more than `width` tokens with its chat template."""
+        loading.check_lengths(prompts, self._length, width, TEXT_TOKENS)
+
+    def _length(self, text: str) -> int:
+        """In tokens, with the template as Flux2KleinPipeline fills it."""
+        tokenizer, messages = self.pipeline.tokenizer, [{"role": "user", "content": text}]
+        options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        return len(tokenizer(tokenizer.apply_chat_template(messages, **options)).input_ids)
+
+    def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
+        """`width` tokens, None = diffusers' 512, of three layers' states each."""
+        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or TEXT_TOKENS)
+        return Condition(self.pipeline.encode_prompt(prompt.text, **how)[0])
+
+    def latent_shape(self, size: Size) -> tuple[int, ...]:
+        """[C, h, w] of patches."""
+        return self.transformer_config["in_channels"], *self.grid(size)
+
+    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
+        return dict(text=(width, self.transformer_config["joint_attention_dim"]))
+
+    def schedule(self, num_steps: int, size: Size):
+        """With a shift that was fitted to sizes and numbers of steps."""
+        scheduler, num_tokens = self.pipeline.scheduler, self.num_tokens(size)
+        how = dict(sigmas=True, shift=compute_empirical_mu(num_tokens, num_steps))
+        return loading.schedule(scheduler, num_steps, num_tokens, self.device, **how)
+
+    def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """As FlowModel.velocity. Raises UserError for distilled weights with guidance, which diffusers would ignore."""
+        if self.is_guided(guidance_scale) and self.pipeline.config.is_distilled:
+            raise UserError(f"the guidance scale is {guidance_scale}, but these weights are distilled: set 1")
+        return super().velocity(x, t, condition, guidance_scale, size)
+
+    def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        """The transformer takes patches as tokens. One row's positions are everyone's."""
+        transformer, pipeline = self.transformer, self.pipeline
+        dtype = transformer.x_embedder.weight.dtype
+        with x.device:  # else the positions are made on the host, which waits for the device
+            text_ids, image_ids = pipeline._prepare_text_ids(condition.text[:1]), pipeline._prepare_latent_ids(x[:1])
+        velocity = transformer(
+            hidden_states=pipeline._pack_latents(x.to(dtype)),
+            timestep=t / 1000,
+            encoder_hidden_states=condition.text.to(dtype),
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+        return velocity.float().transpose(1, 2).reshape(x.shape)
+
+    def features(self, latents: Tensor, size: Size) -> Tensor:
+        """Patches [B, 4 c, h / 2, w / 2] -> [B, c, h, w]."""
+        return self.pipeline._unpatchify_latents(latents)
+
+    def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
+        """Patches have a mean and a standard deviation per channel."""
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        return vae.decode(self.features(latents * std + mean, size).to(vae.dtype), return_dict=False)[0]
+
+    def encode_batch(self, images: Tensor) -> Tensor:
+        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
+        return (self.pipeline._patchify_latents(z) - mean) / std
+
+
+def normalisation(vae) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of patches, [1, C, 1, 1] f32 each: those of the VAE's batch norm."""
+    mean, variance = (value.float().view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+    return mean, torch.sqrt(variance + vae.config.batch_norm_eps)
