@@ -173,8 +173,9 @@ def published() -> dict[str, float]:
 
 def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
     """The script that is run, the model, and the config with its changes."""
-    name, kind = [*args.script.split("_")[1:], ""][:2]
-    suffix = args.script.removeprefix("train_") + args.variants
+    run = args.script.removeprefix("train_")
+    kind = last if (last := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else ""
+    name, suffix = run.removesuffix(f"_{kind}"), run + args.variants
     if args.size == "full":
         family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
         config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
@@ -211,7 +212,8 @@ def main(args):
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = {run.__name__ for module in (grpo, nft, dpo) for run in module.RUNS}
-    kinds = [f"{model}{kind}" for model in registry.names() for kind in ("", "_pr", "_nft", "_dpo")]
+    models = [f"{model}{size}" for model in registry.names() for size in ("", "_9b")]
+    kinds = [f"{model}{kind}" for model in models for kind in ("", "_pr", "_nft", "_dpo")]
     scripts = [f"train_{kind}" for kind in kinds if f"pickscore_{kind}" in runs]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")

@@ -139,6 +139,29 @@ def pickscore_zimage_turbo_pr():
     return turbo(pickscore_zimage_pr())
 
 
+def pickscore_flux2_klein():
+    """Flow-GRPO on the 4 B FLUX.2-klein, 512 px: 4 steps, noise in all but the last. No setting is published."""
+    config = flux2_klein_512(default_config())
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size, config.sample.sde_window_size = 8, 0
+    return config
+
+
+def pickscore_flux2_klein_pr():
+    """TempFlow-GRPO on the 4 B FLUX.2-klein, 512 px: 4 steps, no guidance."""
+    return branching(flux2_klein_512(default_config()))
+
+
+def pickscore_flux2_klein_9b():
+    """Flow-GRPO on the 9 B FLUX.2-klein, with the settings of the 4 B one."""
+    return flux2_klein_9b(pickscore_flux2_klein())
+
+
+def pickscore_flux2_klein_9b_pr():
+    """TempFlow-GRPO on the 9 B FLUX.2-klein."""
+    return flux2_klein_9b(pickscore_flux2_klein_pr())
+
+
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
     config = large(config, registry.hub_id("qwenimage"))
@@ -220,6 +243,24 @@ def turbo(config):
     return config
 
 
+def flux2_klein_512(config):
+    """What every run of FLUX.2-klein shares: it was distilled to 4 steps without guidance. It sees the padding of its
+    text, of which its pipeline has 512 tokens; fewer are faster and other images."""
+    config = large(config, registry.hub_id("flux2_klein"))
+    config.lora.rank, config.lora.alpha = 32, 64
+    config.fsdp.activation_checkpointing = 1.0
+    config.compile, config.text_tokens = True, 512
+    config.sample.num_steps = config.eval.num_steps = 4
+    config.sample.guidance_scale = config.eval.guidance_scale = 1.0
+    return config
+
+
+def flux2_klein_9b(config):
+    """What every run of the 9 B FLUX.2-klein changes."""
+    config.model = config.model.replace("-4B", "-9B")
+    return config
+
+
 def large(config, model):
     """What every run of a published model shares: 512 px, bf16, PickScore."""
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
@@ -245,6 +286,7 @@ RUNS = (
     *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_sd35_large, pickscore_sd35_large_pr),
     *(pickscore_flux, pickscore_flux_pr, pickscore_flux_schnell, pickscore_flux_schnell_pr),
     *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
+    *(pickscore_flux2_klein, pickscore_flux2_klein_pr, pickscore_flux2_klein_9b, pickscore_flux2_klein_9b_pr),
 )
 # in this order, whatever the command line's is
 VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)

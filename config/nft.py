@@ -79,6 +79,19 @@ def pickscore_zimage_turbo_nft():
     return grpo.turbo(pickscore_zimage_nft())
 
 
+def pickscore_flux2_klein_nft():
+    """DiffusionNFT on the 4 B FLUX.2-klein, 512 px: 4 steps."""
+    config = forward(grpo.flux2_klein_512(default_config()))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_flux2_klein_9b_nft():
+    """DiffusionNFT on the 9 B FLUX.2-klein."""
+    return grpo.flux2_klein_9b(pickscore_flux2_klein_nft())
+
+
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.algorithm, config.sample.sde_window_size = NFT, 0
@@ -114,6 +127,7 @@ RUNS = (
     *(shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_qwenimage_2512_nft),
     *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
     *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
+    *(pickscore_flux2_klein_nft, pickscore_flux2_klein_9b_nft),
 )
 BASES = eight_bit_base, variants.four_bit_base
 VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, variants.smoke)

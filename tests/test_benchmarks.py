@@ -1,5 +1,7 @@
 """What the benchmarks compute besides times."""
 
+import re
+
 import bench
 import pytest
 import random_model
@@ -11,6 +13,8 @@ from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import optimization
 from flow_grpo.settings import checks
+
+KLEIN = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft"
 
 
 def test_both_epochs_draw_one_prompt(tmp_path):
@@ -45,12 +49,12 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     assert update == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo"])
+@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *KLEIN])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """Its weights are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
     checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
-    assert name == script.replace("flux", "qwenimage").replace("sd3", "qwenimage")
+    assert name == re.sub("flux2_klein(_9b)?|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family

@@ -18,8 +18,15 @@ from flow_grpo.weights import fsdp_utils, policies
 
 
 def random_model(name: str) -> type[FlowModel]:
-    """The model with weights of the published size, which are random and never on a disk."""
-    family, build = model_classes.by_name(name), partial(random_pipeline.BUILDERS[name], random_pipeline.PUBLISHED)
+    """The model with weights of the published size, which are random and never on a disk.
+
+    Args:
+        name: of the registry, or this and "_9b" for the larger size.
+    """
+    model, sizes = name.removesuffix("_9b"), random_pipeline.PUBLISHED
+    if model != name:
+        sizes = random_pipeline.PUBLISHED_9B
+    family, build = model_classes.by_name(model), partial(random_pipeline.BUILDERS[model], sizes)
 
     class Random(family):
         @classmethod
