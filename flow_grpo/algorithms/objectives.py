@@ -1,7 +1,7 @@
 """What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
 
-To add one: a formula in losses.py, a function in surrogates.py, an entry here, and a config that names it. The command
-line reads this module before torch is imported.
+To add one: a function in surrogates.py, an entry here, and a config that names it. The command line reads this module
+before torch is imported.
 """
 
 from collections.abc import Callable

@@ -35,7 +35,10 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "test/<name>/<tag>": Metric("a score of right or wrong over the test prompts of one category", "follows test/"),
     "test_best/<name>": Metric("test/ of the weights in best/, after the last epoch", "at least test/'s last"),
     "best_epoch": Metric("epochs that these weights were trained", "near the last one, or the run went backwards"),
-    "loss": Metric("what is differentiated: policy_loss plus the KL penalty", "noise; its sign says nothing"),
+    "loss": Metric(
+        "what is differentiated: (policy_loss plus the KL penalty) times the weights of the rows",
+        "noise; its sign says nothing",
+    ),
     "policy_loss": Metric("the algorithm's own objective", "GRPO: near 0 in an epoch's first update"),
     "ratio_mean": Metric(
         "policy / rollout probability as the objective clips it, mean over rows",

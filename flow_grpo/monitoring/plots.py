@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
+from flow_grpo.rewards import GROUP_FIGURES
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
@@ -28,7 +29,7 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
     *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
 )
 MOST_POINTS = 200  # of a line; more are averaged
-SPREADS = "(group_std|zero_std_share|masked_share|std_error)$"  # names that are no reward's mean
+SPREADS = f"({'|'.join(GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
 TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
 
 

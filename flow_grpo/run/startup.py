@@ -230,7 +230,7 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
     return policies.Reference(
         transformer,
         interval=config.train.reference_interval,
-        guidance_scale=config.train.reference_guidance_scale or None,  # 0 = as the rollout's
+        guidance_scale=config.train.reference_guidance_scale or None,  # 0 = as the policy's
         fresh=not config.lora.path,
     )
 

@@ -22,8 +22,6 @@ from flow_grpo.rewards.clients.client import Server, urls_of
 from flow_grpo.rewards.scores import scores_of
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
-RESERVED = {"group_std", "zero_std_share", "masked_share"}  # what a run logs as reward/NAME_...
-
 
 class RewardFailed(RuntimeError):
     """A reward that must not fail did; says which, where and for which prompt."""
@@ -47,7 +45,7 @@ class Scorer:
         """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
         try:
             scores = future.result()
-            if taken := sorted(RESERVED & scores.keys()):
+            if taken := sorted(scores.keys() & rewards.GROUP_FIGURES):
                 raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
             return scores
         except Exception as error:

@@ -119,10 +119,9 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
         return []
     others = ",".join(word for word in name.split(",") if word != "smoke")
     before, after = (config_files.load(f"{path}:{words}") for words in (others, name))
-    keys = [
-        key for key in ("model", "dataset", "reward_fn", "height", "width", "precision") if before[key] != after[key]
-    ]
-    return [f"smoke replaces {key} {_plain(before[key])} by {_plain(after[key])}" for key in keys]
+    keys = ("model", "dataset", "reward_fn", "height", "width", "precision")
+    values = {key: (_plain(before[key]), _plain(after[key])) for key in keys}
+    return [f"smoke replaces {key} {old} by {new}" for key, (old, new) in values.items() if old != new]
 
 
 def _plain(value: object) -> object:
