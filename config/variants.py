@@ -11,12 +11,17 @@ from flow_grpo.settings.table import default_config
 
 
 def long(config):
-    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps."""
+    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps, or
+    branches, whose completions are then complete."""
     config.lora.rank, config.sample.rollout_weights = 0, "exact"
+    config.train.ema_interval = 1
+    if config.sample.num_branches > 1:
+        config.sample.flash_ratio = 0.0
+        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.985
+        return config
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
     config.sample.batch_size = 36
-    config.train.learning_rate, config.train.updates_per_epoch = 3e-5, 4
-    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 3e-5, 4, 0.95
     return config
 
 
