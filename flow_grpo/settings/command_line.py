@@ -229,6 +229,7 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
             near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
             section = key.partition(".")[0] if key.partition(".")[0] in answers.SECTIONS else "config"
             advice = f"nearest: {near}" if near else f"--help {section} lists all of its section"
+            advice = "a config file of your own has to set it first" if key.startswith("custom.") else advice
             raise UserError(f"there is no setting config.{key}; {advice}") from error
 
 
@@ -250,6 +251,9 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
     except flags.UnrecognizedFlagError as error:
         raise UserError(f"--{error.flagname} means nothing: {FORMS}") from error
     except (flags.Error, TypeError) as error:
+        key, value = [*re.findall(r"^flag --config\.([\w.]+)=(.*?): ", str(error)), ("", "")][0]
+        if key in table.BY_KEY:
+            table.BY_KEY[key].check(value, key)
         raise UserError(str(error)) from error
     if words:
         raise UserError(f"{words[0]!r} on the command line means nothing: {FORMS}")

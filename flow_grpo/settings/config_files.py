@@ -12,7 +12,7 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import older
+from flow_grpo.settings import older, table
 
 
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
@@ -51,15 +51,23 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if not innermost.f_globals.get("__name__", "").startswith("ml_collections."):
             raise
-        words = str(error.args[0])  # ml_collections' own, which name the nearest setting
-        unknown = re.match(r"\W*(?:Key )?\W*(\w+)", words)
-        for key in (key for key in older.ANSWERS if unknown and key.rpartition(".")[2] == unknown[1]):
-            raise UserError(f"{function.__name__} in {file}: config.{key} {older.ANSWERS[key]}") from error
-        unlisted = f"{function.__name__} in {file} sets what docs/reference/settings.md does not list: {words}"
-        raise UserError(unlisted) from error
+        raise UserError(f"{function.__name__} in {file}: {_answer(str(error.args[0]))}") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{function.__name__} in {file} returns {config!r} instead of a config")
     return config
+
+
+def _answer(words: str) -> str:
+    """What ml_collections says of a setting that it refuses, without the list of all others."""
+    words = words.replace("\\n", " ")  # it quotes itself
+    unknown = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
+    if unknown is None:
+        return words
+    for key in (key for key in older.ANSWERS if key.rpartition(".")[2] == unknown[1]):
+        return f"config.{key} {older.ANSWERS[key]}"
+    near = difflib.get_close_matches(unknown[1], {part for key in table.BY_KEY for part in key.split(".")}, cutoff=0.75)
+    advice = f"nearest: {', '.join(near)}" if near else "docs/reference/settings.md lists all"
+    return f"there is no setting {unknown[1]!r}; {advice}"
 
 
 def load(text: str) -> ConfigDict:
