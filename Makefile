@@ -9,7 +9,7 @@ DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwe
 # is freed stays with the process: to fetch it from the kernel anew for each tensor takes a tenth of a small run's time.
 MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864
 TEST := $(MALLOC) $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
-QUICK := advantages batching config denoise_with_logprob ema forward losses pixels prompts rollout sde_with_logprob windows
+QUICK := advantages batching config denoise_with_logprob ema losses pixels prompts rollout sde_with_logprob windows
 # Files that compare numbers, and what the CPU's libraries may be told about its instruction set.
 FLOATS = $(shell grep -lE "approx|assert_close|torch\.equal" tests/test_*.py)
 # Those that compare floats or take a kernel, and hold on a GPU, too.

@@ -1,7 +1,6 @@
 """Every prompt has its turn, on any number of ranks, and a bad prompt file says where it is bad."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -54,15 +53,6 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
     assert [image for batch in one for image in batch.images] == list(range(48))
     assert dealt(2) == one
     assert dealt(4) == one
-
-
-def test_a_group_is_one_prompt_and_its_number_of_images():
-    batches = list(epoch_batches(DATASET, PLAN, 0, 1, 0, 1))
-    rows = [row for b in batches for row in zip(b.groups, b.prompts, strict=True)]
-    assert [group for group, _ in rows] == [group for group in range(8) for _ in range(6)]
-    assert set(Counter(rows).values()) == {6}
-    drawn = epoch_prompts(len(DATASET), 8, 0, 1)
-    assert list(dict.fromkeys(rows)) == [(group, DATASET[pick]) for group, pick in enumerate(drawn)]
 
 
 @pytest.mark.parametrize(("batch_size", "images_per_block"), [(2, 6), (4, 12), (6, 6), (12, 12)])
