@@ -28,7 +28,10 @@ RUNS = {
         JPEG | dict(train__learning_rate=1e-2, health__action="roll_back", health__eval_drop=0.0),
     ),
     "nft": ("shapes_qwenimage_nft", MEASURED | dict(train__learning_rate=5e-3, train__reference_interval=3)),
-    "nft, full weights": ("shapes_qwenimage_nft", MEASURED | dict(train__learning_rate=1e-3, lora__rank=0)),
+    "nft, full weights": (
+        "shapes_qwenimage_nft",
+        MEASURED | dict(train__learning_rate=1e-3, lora__rank=0, train__old_decay_schedule=0.25),
+    ),
     "dpo": ("shapes_qwenimage_dpo", dict(train__learning_rate=1e-3)),
     "online dpo": ("shapes_qwenimage_dpo,online", dict(train__learning_rate=1e-3, train__reference_interval=4)),
 }

@@ -18,7 +18,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors import SafetensorError
 from small import flip_a_bit, record
-from two_ranks import LORA, base, build, ema_of, launch, optimizer_of, train, velocity
+from two_ranks import base, build, done, ema_of, launch, optimizer_of, train, velocity
 
 from config import grpo, nft
 from flow_grpo.base import checksums, distributed, folders
@@ -125,10 +125,7 @@ def main(folder):
     seen = {lora: two_ranks(folder, lora) for lora in (True, False)}
     seen["full disk"] = full_disk_on_rank_1(folder, rank)
     seen["replicated"] = replicated(folder, rank)
-    torch.save(seen, folder / f"rank{rank}.pt")
-    distributed.barrier()
-    (folder / "done").touch()
-    distributed.close()
+    done(folder, seen)
 
 
 @pytest.fixture(scope="module")
@@ -138,13 +135,12 @@ def folder(tmp_path_factory):
     one = start(folder / "base")
     train(*one[:2], range(2), one[2])
     save(folder / "one", one, 1)
-    launch(__file__, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    return launch(__file__, folder)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full weights"])
@@ -189,15 +185,12 @@ def test_one_rank_with_a_full_disk_stops_both_and_costs_nothing(folder, ranks):
     assert [path.name for path in (folder / "full").iterdir()] == ["epoch_000001"]
 
 
-@pytest.mark.parametrize("steps", [0, 3], ids=["before the first step", "later"])
-def test_a_resumed_run_and_one_that_was_saved_are_bit_for_bit_one_that_was_not(folder, tmp_path, steps):
+def test_a_run_that_is_saved_and_resumed_before_its_first_step_is_bit_for_bit_one_that_was_not(folder, tmp_path):
+    """After steps: test_resume.py."""
     saved, resumed, unsaved = (start(folder / "base") for _ in range(3))
-    for run in (saved, unsaved):
-        train(*run[:2], range(steps), run[2])
-    checkpoint = save(tmp_path, saved, 4, step=steps)
-    assert restore(checkpoint, resumed)[:2] == (4, steps)
+    assert restore(save(tmp_path, saved, 4, step=0), resumed)[:2] == (4, 0)
     for run in (saved, resumed, unsaved):
-        train(*run[:2], range(steps, steps + 3), run[2])
+        train(*run[:2], range(3), run[2])
     assert same(whole(resumed), whole(unsaved))
     assert same(whole(saved), whole(unsaved))
 
@@ -271,9 +264,8 @@ def test_a_stored_config_without_a_section_in_its_place_is_named(tmp_path):
 TENSORS = {"a": torch.arange(300.0).view(100, 3), "b": torch.tensor(7), "c": torch.ones(5, dtype=torch.float64)}
 
 
-def small(folder, epoch, config=CONFIG, keep=9, extra_files=lambda path: None, **fields):
-    how = dict(config=config, keep=keep, extra_files=extra_files)
-    return checkpoints.save(folder, TENSORS, checkpoints.Progress(epoch, epoch, **fields), **how)
+def small(folder, epoch, config=CONFIG, keep=9, **fields):
+    return checkpoints.save(folder, TENSORS, checkpoints.Progress(epoch, epoch, **fields), config=config, keep=keep)
 
 
 def test_another_model_is_refused_by_its_differing_tensors(tmp_path):
@@ -348,14 +340,6 @@ def test_the_newest_are_kept_and_found_but_for_an_abandoned_future(tmp_path):
     assert names(tmp_path) == ["epoch_000009"]
 
 
-def test_extra_files_appear_with_the_checkpoint_or_not_at_all(tmp_path):
-    checkpoint = small(tmp_path, 1, extra_files=lambda path: (path / "lora").touch())
-    assert (checkpoint / "lora").is_file()
-    with pytest.raises(KeyError):
-        small(tmp_path, 2, extra_files=lambda path: {}["no such export"])
-    assert names(tmp_path) == ["epoch_000001"]
-
-
 @pytest.mark.parametrize("num_bytes", [0, 1000, 10**6], ids=["from the start", "in the tensors", "in the config"])
 def test_a_full_disk_costs_only_the_checkpoint_that_did_not_fit(tmp_path, num_bytes):
     small(tmp_path, 1, keep=1)
@@ -395,7 +379,8 @@ def dies_before(number, write):
 
 def write_checkpoint(folder, number):
     state = {"a": torch.full((1000,), number), "b": torch.tensor(number)}
-    checkpoints.save(folder, state, checkpoints.Progress(number, number), config=CONFIG)
+    how = dict(config=CONFIG, extra_files=lambda path: (path / "x").write_text(str(number)))
+    checkpoints.save(folder, state, checkpoints.Progress(number, number), **how)
 
 
 def read_checkpoint(folder):
@@ -403,7 +388,7 @@ def read_checkpoint(folder):
     checkpoint, damage = checkpoints.choose(folder)
     step = checkpoints.load(checkpoint, state).step
     assert not damage
-    assert set(state["a"].tolist()) == {step} == {state["b"].item()}
+    assert set(state["a"].tolist()) == {step} == {state["b"].item()} == {int((checkpoint / "x").read_text())}
     return step
 
 
@@ -435,7 +420,8 @@ def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_one_whole(wr
     assert not list(tmp_path.glob("*.scratch-*"))
 
 
-def test_diffusers_loads_the_adapter_that_two_ranks_exported_alpha_included(folder, ranks):
+def test_the_adapter_that_two_ranks_exported_is_byte_for_byte_that_of_one(folder, ranks):
+    """Diffusers loads it: test_policies.py."""
     run = start(folder / "base")
     for name, p in fsdp_utils.trainable_parameters(run[0]).items():
         p.data.copy_(ranks[0][True]["unbroken"][f"model/{name}"])
@@ -443,14 +429,7 @@ def test_diffusers_loads_the_adapter_that_two_ranks_exported_alpha_included(fold
     for place in places[1:]:
         exports.save_lora(pipeline_of(run[0]), place)
     files = {(place / "pytorch_lora_weights.safetensors").read_bytes() for place in places}
-    assert len(files) == 1, "equal weights make equal files, in another process too"
-    pipeline = pipeline_of(QwenImageTransformer2DModel.from_pretrained(folder / "base"))
-    with torch.no_grad():
-        plain = velocity(pipeline.transformer, ROWS)
-        pipeline.load_lora_weights(places[0])
-        assert torch.equal(velocity(pipeline.transformer, ROWS), velocity(run[0], ROWS))
-    assert (velocity(run[0], ROWS) - plain).abs().max() > 0.01
-    assert LORA.lora_alpha != LORA.r
+    assert len(files) == 1
 
 
 def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import warm
+from recorded import assert_same, go_on
 from small import FEW, config_of, few_prompts, flip_a_bit, lines_of, train
-from two_ranks import launch
+from two_ranks import done, launch
 
 from flow_grpo.base import folders
 from flow_grpo.checkpoints import best, checkpoints
@@ -47,6 +48,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
     assert lines_of(folder) == lines_of(unbroken)
     assert best_of(folder) == best_of(unbroken)
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("kind", ["nft", "dpo", "online dpo"])
+def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
+    """DiffusionNFT and online DPO with a reference that moves after the checkpoint."""
+    unbroken = recorded(kind)
+    assert_same(unbroken.folder, go_on(unbroken, tmp_path))
 
 
 class Clock:
@@ -360,7 +368,7 @@ def end_by_the_clock(folder):
         runs.time.monotonic = lambda: 0.0
     how = dict(sample__num_images_per_prompt=4, num_epochs=5, eval_freq=0, max_hours=1.0)
     train(NAME, folder, **how)
-    Path(folder, "done").touch()
+    done(Path(folder))
 
 
 if __name__ == "__main__":
