@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.algorithms import batch_plan
+from flow_grpo.base import rng
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import model_classes, registry
@@ -34,6 +35,11 @@ CLOCKS = ("written_at", "time/", "images_per_s", "memory/")  # figures that no t
 def as_prompts(texts):
     """Prompts of these texts."""
     return [Prompt(text) for text in texts]
+
+
+def generators(count):
+    """Of the noise of so many images."""
+    return [rng.generator(0, "noise", number) for number in range(count)]
 
 
 def plan(config, world_size=1):

@@ -26,10 +26,9 @@ def test_both_epochs_draw_one_prompt(tmp_path):
     assert "include" in only.metadata
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatch):
-    """2 trained steps of 4; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
-    how = dict(sample__guidance_scale=guidance, sample__completion_batch_size=1, sample__num_prompts_per_epoch=2)
+def test_the_work_of_an_epoch_is_counted_by_phase(tmp_path, monkeypatch):
+    """2 trained steps of 4, guided; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
+    how = dict(sample__guidance_scale=4.0, sample__completion_batch_size=1, sample__num_prompts_per_epoch=2)
     how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2)
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
@@ -39,9 +38,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(guidance, tmp_path, monkeypatc
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
     model = loaded("qwenimage")
     condition, size = model.encode(as_prompts(["a"]), width=config.text_tokens), training_size(config)
-    row = row_flops(model, condition, size)
-    if guidance > 1:
-        row += row_flops(model, condition.negative, size)
+    row = row_flops(model, condition, size) + row_flops(model, condition.negative, size)
     trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
     rollout = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
     update = figures["update_tflops"] * figures["time/update_s"] * 1e12

@@ -192,7 +192,7 @@ def test_no_graph_has_sums_that_were_chosen_by_their_time(part):
     reason="inductor (torch 2.13) writes for the CPU's own instructions, ATen's headers for that setting's",
 )
 def test_kernels_give_a_rollout_the_updates_bits_and_see_its_new_weights():
-    """Of small blocks, each kernel of which takes seconds; a whole run on Qwen-Image's: test_parity.py."""
+    """Of small blocks, each kernel of which takes seconds; whole runs: test_models.py, test_ranks.py."""
     model, plain = adapted(), adapted()
     torch._dynamo.reset()
     compilation.compile_units(model, ("Block",))

@@ -1,4 +1,4 @@
-"""What makes a run faster, against the plain way. Batching: test_stepwise.py; compiled blocks: test_parity.py; merged
+"""What makes a run faster, against the plain way. Batching: test_stepwise.py; compiled blocks: test_models.py; merged
 adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
@@ -11,10 +11,9 @@ import pytest
 import torch
 import warm
 from rounding import rounding
-from small import ENV, MODELS, as_prompts, config_of, loaded, train
+from small import ENV, MODELS, as_prompts, config_of, generators, loaded, train
 from torch import nn
 
-from flow_grpo.base import rng
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise, joined
@@ -45,7 +44,7 @@ bf16_attention = pytest.mark.skipif(
 def test_a_vae_in_bf16_draws_the_same_picture(name):
     """Of rendered shapes, where the VAE has learned to draw them, and of noise."""
     plain, fast = as_a_run(name), as_a_run(name, vae_dtype=torch.bfloat16)
-    latents = plain.noise(SIZE, [rng.generator(0, "noise", n) for n in range(5)])
+    latents = plain.noise(SIZE, generators(5))
     if name == "qwenimage":
         prompts = [prompt.metadata for prompt in load_prompts("dataset/shapes", "test")]
         latents = plain.encode_images(draw_shapes.pictures(prompts[:16], torch.Generator().manual_seed(0)))
@@ -80,7 +79,7 @@ def test_a_compiled_decoder_meets_one_shape(monkeypatch):
 @torch.no_grad()
 def test_a_decoder_looks_at_the_one_slice_of_its_kernels_that_meets_a_picture():
     model = as_a_run("qwenimage")
-    latents = model.noise(SIZE, [rng.generator(0, "noise", 0)])
+    latents = model.noise(SIZE, generators(1))
     expected, decoder = model.decode(latents, SIZE), model.pipeline.vae.decoder
     for name, conv in decoder.named_modules():
         if name.endswith("conv1"):
@@ -115,8 +114,7 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
         return model.velocity(x, t, text, guidance_scale, size)
 
     def prepared(**how):
-        noise = [rng.generator(0, "noise", n) for n in range(3)]
-        return prepare_encode(SamplingJob(model, condition, noise, params, SIZE), names=range(3), **how)
+        return prepare_encode(SamplingJob(model, condition, generators(3), params, SIZE), names=range(3), **how)
 
     def walked(short):
         requests = prepared(noisy=range(1, 4), num_branches=2, short=short)
@@ -139,7 +137,7 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
 def test_a_training_graph_keeps_nothing_for_a_backward():
     model = loaded("qwenimage")
     policies.attach(model.transformer, config_of("shapes_qwenimage").lora, QWEN.LORA_TARGETS)
-    x = model.noise(SIZE, [rng.generator(0, "noise", n) for n in range(3)])
+    x = model.noise(SIZE, generators(3))
     condition = model.encode(as_prompts(PROMPTS), width=20)
     velocity = partial(model.velocity, x, torch.full((3,), 500.0), condition, 4.0, SIZE)
     gradients = []
@@ -178,10 +176,10 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(shallow, tmp_path
 
 
 def test_an_epoch_of_two_ranks_is_measured_once():
-    command = ["benchmarks/bench.py", "--script", "train_qwenimage", "--set", "sample.num_prompts_per_epoch=4"]
-    ranks = warm.torchrun(command)
+    images = ["sample.num_prompts_per_epoch=4", "sample.num_images_per_prompt=2", "sample.batch_size=2"]
+    ranks = warm.torchrun(["benchmarks/bench.py", "--script", "train_qwenimage", "--set", *images])
     (found,) = [json.loads(line) for rank in ranks for line in rank.stdout.splitlines()]
-    assert (found["gpus"], found["images"]) == (2, 32)
+    assert (found["gpus"], found["images"]) == (2, 8)
 
 
 @bf16_attention

@@ -8,7 +8,7 @@ from small import as_prompts, loaded
 
 
 def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys, monkeypatch):
-    """-1.33 to -1.08 in 6 epochs; with the advantages' sign turned round it falls to -1.7."""
+    """-1.32 to -1.04 in 4 epochs; with the advantages' sign turned round it falls."""
     add_gradients, without = minimal_grpo.add_gradients, []
 
     def noting(model, *batch):
@@ -16,10 +16,10 @@ def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys
         add_gradients(model, *batch)
 
     monkeypatch.setattr(minimal_grpo, "add_gradients", noting)
-    minimal_grpo.train("jpeg_compressibility", num_epochs=6, num_prompts=2, group_size=8)
+    minimal_grpo.train("jpeg_compressibility", num_epochs=4, num_prompts=2, group_size=8)
     printed = [float(number) for number in re.findall(r"reward (-?[0-9.]+)", capsys.readouterr().out)]
-    assert without == [True] * 6 * minimal_grpo.NUM_UPDATES
-    assert len(printed) == 6
+    assert without == [True] * 4 * minimal_grpo.NUM_UPDATES
+    assert len(printed) == 4
     assert sum(printed[-2:]) / 2 > sum(printed[:2]) / 2 + 0.1
 
 

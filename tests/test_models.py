@@ -13,10 +13,9 @@ import torch
 import warm
 from rounding import rounding
 from safetensors.torch import load_file
-from small import MODELS, ROOT, as_prompts, few_prompts, file_of, lines_of, loaded, prepare, train
+from small import MODELS, ROOT, as_prompts, few_prompts, file_of, generators, lines_of, loaded, prepare, train
 from test_ranks import on_two_ranks
 
-from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import texts_of
 from flow_grpo.diffusers_patch import loading, registry
@@ -35,10 +34,6 @@ def model(request):
     return loaded(request.param, torch_dtype=torch.float64)
 
 
-def generators():
-    return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
-
-
 def other_shift(model):
     """Give the model a scheduler of the other kind of shift: of FLUX.1-schnell it is static, of FLUX.1-dev dynamic."""
     scheduler = model.pipeline.scheduler
@@ -54,7 +49,7 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
         if model.is_guided(guidance_scale):
             guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(prompts)
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
-    return model.pipeline(prompt=texts_of(prompts), latents=model.noise(size, generators()), **guidance).images
+    return model.pipeline(prompt=texts_of(prompts), latents=model.noise(size, generators(3)), **guidance).images
 
 
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
@@ -68,7 +63,7 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
             other_shift(model)
     how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2, guidance_scale=guidance_scale)
     how |= dict(height=size.height, width=size.width)
-    found = pipeline_with_logprob(model.pipeline, texts_of(PROMPTS), generators(), **how)
+    found = pipeline_with_logprob(model.pipeline, texts_of(PROMPTS), generators(3), **how)
     assert found.images.shape == (3, 3, size.height, size.width)
     assert found.trace == []
     # guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8
@@ -83,7 +78,7 @@ def test_prompts_of_unequal_lengths_are_diffusers_own_whatever_they_are_padded_t
     expected = drawn_by_diffusers(model, SIZE, 4.0, UNEQUAL).float()
     condition = model.encode(UNEQUAL, width=width)
     how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=4.0, **SIDES)
-    found = pipeline_with_logprob(model.pipeline, condition, generators(), **how)
+    found = pipeline_with_logprob(model.pipeline, condition, generators(3), **how)
     torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
@@ -103,7 +98,7 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other, siz
 
 @torch.no_grad()
 def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model):
-    x, t, rows = model.noise(SIZE, generators()), torch.tensor([900.0, 500.0, 100.0]), []
+    x, t, rows = model.noise(SIZE, generators(3)), torch.tensor([900.0, 500.0, 100.0]), []
     model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     condition, close = model.encode(PROMPTS, width=20), dict(rtol=0, atol=rounding(size=16 * 4))
     found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
@@ -121,7 +116,7 @@ def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model)
 
 def test_features_hold_the_images_layout(model):
     size = Size(64, 96)
-    latents = model.noise(size, generators()[:1])
+    latents = model.noise(size, generators(1))
     spatial = model.features(latents, size)
     assert spatial.shape == (1, 16, 8, 12)
     assert spatial.flatten().sort().values.equal(latents.flatten().sort().values)
@@ -138,7 +133,7 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
 
 def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would_ignore():
     model, t = loaded("flux2_klein"), torch.full((len(PROMPTS),), 500.0)
-    x, condition = model.noise(SIZE, generators()), model.encode(PROMPTS, width=20)
+    x, condition = model.noise(SIZE, generators(3)), model.encode(PROMPTS, width=20)
     guided = model.velocity(x, t, condition, 4.0, SIZE)
     model.pipeline.register_to_config(is_distilled=True)
     assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
@@ -173,7 +168,7 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, tmp_p
         how["cache_dir"] = str(tmp_path / "cache")
     if "sample__text_multiple" in how:
         how |= dict(sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
     run = on_two_ranks if "fsdp__mode" in how else train
     folder = run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how)
@@ -195,9 +190,9 @@ def test_diffusers_and_evaluate_py_read_what_a_run_leaves(name, tmp_path):
     assert row["all"]["avg"]["mean"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
     pipeline, size = loaded(name).pipeline, dict(num_steps=STEPS, noise_level=0.0, **SIDES)
     draw = partial(pipeline_with_logprob, pipeline, texts_of(PROMPTS), window=range(0), **size)
-    before = draw(generators()).images
+    before = draw(generators(3)).images
     pipeline.load_lora_weights(folder)
-    assert (draw(generators()).images - before).abs().max() > 1e-3
+    assert (draw(generators(3)).images - before).abs().max() > 1e-3
 
 
 TWINS = sorted(path.stem for path in ROOT.glob("scripts/train_*.py") if "qwenimage" not in path.stem)
@@ -230,15 +225,14 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     how = dict(num_steps=2 * STEPS + 1, **SIDES, guidance_scale=1.0, noise_level=0.7)
     walks = []
     for ratio in (0.0, 0.4):
-        noise = [rng.generator(0, b) for b in range(8)]
         window = range(start, start + 1)
-        walks.append(pipeline_with_logprob(pipeline, prompts, noise, window=window, flash_ratio=ratio, **how))
+        walks.append(pipeline_with_logprob(pipeline, prompts, generators(8), window=window, flash_ratio=ratio, **how))
     assert torch.equal(walks[0].trace[0].step.log_prob, walks[1].trace[0].step.log_prob)
     assert (walks[0].images - walks[1].images).abs().mean() < 0.02
 
 
 SIZES = Size(64, 96), Size(96, 64)
-PAIRS = ("qwenimage", ""), ("sd3", "_pr"), ("flux", ""), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
+PAIRS = ("flux", ""), ("sd3", "_pr"), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
 PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"))
 
 

@@ -26,7 +26,6 @@ from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.scoring.scorers import RewardFailed
 
@@ -180,17 +179,6 @@ def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
     assert {key: tuple(values.shape[1:]) for key, values in found.items()} == light.row_shapes(size, 20)
     like = model.noise(size, [rng.generator(0, "x")])
     assert latents.shape[1:] == like.shape[1:]
-
-
-def test_encoded_images_decode_to_themselves():
-    model = loaded("qwenimage")
-    noise = [rng.generator(0, b) for b in range(4)]
-    prompts = ["a photo of a red circle", "a photo of two blue squares"] * 2
-    size = dict(height=64, width=64)
-    images = pipeline_with_logprob(model.pipeline, prompts, noise, window=range(0), noise_level=0.0, **size).images
-    again = model.decode(model.encode_images(images), SIZE)
-    assert (again - images).abs().mean() < 0.02
-    assert (again[0] - images[1]).abs().mean() > 0.05
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -424,18 +412,15 @@ def test_pick_a_pics_columns(images, tmp_path):
     assert json.loads((folder / "report.json").read_text())["dropped"] == [dict(row=2, why="no preference")]
 
 
-def test_a_malformed_line_and_a_foreign_folder_are_named(images, tmp_path):
+def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(images, tmp_path, monkeypatch):
     with (images / "pairs.jsonl").open("a") as file:
         file.write('{"prompt": "a", "winner": "1.png"}\n')
     with pytest.raises(ValueError, match=r'pairs.jsonl, line 15: needs an object with "prompt", "winner" and "loser"'):
         prepare(NAME, tmp_path / "pairs", source=str(images))
     with pytest.raises(ValueError, match="is not empty, and not made by this script"):
         prepare(NAME, images)
-
-
-def test_two_processes_never_write_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("flow_grpo.base.folders.WAIT_S", 0.0)
-    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs").mkdir(exist_ok=True)
     with (tmp_path / "pairs" / LOCK).open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"is writing to .*pairs: stop it or wait for its end"):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 from peft.tuners.lora import LoraLayer
-from small import as_prompts, loaded
+from small import as_prompts, generators, loaded
 
-from flow_grpo.base import rng
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
@@ -28,10 +27,6 @@ STEPS, SIZE, SIDES = 4, Size(64, 64), dict(height=64, width=64)
 @pytest.fixture(scope="module")
 def model():
     return loaded("qwenimage")
-
-
-def generators():
-    return [rng.generator(0, "noise", b) for b in range(len(PROMPTS))]
 
 
 def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
@@ -74,11 +69,11 @@ def test_both_entry_points_return_log_probs_that_replay_bit_for_bit_and_the_imag
     how = dict(num_steps=STEPS, guidance_scale=guidance_scale, noise_level=0.7, vae_batch_size=5, **SIDES)
     if branches == 1:
         steps = range(1, 3)
-        sampled = pipeline_with_logprob(model.pipeline, PROMPTS, generators(), window=steps, **how)
+        sampled = pipeline_with_logprob(model.pipeline, PROMPTS, generators(3), window=steps, **how)
         assert sampled.images.shape == (3, 3, 64, 64)
     else:
         steps, how = range(STEPS - 1), how | dict(num_branches=branches, completion_batch_size=4)
-        sampled = pipeline_with_logprob_perstep(model.pipeline, PROMPTS, generators(), steps=steps, **how)
+        sampled = pipeline_with_logprob_perstep(model.pipeline, PROMPTS, generators(3), steps=steps, **how)
         assert sampled.images.shape == (3, len(steps), branches, 3, 64, 64)
     images = model.decode(sampled.latents.flatten(0, -3), SIZE, batch_size=1)
     torch.testing.assert_close(sampled.images.flatten(0, -4), images, rtol=0, atol=1e-3)
@@ -94,8 +89,9 @@ def test_both_entry_points_return_log_probs_that_replay_bit_for_bit_and_the_imag
 
 
 @torch.no_grad()
-def test_convolutions_in_2d_decode_the_same_picture_with_less():
-    """In float64 two kernels of one sum differ by 1e-15 of it; 1e-9 leaves room for what the layers make of that."""
+def test_convolutions_in_2d_decode_the_same_picture():
+    """In float64 two kernels of one sum differ by 1e-15 of it; 1e-9 leaves room for what the layers make of that. A
+    run's decoder has them: test_fast_path.py."""
     plain = loaded("qwenimage", torch_dtype=torch.float64).pipeline.vae
     vae = copy.deepcopy(plain)
     convolve_in_2d(vae)
@@ -103,10 +99,6 @@ def test_convolutions_in_2d_decode_the_same_picture_with_less():
     clip = torch.cat([z, z.flip(0)], dim=2)
     for latents in (z, clip):
         torch.testing.assert_close(vae.decode(latents).sample, plain.decode(latents).sample, rtol=0, atol=1e-9)
-    for slices in (conv.weight for name, conv in vae.decoder.named_modules() if name.endswith("conv1")):
-        slices[:, :, :-1] = torch.nan  # a kernel's earlier slices are not looked at
-    assert vae.decode(z).sample.isfinite().all()
-    assert vae.decode(clip).sample.isnan().any()
 
 
 @pytest.mark.parametrize("width", [None, 2048])

@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 from refused import assert_refused
-from small import MODELS, as_prompts, loaded
+from small import MODELS, as_prompts, generators, loaded
 
-from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.noise_level import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
 from flow_grpo.diffusers_patch.size import Size
@@ -21,19 +20,15 @@ def model():
     return loaded("qwenimage")
 
 
-def noise(count=2):
-    return [rng.generator(0, "noise", number) for number in range(count)]
-
-
-def window(model, prompts=PROMPTS, generators=None, **changed):
+def window(model, prompts=PROMPTS, noise=None, **changed):
     how = dict(window=range(1, 3), noise_level=0.7, num_steps=4, guidance_scale=1.0) | SIDES | changed
     how = {name: value for name, value in how.items() if value != "missing"}
-    return pipeline_with_logprob(model.pipeline, prompts, noise() if generators is None else generators, **how)
+    return pipeline_with_logprob(model.pipeline, prompts, generators(2) if noise is None else noise, **how)
 
 
 def branches(model, **changed):
     how = dict(steps=range(2), noise_level=0.7, num_steps=3, num_branches=2, guidance_scale=1.0) | SIDES | changed
-    return pipeline_with_logprob_perstep(model.pipeline, PROMPTS, noise(), **how)
+    return pipeline_with_logprob_perstep(model.pipeline, PROMPTS, generators(2), **how)
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ WINDOW = [  # what is passed to the entry point, and words of the sentence
     (dict(window=2), "window is 2"),
     (dict(window=range(0, 4, 2)), "window is range(0, 4, 2)"),
     (dict(window=range(3, 5)), "window is range(3, 5)", "4 steps"),
-    (dict(generators=[torch.Generator()]), "generators", "1 entries for 2 prompts"),
+    (dict(noise=[torch.Generator()]), "generators", "1 entries for 2 prompts"),
     (dict(noise_level=1e-30), "noise_level is 1e-30", "0.001 to 10"),
     (dict(noise_level=1e3, sde_type="dance"), "noise_level is 1000.0", "0.001 to 10"),
     (dict(noise_level=1.01, sde_type="cps"), "noise_level is 1.01", "0.001 to 1.0"),
@@ -67,7 +62,7 @@ WINDOW = [  # what is passed to the entry point, and words of the sentence
     (dict(window=range(1, 4), sde_type="cps_gaussian"), "range(1, 4) of 4"),
     (dict(latents=torch.zeros(3, 24, 64)), "latents", "3 entries for 2 prompts"),
     (dict(vae_batch_size=0), "vae_batch_size is 0"),
-    (dict(prompts=[], generators=[]), "prompts is empty"),
+    (dict(prompts=[], noise=[]), "prompts is empty"),
 ]
 BRANCHES = [
     (dict(num_branch=2), "perstep()", "'num_branch'"),
@@ -112,12 +107,12 @@ def test_a_pipeline_of_another_class_is_named(model):
 
 
 def test_what_may_be_said_in_two_ways_is_the_same(model):
-    one, two = window(model, PROMPTS[:1], noise(1)).images, window(model).images
+    one, two = window(model, PROMPTS[:1], generators(1)).images, window(model).images
     assert one.shape == (1, 3, 64, 96)
-    assert torch.equal(window(model, PROMPTS[0], noise(1)).images, one)
-    assert torch.equal(window(model, PROMPTS[0], noise(1)[0]).images, one)
+    assert torch.equal(window(model, PROMPTS[0], generators(1)).images, one)
+    assert torch.equal(window(model, PROMPTS[0], generators(1)[0]).images, one)
     assert torch.equal(window(model, model.encode(as_prompts(PROMPTS), guided=False)).images, two)
-    given = window(model, latents=model.noise(Size(64, 96), noise()), window=range(0))
+    given = window(model, latents=model.noise(Size(64, 96), generators(2)), window=range(0))
     assert torch.equal(given.images, window(model, window=range(0)).images)
     assert torch.equal(window(model, guidance_scale=None).images, window(model, guidance_scale=4.0).images)
 

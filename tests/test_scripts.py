@@ -12,9 +12,7 @@ import torch
 import train_qwenimage
 import warm
 from diffusers import QwenImagePipeline
-from recorded import EPOCHS
-from safetensors.torch import load_file
-from small import ENV, ROOT, SCRIPTS, config_of, file_of, lines_of, stored, train
+from small import ENV, ROOT, SCRIPTS, config_of, file_of, lines_of, train
 
 from flow_grpo.base import rng
 from flow_grpo.data import prompts
@@ -55,41 +53,30 @@ def test_the_users_command_takes_a_reward_of_their_own(tmp_path):
     assert "brightness" in refused.stderr
 
 
-@pytest.mark.parametrize("kind", ["window", "branches"])
-def test_the_first_update_of_every_epoch_has_the_rollouts_log_probs_bit_for_bit(kind, recorded):
-    updates = lines_of(recorded(kind).folder, "update")
-    assert len(updates) == 2 * EPOCHS
-    for first, second in zip(updates[::2], updates[1::2]):
-        assert first["parity/log_prob_abs_diff_max"] == 0
-        assert first["ratio_std"] == 0
-        assert second["ratio_std"] > 0
-    assert updates[0]["grad_norm"] > 0
-
-
 OPTIONS = {
     "dance, inner epochs, full weights, guidance": dict(sample__sde_type="dance", sample__noise_level=0.3)
     | dict(sample__sde_window_size=0, train__timestep_fraction=0.5, train__inner_epochs=2, train__updates_per_epoch=4)
     | dict(lora__rank=0, sample__guidance_scale=4.0),
-    "cps, last minibatch filled up, saving memory": dict(sample__sde_type="cps", sample__global_std=True)
+    "cps, last minibatch filled up, saving memory, bf16": dict(sample__sde_type="cps", sample__global_std=True)
     | dict(train__step_weight="mean_one", sample__num_prompts_per_epoch=1, sample__rollout_weights="merged")
-    | dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer"),
-    "bf16, merged": dict(precision="bf16", sample__rollout_weights="merged"),
+    | dict(fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer", precision="bf16"),
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_options_run_with_the_rollouts_log_probs_and_log_finite_numbers(name, options, shallow, tmp_path):
+def test_options_run_with_the_rollouts_log_probs_finite_numbers_and_a_growing_kl(name, options, shallow, tmp_path):
     only = "fraction" if name == WINDOW else "window"  # of the other script
-    how = {key: value for key, value in OPTIONS[options].items() if only not in key}
+    how = {key: value for key, value in OPTIONS[options].items() if only not in key} | dict(train__beta=0.1)
     updates = lines_of(train(name, tmp_path, num_epochs=1, eval_freq=0, **shallow | how), "update")
     assert len(updates) == how.get("train__inner_epochs", 1) * how.get("train__updates_per_epoch", 2)
     assert all(math.isfinite(value) for row in updates for value in row.values() if isinstance(value, float))
     assert updates[0]["parity/log_prob_abs_diff_max"] == 0
     assert [row["parity/log_prob_abs_diff_max"] for row in updates if "parity/log_prob_abs_diff_max" in row] == [0]
+    assert updates[0]["kl_reference"] == 0 < updates[1]["kl_reference"]
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES, NFT])
+@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
 def test_advantages_are_logged_for_what_is_trained(name, shallow, tmp_path):
     size = 3 if name == BRANCHES else 4
 
@@ -105,36 +92,27 @@ def test_advantages_are_logged_for_what_is_trained(name, shallow, tmp_path):
         assert np.mean([line[f"advantage_{key}"] for line in updates]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, shallow, tmp_path):
-    for limit, share in ((0.0, 1.0), (1e6, 0.0)):
-        how = shallow | dict(num_epochs=1, eval_freq=0, train__kl_limit=limit)
-        first, second = lines_of(train(f"{name},dppo", tmp_path / str(limit), **how), "update")
-        assert first["clip_fraction_high"] == first["clip_fraction_low"] == first["ratio_std"] == 0 < first["grad_norm"]
-        assert second["ratio_std"] > 0
-        assert second["clip_fraction_high"] + second["clip_fraction_low"] == share
-
-
-@pytest.mark.parametrize(("name", "rank"), [(WINDOW, 4), (BRANCHES, 0)])
-def test_kl_to_the_reference_starts_at_zero_and_grows(name, rank, shallow, tmp_path):
-    folder = train(name, tmp_path, lora__rank=rank, train__beta=0.1, num_epochs=1, eval_freq=0, **shallow)
-    first, second = (row["kl_reference"] for row in lines_of(folder, "update"))
-    assert first == 0 < second
+@pytest.mark.parametrize(("name", "limit", "share"), [(WINDOW, 0.0, 1.0), (BRANCHES, 1e6, 0.0)])
+def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, limit, share, shallow, tmp_path):
+    how = shallow | dict(num_epochs=1, eval_freq=0, train__kl_limit=limit)
+    first, second = lines_of(train(f"{name},dppo", tmp_path, **how), "update")
+    assert first["clip_fraction_high"] == first["clip_fraction_low"] == first["ratio_std"] == 0 < first["grad_norm"]
+    assert second["ratio_std"] > 0
+    assert second["clip_fraction_high"] + second["clip_fraction_low"] == share
 
 
 @pytest.mark.parametrize(
     ("name", "how", "per_epoch"),
     [
         (WINDOW, dict(sample__guidance_scale=1.0, num_epochs=2, eval_freq=2), 8 * 4 + 16),
-        (WINDOW, dict(sample__guidance_scale=4.0), 2 * (8 * 4 + 16)),
         (WINDOW, dict(train__beta=0.1, train__reference_guidance_scale=3.0), 8 * 4 + 16 + 2 * 16),
-        (WINDOW, dict(train__inner_epochs=2), 8 * 4 + 2 * 16),
+        (WINDOW, dict(train__inner_epochs=2, sample__guidance_scale=4.0), 2 * (8 * 4 + 2 * 16)),
         (WINDOW + ",fast", dict(sample__sde_window_range=(1, 3)), 4 + 8 * 3 + 16),  # a forward has 4 rows
         (NFT, dict(train__beta=0.5, train__reference_guidance_scale=3.0), 8 * 2 + 8 * (1 + 2 + 1)),
         (NFT, dict(train__guidance_scale=3.0, train__reference_guidance_scale=1.0), 8 * 2 + 8 * (2 + 1 + 2)),
         (DPO, dict(), 8 * 2 + 2 * 2 * 2),
     ],
-    ids=["plain", "guidance", "guided reference", "inner epochs", "shared steps", "NFT", "guided update", "DPO"],
+    ids=["plain", "guided reference", "guidance, inner epochs", "shared steps", "NFT", "guided update", "DPO"],
 )
 def test_forwards_are_the_rows_of_rollout_and_update(name, how, per_epoch, shallow, tmp_path):
     """8 images of 2 prompts, 4 steps (2 with flash), 2 of them trained (1 by NFT). Evaluations do not count."""
@@ -160,16 +138,6 @@ def test_golden_first_losses(name, tmp_path):
     for key, values in golden.items():
         found = [row[key] for row in lines_of(folder, "update")]
         torch.testing.assert_close(found, values, rtol=1e-3, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-
-
-def test_the_averaged_weights_are_exported_not_the_last_ones(recorded):
-    folder = recorded("branches").folder
-    exported = load_file(folder / "pytorch_lora_weights.safetensors")
-    state = stored(folder, EPOCHS)
-    names = {key: key.removeprefix("transformer.").replace(".weight", ".default.weight") for key in exported}
-    assert all(torch.equal(tensor, state[f"ema/{names[key]}"]) for key, tensor in exported.items())
-    moved = [not torch.equal(tensor, state[f"model/{names[key]}"]) for key, tensor in exported.items()]
-    assert sum(moved) > len(moved) / 2  # the last block's text stream has no gradient
 
 
 def test_the_saved_lora_makes_the_evaluations_images_again(recorded):
