@@ -149,6 +149,7 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     adapters = {"adapter_config.json", "adapter_model.safetensors", LORA}
     assert names == {"README.md", "reward.png", "samples.png", *adapters}
     assert "nothing was uploaded" in out
+    assert 'load_lora_weights("me/red")' in (run / "best" / "README.md").read_text()
 
 
 def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):

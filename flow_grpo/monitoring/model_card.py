@@ -27,8 +27,12 @@ PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
 
 
-def complete(run_folder: Path) -> list[str]:
-    """Add to the last weights and to the best ones what others need; what there is to tell the user."""
+def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
+    """Add to the last weights and to the best ones what others need; what there is to tell the user.
+
+    Args:
+        place: where a card's commands load them from.
+    """
     run, notices = report.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
@@ -37,7 +41,7 @@ def complete(run_folder: Path) -> list[str]:
                 notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
             else:
                 link_pipeline(folder, run.config.model)
-            write_card(run, folder)
+            write_card(run, folder, place)
         except UserError as error:
             notices.append(f"not everything that others need was added to {folder}: {in_one_line(error)}")
     return notices
@@ -85,7 +89,7 @@ def link_pipeline(folder: Path, model: str) -> None:
     shutil.copy(base / "model_index.json", folder)
 
 
-def write_card(run: report.Recorded, folder: Path) -> None:
+def write_card(run: report.Recorded, folder: Path, place: str) -> None:
     """Write README.md, with the pictures that it shows beside it."""
     for name in PICTURES:
         if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
@@ -100,6 +104,7 @@ def write_card(run: report.Recorded, folder: Path) -> None:
         base = str(base.relative_to(package.parent)) if base.is_relative_to(package) else base.name
     text = environment.from_string(template.read_text()).render(
         name=run.label,
+        place=place,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=base,
         base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
