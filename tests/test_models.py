@@ -25,6 +25,7 @@ from flow_grpo.diffusers_patch.size import Size
 PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
 UNEQUAL = as_prompts(["a red circle", "two blue squares " * 12, "a green cross " * 25])
 SIBLINGS = {"flux": dict(guidance_embeds=False), "sd3": dict(dual_attention_layers=())}  # FLUX.1-schnell, SD3.5-large
+SIBLINGS |= {"qwenimage_21": dict(causal_condition=False)}
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
 
 
@@ -42,14 +43,18 @@ def other_shift(model):
 
 
 def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
-    """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone."""
+    """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone: each prompt by
+    itself, since Qwen-Image-2.1's image lies behind the longest one of a batch. What is transparent is white."""
     guidance = dict(guidance_scale=guidance_scale)
     if model.NEGATIVE_PROMPT is not None and "true_cfg_scale" in inspect.signature(model.PIPELINE.__call__).parameters:
         guidance = dict(true_cfg_scale=guidance_scale)
         if model.is_guided(guidance_scale):
-            guidance["negative_prompt"] = [model.NEGATIVE_PROMPT] * len(prompts)
+            guidance["negative_prompt"] = model.NEGATIVE_PROMPT
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
-    return model.pipeline(prompt=texts_of(prompts), latents=model.noise(size, generators(3)), **guidance).images
+    noise = model.noise(size, generators(len(prompts))).split(1)
+    images = [model.pipeline(prompt=p.text, latents=x, **guidance).images for p, x in zip(prompts, noise)]
+    color, alpha = torch.cat(images).split([3, images[0].shape[1] - 3], 1)
+    return color * alpha + (1 - alpha) if alpha.numel() else color
 
 
 @pytest.mark.parametrize("size", [SIZE, Size(64, 96), Size(96, 64)], ids=str)
@@ -118,7 +123,8 @@ def test_features_hold_the_images_layout(model):
     size = Size(64, 96)
     latents = model.noise(size, generators(1))
     spatial = model.features(latents, size)
-    assert spatial.shape == (1, 16, 8, 12)
+    factor = model.pipeline.vae_scale_factor
+    assert spatial.shape == (1, 16, size.height // factor, size.width // factor)
     assert spatial.flatten().sort().values.equal(latents.flatten().sort().values)
 
 
@@ -126,7 +132,7 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
     for call in (lambda width: model.check(PROMPTS, width), lambda width: model.encode(PROMPTS, width=width)):
         with pytest.raises(ValueError, match=r"tokens than config.text_tokens = 2; the longest has \d+: 'a photo"):
             call(2)
-    long = as_prompts(["red " * 4000])
+    long = as_prompts(["red " * 9000])
     with pytest.raises(ValueError, match="that its pipeline reads"):
         model.encode(long)
 
@@ -139,6 +145,49 @@ def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would
     assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
     with pytest.raises(UserError, match=r"4\.0"):
         model.velocity(x, t, condition, 4.0, SIZE)
+
+
+def test_images_of_qwenimage_21_are_opaque_where_they_are_encoded_and_on_white_where_they_are_decoded():
+    model = loaded("qwenimage_21")
+    images = torch.rand(2, 3, SIZE.height, SIZE.width, generator=generators(1)[0])
+    opaque = torch.cat([images, torch.ones_like(images[:, :1])], 1) * 2 - 1
+    expected = model.pipeline._encode_vae_image(opaque[:, :, None], None).flatten(2).mT
+    torch.testing.assert_close(model.encode_images(images), expected, rtol=0, atol=rounding(size=16))
+    with torch.no_grad():
+        last = model.pipeline.vae.decoder.conv_out
+        last.weight.zero_()
+        for alpha, red in ((-1.0, 1.0), (0.0, 0.75), (1.0, 0.5)):
+            last.bias.copy_(torch.tensor([0.0, 0.0, 0.0, alpha]))
+            decoded = model.decode(model.noise(SIZE, generators(2)), SIZE)
+            torch.testing.assert_close(decoded, torch.full_like(images, red), rtol=0, atol=rounding())
+
+
+def test_qwenimage_21_takes_sigmas_of_its_weights_at_their_number_alone():
+    model = loaded("qwenimage_21")
+    model.pipeline.register_to_config(sample_sigmas=[1.0, 0.9, 0.3])
+    ours = model.schedule(3, SIZE)
+    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", **SIDES)
+    assert torch.equal(ours.sigmas, model.pipeline.scheduler.sigmas)
+    with pytest.raises(UserError, match="for 3 steps, not 4"):
+        model.schedule(STEPS, SIZE)
+
+
+@torch.no_grad()
+def test_qwenimage_21_rounds_the_timestep_as_its_pipeline_does():
+    model, seen = loaded("qwenimage_21", torch_dtype=torch.bfloat16), []
+    model.transformer.time_text_embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=20, output_type="latent", **SIDES)
+    x, condition = model.noise(SIZE, generators(1)), model.encode(PROMPTS[:1], guided=False)
+    for t in model.schedule(20, SIZE).timesteps:
+        model.velocity(x, t[None], condition, 1.0, SIZE)
+    assert torch.equal(torch.stack(seen[:20]), torch.stack(seen[20:]))
+
+
+def test_qwenimage_21_refuses_a_side_that_its_pipeline_would_cut():
+    model = loaded("qwenimage_21")
+    model.check_size(Size(64, 96))
+    with pytest.raises(UserError, match="64x80"):
+        model.check_size(Size(64, 80))
 
 
 RUNS = {  # each type of noise, both rollouts and both objectives
@@ -233,7 +282,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 SIZES = Size(64, 96), Size(96, 64)
 PAIRS = ("flux", ""), ("sd3", "_pr"), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
-PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"))
+PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"), ("qwenimage_21", "_pr"), ("qwenimage_21", "_nft"))
 
 
 @pytest.mark.parametrize(("model", "kind", "size"), [(*pair, SIZES[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)

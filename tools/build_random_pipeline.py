@@ -17,11 +17,13 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -30,6 +32,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from transformers import (
+    AddedToken,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -40,12 +43,15 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
 )
 
 from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
@@ -67,6 +73,15 @@ TINY = dict(
     klein_vae=dict(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16),
     flux2_klein=dict(in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2)
     | dict(joint_attention_dim=48, axes_dims_rope=(4, 4, 4, 4)),
+    qwen3_vl=dict(vocab_size=470, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
+    | dict(num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}),
+    qwen3_vision=dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, out_hidden_size=32)
+    | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    qwen21_vae=dict(base_dim=8, decoder_base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1, 1], num_res_blocks=1)
+    | dict(latents_mean=[n / 8 - 1 for n in range(16)], latents_std=[n / 8 + 0.5 for n in range(16)]),
+    qwenimage_21=dict(in_channels=16, out_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=2)
+    | dict(context_in_dim=32, axes_dims_rope=(4, 6, 6)),
 )
 PUBLISHED = dict(
     clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -88,6 +103,11 @@ PUBLISHED = dict(
     zimage=dict(axes_lens=(1536, 512, 512)),
     klein_vae={},
     flux2_klein=dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+    qwen3_vl=dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}),
+    qwen3_vision=dict(out_hidden_size=4096),
+    qwen21_vae={},
+    qwenimage_21={},
 )
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
 PUBLISHED_9B = PUBLISHED | dict(  # of FLUX.2-klein
@@ -172,6 +192,32 @@ def flux2_klein(sizes: dict, make: Callable) -> Flux2KleinPipeline:
         tokenizer=chat_tokenizer(),
         is_distilled=sizes is not TINY,
     )
+
+
+def qwenimage_21(sizes: dict, make: Callable) -> QwenImage21Pipeline:
+    """Qwen-Image-2.1, with Qwen-Image's shift."""
+    text = Qwen3VLConfig(text_config=sizes["qwen3_vl"], vision_config=sizes["qwen3_vision"])
+    size = sizes["qwenimage_21"]
+    pipeline = QwenImage21Pipeline(
+        transformer=make(lambda: QwenImage21Transformer2DModel(**size).bfloat16(), torch.bfloat16),
+        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(SHIPPED / "scheduler"),
+        vae=make(lambda: AutoencoderKLQwenImage21(**sizes["qwen21_vae"]), torch.float32),
+        text_encoder=make(lambda: Qwen3VLForConditionalGeneration(text), torch.bfloat16),
+        processor=role_processor(),
+    )
+    pipeline.register_to_config(processor=("transformers", "Qwen3VLProcessor"))  # as it is published
+    return pipeline
+
+
+def role_processor() -> TextProcessor:
+    """Each role is one token, and so are a message's end and the system's: 20 tokens are to hold a prompt of shapes."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
+    tokens = "system\n", "user\n", "assistant\n", "<|im_end|>\n", "Comprehend and analyze the provided prompt."
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}<|im_end|>\n{% endfor %}"
+    )
+    return TextProcessor(tokenizer)
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:

@@ -20,6 +20,8 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
 
+TEXT_PARTS = "text_encoder*", "tokenizer*", "processor*"  # folders of what makes an embedding
+
 
 class Network(torch.nn.Module):
     """A transformer behind one call, which returns one tensor, whatever diffusers returns: what is sharded, and what
@@ -103,7 +105,7 @@ class FlowModel(ABC):
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
-        paths = [path for part in ("text_encoder*", "tokenizer*") for path in Path(folder).glob(f"{part}/**/*")]
+        paths = [path for part in TEXT_PARTS for path in Path(folder).glob(f"{part}/**/*")]
         files = sorted(path for path in paths if path.is_file())
         names = [str(path.relative_to(folder)) for path in files]
         return dict(zip(names, checksums.file_digests(files, memory)))

@@ -84,12 +84,18 @@ def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: in
 
 
 def schedule(
-    scheduler, num_steps: int, num_tokens: int, device: torch.device, *, sigmas: bool, shift: float | None = None
+    scheduler,
+    num_steps: int,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    sigmas: bool | list[float],
+    shift: float | None = None,
 ):
     """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
 
     Args:
-        sigmas: whether the scheduler shifts 1, ..., 1 / num_steps, instead of sigmas of its own.
+        sigmas: what the scheduler shifts; True = 1, ..., 1 / num_steps, False = sigmas of its own.
         shift: of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it.
     """
     scheduler = copy.deepcopy(scheduler)
@@ -99,7 +105,7 @@ def schedule(
         shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
     if num_steps == 1:
         scheduler.register_to_config(shift_terminal=None)  # 1, the only sigma, cannot be moved: 0 / 0
-    spacing = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas else None
+    spacing = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas is True else sigmas or None
     scheduler.set_timesteps(num_steps, sigmas=spacing, mu=shift, device=device)
     scheduler.sigmas = scheduler.sigmas.to(device)
     return scheduler

@@ -57,6 +57,11 @@ MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowM
             Weights("black-forest-labs/FLUX.2-klein-base-9B", "FLUX Non-Commercial License", 35),
         ),
     ),
+    "QwenImage21Pipeline": Entry(
+        "qwenimage_21",
+        "QwenImage21",
+        (Weights("Qwen/Qwen-Image-2.1", "Qwen Research License (no commercial use)", 33),),
+    ),
 }
 
 
