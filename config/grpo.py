@@ -162,6 +162,19 @@ def pickscore_flux2_klein_9b_pr():
     return flux2_klein_9b(pickscore_flux2_klein_pr())
 
 
+def pickscore_qwenimage_21():
+    """Flow-GRPO on Qwen-Image-2.1, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. No setting is published."""
+    config = qwenimage_21_512(default_config())
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
+def pickscore_qwenimage_21_pr():
+    """TempFlow-GRPO on Qwen-Image-2.1, 512 px, without guidance."""
+    return branching(qwenimage_21_512(default_config()))
+
+
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
     config = large(config, registry.hub_id("qwenimage"))
@@ -261,6 +274,16 @@ def flux2_klein_9b(config):
     return config
 
 
+def qwenimage_21_512(config):
+    """What every run of the 7 B Qwen-Image-2.1 shares: guidance is distilled in."""
+    config = compiled_512(large(config, registry.hub_id("qwenimage_21")))
+    config.lora.rank, config.lora.alpha = 32, 64
+    config.fsdp.activation_checkpointing = 1.0
+    config.sample.guidance_scale = config.eval.guidance_scale = 1.0
+    config.eval.num_steps = 40
+    return config
+
+
 def large(config, model):
     """What every run of a published model shares: 512 px, bf16, PickScore."""
     config.model, config.dataset, config.reward_fn = model, "dataset/pickscore", {"pickscore": 1.0}
@@ -287,6 +310,7 @@ RUNS = (
     *(pickscore_flux, pickscore_flux_pr, pickscore_flux_schnell, pickscore_flux_schnell_pr),
     *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
     *(pickscore_flux2_klein, pickscore_flux2_klein_pr, pickscore_flux2_klein_9b, pickscore_flux2_klein_9b_pr),
+    *(pickscore_qwenimage_21, pickscore_qwenimage_21_pr),
 )
 # in this order, whatever the command line's is
 VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)

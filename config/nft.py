@@ -92,6 +92,14 @@ def pickscore_flux2_klein_9b_nft():
     return grpo.flux2_klein_9b(pickscore_flux2_klein_nft())
 
 
+def pickscore_qwenimage_21_nft():
+    """DiffusionNFT on Qwen-Image-2.1, 512 px."""
+    config = forward(grpo.qwenimage_21_512(default_config()))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
+    return config
+
+
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.algorithm, config.sample.sde_window_size = NFT, 0
@@ -128,6 +136,7 @@ RUNS = (
     *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
     *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
     *(pickscore_flux2_klein_nft, pickscore_flux2_klein_9b_nft),
+    pickscore_qwenimage_21_nft,
 )
 BASES = eight_bit_base, variants.four_bit_base
 VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, variants.smoke)

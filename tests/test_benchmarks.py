@@ -14,7 +14,7 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import optimization
 from flow_grpo.settings import checks
 
-KLEIN = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft"
+LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
 
 
 def test_both_epochs_draw_one_prompt(tmp_path):
@@ -46,12 +46,12 @@ def test_the_work_of_an_epoch_is_counted_by_phase(tmp_path, monkeypatch):
     assert update == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *KLEIN])
+@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *LATER])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """Its weights are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
     checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
-    assert name == re.sub("flux2_klein(_9b)?|flux|sd3", "qwenimage", script)
+    assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family
