@@ -148,7 +148,12 @@ def test_whom_config_alert_names_is_told_of_the_end_and_of_a_crash_but_not_of_ct
     monkeypatch.setenv("RANK", "1")
     assert alerts.send("false", "said by rank 0 alone") == ""
     monkeypatch.setenv("RANK", "0")
-    assert "failed" in alerts.send("false", "a command that fails ends no run")
+    said = alerts.send("ls --my-token", "a command that fails ends no run")
+    assert said.startswith("config.alert failed: ls ended with ")
+    assert (
+        alerts.send("false a_token", "and shows no word of it but the first")
+        == "config.alert failed: false ended with 1: "
+    )
 
 
 def raising(error):

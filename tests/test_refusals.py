@@ -120,6 +120,7 @@ TRAINING = {  # a script's run -> its rows
            sample__num_steps=8, train__timestep_fraction=1.0, train__updates_per_epoch=3),
         no("rollout_weights", "'shard'", fsdp__mode="shard"),
         no("reward_fn", "'shape'", "shapes", reward_fn={"shape": 1.0}),
+        no("reward_fn", "'shape'", "shapes", reward_fn={"shape": 0.0, "jpeg_compressibility": 1.0}),
     ],
     NFT: [
         no("clip_range is 0.001", "forward_objective 'nft'", train__clip_range=1e-3),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,15 @@ def test_the_users_command_takes_a_reward_of_their_own(tmp_path):
     command = [sys.executable, script, f"--config={file_of(BRANCHES)}:{BRANCHES},smoke"]
     command += ["--config.reward_fn.brightness=1.0", "--config.reward.args.brightness.gain=0.5"]
     command += [f"--config.output_dir={tmp_path}", "--config.num_epochs=1", "--config.eval_freq=0"]
-    env = ENV | {"FLOW_GRPO_REWARDS": str(tmp_path / "mine"), "WANDB_MODE": "disabled"}
+    (tmp_path / "mine" / "broken.py").write_text("def load(device):\n    return lambda *_: {}['missing']\n")
+    env = ENV | {"FLOW_GRPO_REWARDS": os.path.relpath(tmp_path / "mine", ROOT), "WANDB_MODE": "disabled"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = lines_of(tmp_path / f"{BRANCHES}_smoke", "epoch")
     assert 0 < line["reward/brightness"] < 0.5
     assert line["reward/avg"] == pytest.approx(line["reward/brightness"] + line["reward/shapes"])
+    broken = warm.run([*command[1:], "--config.reward_fn.broken=1.0"], env)
+    assert f"KeyError: 'missing' ({tmp_path}/mine/broken.py, line 2)" in broken.stderr
     refused = warm.run(command[1:], ENV)
     assert "brightness" in refused.stderr
 

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -275,13 +275,19 @@ def write_own(run_folder: Path) -> None:
     write([run_folder], run_folder / "report.html")
 
 
+def _unused(file: Path) -> Path:
+    """The file, or the first of report-2.html, report-3.html, ... that is not there yet."""
+    names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([file], names) if not candidate.exists())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
     args = parser.parse_args(arguments)
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
+    out = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else _unused(Path("report.html")))
     if out.suffix in FIGURES and len(args.runs) > 1:
         raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")
     if out.suffix not in FIGURES:

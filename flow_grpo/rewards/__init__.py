@@ -39,7 +39,8 @@ REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, 
 def _files() -> set[str]:
     """Names of the reward files here and in the folders that FLOW_GRPO_REWARDS names now, whose files may import their
     neighbours."""
-    for folder in filter(None, os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep)):
+    for named in filter(None, os.environ.get("FLOW_GRPO_REWARDS", "").split(os.pathsep)):
+        folder = str(Path(named).resolve())  # as tracebacks name its files
         __path__.extend([folder] if folder not in __path__ else [])
         sys.path.extend([folder] if folder not in sys.path else [])
     return {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
@@ -76,16 +77,20 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
     for name in {**weights, **dict.fromkeys(watched)}:
         if name in RUNS_OWN:
             raise UserError(f"reward {name!r} is called as a metric of every run; rename its file")
-        if name not in known() and name not in served:
-            near = difflib.get_close_matches(name, known(), cutoff=0)
-            key = f"config.{'reward_fn' if name in weights else 'eval.rewards'}"
-            folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
-            raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
+        check_name(name, f"config.{'reward_fn' if name in weights else 'eval.rewards'}", served)
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
             raise UserError(
                 f"config.reward_fn.{name} is {quoted(weight)}; its weight must be a number from {-MOST:g} to {MOST:g}"
             )
+
+
+def check_name(name: str, key: str, served: Iterable[str] = ()) -> None:
+    """Raises UserError for a name that is no reward's. Arguments as of `check_rewards`; `key` is where it stands."""
+    if name not in known() and name not in served:
+        near = difflib.get_close_matches(name, known(), cutoff=0)
+        folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
+        raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -169,9 +174,13 @@ def _named(name: str, failed: str) -> Iterator[None]:
         raise kind(f"reward {name!r} {failed}: {in_words(error)}") from error
 
 
+def _is_reward(file: Path) -> bool:
+    return str(file.parent) in map(str, __path__) and file.stem not in (*HELPERS, "__init__")
+
+
 def in_words(error: BaseException) -> str:
     """An error in a reward's file: its type, what it says, and the file and line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent.as_posix() in map(str, __path__)]
+    own = [frame for frame in frames if _is_reward(Path(frame.filename))]
     place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{place}"

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from ml_collections import ConfigDict
 
+from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base import alerts
@@ -78,8 +79,11 @@ def _check_loss(config: ConfigDict, script: Script) -> None:
 
 
 def drop_unused_rewards(config: ConfigDict) -> None:
-    """Leave rewards of weight 0 out of config.reward_fn. Raises UserError if that is no dict."""
+    """Leave rewards of weight 0 out of config.reward_fn. Raises UserError if that is no dict, or if one of them is no
+    reward: a misspelt name would leave in what it was to take out."""
     table.BY_KEY["reward_fn"].check(config.reward_fn, "reward_fn")
+    for name in (name for name, weight in config.reward_fn.items() if weight == 0):
+        rewards.check_name(name, "config.reward_fn", served=config.reward.args)
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
 
 
