@@ -116,10 +116,7 @@ def pickscore_flux_schnell_pr():
 
 def pickscore_zimage():
     """Flow-GRPO on Z-Image, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. None of its settings is published."""
-    config = zimage_512(default_config())
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
-    return config
+    return zimage_512(default_config())
 
 
 def pickscore_zimage_pr():
@@ -142,8 +139,7 @@ def pickscore_zimage_turbo_pr():
 def pickscore_flux2_klein():
     """Flow-GRPO on the 4 B FLUX.2-klein, 512 px: 4 steps, noise in all but the last. No setting is published."""
     config = flux2_klein_512(default_config())
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size, config.sample.sde_window_size = 8, 0
+    config.sample.sde_window_size = 0
     return config
 
 
@@ -164,10 +160,7 @@ def pickscore_flux2_klein_9b_pr():
 
 def pickscore_qwenimage_21():
     """Flow-GRPO on Qwen-Image-2.1, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. No setting is published."""
-    config = qwenimage_21_512(default_config())
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
-    return config
+    return qwenimage_21_512(default_config())
 
 
 def pickscore_qwenimage_21_pr():
@@ -240,6 +233,8 @@ def zimage_512(config):
     """What every run of the 6 B Z-Image shares. It reads text in multiples of 32 tokens, and a guidance scale of 4 as
     other models read 5."""
     config = large(config, registry.hub_id("zimage"))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
     config.lora.rank, config.lora.alpha = 32, 64
     config.fsdp.activation_checkpointing = 1.0
     config.compile, config.sample.text_multiple = True, 32
@@ -260,6 +255,8 @@ def flux2_klein_512(config):
     """What every run of FLUX.2-klein shares: it was distilled to 4 steps without guidance. It sees the padding of its
     text, of which its pipeline has 512 tokens; fewer are faster and other images."""
     config = large(config, registry.hub_id("flux2_klein"))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
     config.lora.rank, config.lora.alpha = 32, 64
     config.fsdp.activation_checkpointing = 1.0
     config.compile, config.text_tokens = True, 512
@@ -277,6 +274,8 @@ def flux2_klein_9b(config):
 def qwenimage_21_512(config):
     """What every run of the 7 B Qwen-Image-2.1 shares: guidance is distilled in."""
     config = compiled_512(large(config, registry.hub_id("qwenimage_21")))
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
+    config.sample.batch_size = 8
     config.lora.rank, config.lora.alpha = 32, 64
     config.fsdp.activation_checkpointing = 1.0
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0

@@ -69,8 +69,6 @@ def pickscore_zimage_nft():
     """DiffusionNFT on Z-Image, 512 px, without guidance."""
     config = forward(grpo.zimage_512(default_config()))
     config.sample.guidance_scale = config.eval.guidance_scale = 0.0
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
     return config
 
 
@@ -81,10 +79,7 @@ def pickscore_zimage_turbo_nft():
 
 def pickscore_flux2_klein_nft():
     """DiffusionNFT on the 4 B FLUX.2-klein, 512 px: 4 steps."""
-    config = forward(grpo.flux2_klein_512(default_config()))
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
-    return config
+    return forward(grpo.flux2_klein_512(default_config()))
 
 
 def pickscore_flux2_klein_9b_nft():
@@ -94,10 +89,7 @@ def pickscore_flux2_klein_9b_nft():
 
 def pickscore_qwenimage_21_nft():
     """DiffusionNFT on Qwen-Image-2.1, 512 px."""
-    config = forward(grpo.qwenimage_21_512(default_config()))
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
-    return config
+    return forward(grpo.qwenimage_21_512(default_config()))
 
 
 def forward(config):

@@ -152,7 +152,7 @@ def test_whom_config_alert_names_is_told_of_the_end_and_of_a_crash_but_not_of_ct
     assert said.startswith("config.alert failed: ls ended with ")
     assert (
         alerts.send("false a_token", "and shows no word of it but the first")
-        == "config.alert failed: false ended with 1: "
+        == "config.alert failed: false ended with 1"
     )
 
 

@@ -37,8 +37,8 @@ def send(alert: str, text: str) -> str:
             subprocess.run([*shlex.split(alert), words], timeout=TIMEOUT_S, check=True, capture_output=True)
     except subprocess.SubprocessError as error:  # which has the command's words, and a token may be among them
         said = in_one_line((error.stderr or b"").decode(errors="replace"), LONGEST)
-        why = f"ended with {error.returncode}: {said}" if hasattr(error, "returncode") else f"took over {TIMEOUT_S} s"
-        return f"config.alert failed: {shlex.split(alert)[0]} {why}"
+        why = f"ended with {error.returncode}" if hasattr(error, "returncode") else f"took over {TIMEOUT_S} s"
+        return f"config.alert failed: {shlex.split(alert)[0]} {why}" + (f": {said}" if said else "")
     except Exception as error:
         return f"config.alert failed: {in_one_line(error)}"
     return ""

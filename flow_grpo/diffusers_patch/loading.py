@@ -73,6 +73,12 @@ def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeli
     return pipeline
 
 
+def chat_length(tokenizer, text: str, thinks: bool) -> int:
+    """Tokens of a prompt with the chat template, as pipelines of Qwen3 fill it."""
+    options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=thinks)
+    return len(tokenizer(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)).input_ids)
+
+
 def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: int | None, most: int) -> None:
     """Raises UserError for prompts whose `length` in tokens is over `width`; without a width, over `most`."""
     limit = f"the {most} that its pipeline reads" if width is None else f"config.text_tokens = {width}"

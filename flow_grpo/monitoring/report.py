@@ -91,8 +91,8 @@ def read(folder: Path, label: str) -> Recorded:
 def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
-    logged = [name for name in logged if name not in constants(runs)]
-    chosen = {title: sorted(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
+    logged = sorted(logged.keys() - constants(runs).keys())
+    chosen = {title: list(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
     records = [record for run in runs for record in run.records]
     chosen = {title: plots.rewards_alone(records, names) for title, names in chosen.items()}
     chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.explain(name)]
@@ -137,9 +137,10 @@ def _summary_row(run: Recorded) -> list[str]:
     epochs = run.lines("epoch")
     duration = tqdm.format_interval(sum(record.get("time/epoch_s", 0.0) for record in epochs))
     alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
-    cells = [with_error(score.value, score.error) if score else "" for score in _scores(run)]
-    if cells[BEST]:
-        cells[BEST] += f" (after {_scores(run)[BEST].epoch} epochs)"
+    scores = _scores(run)
+    cells = [with_error(score.value, score.error) if score else "" for score in scores]
+    if scores[BEST]:
+        cells[BEST] += f" (after {scores[BEST].epoch} epochs)"
     return [
         run.label,
         f"{len(epochs)} of {run.config.num_epochs}",

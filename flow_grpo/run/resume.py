@@ -39,14 +39,8 @@ class Source(NamedTuple):
 
 
 TRAINING = "update", "epoch"  # kinds of lines of metrics.jsonl that are no evaluation
-INHERITED = (
-    "model",
-    "model_class",
-    "lora.rank",
-    "lora.alpha",
-    "lora.path",
-    "lora.targets",
-)  # settings that a branch cannot change
+# Settings that a branch cannot change.
+INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lora.targets"
 
 
 def take_folder(config: ConfigDict) -> Place:

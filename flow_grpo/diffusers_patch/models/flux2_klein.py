@@ -4,6 +4,8 @@ Text is three layers of one encoder; latents are normalised per channel of a pat
 steps, too. Distilled weights take no guidance; those of the base variants take it as a second forward.
 """
 
+from functools import partial
+
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -38,13 +40,8 @@ class Flux2Klein(FlowModel):
 
     def check(self, prompts: list[Prompt], width: int | None) -> None:
         """Raises UserError for a prompt of more than `width` tokens with its chat template."""
-        loading.check_lengths(prompts, self._length, width, TEXT_TOKENS)
-
-    def _length(self, text: str) -> int:
-        """In tokens, with the template as Flux2KleinPipeline fills it."""
-        tokenizer, messages = self.pipeline.tokenizer, [{"role": "user", "content": text}]
-        options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        return len(tokenizer(tokenizer.apply_chat_template(messages, **options)).input_ids)
+        length = partial(loading.chat_length, self.pipeline.tokenizer, thinks=False)
+        loading.check_lengths(prompts, length, width, TEXT_TOKENS)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """`width` tokens, None = diffusers' 512, of three layers' states each."""

@@ -78,14 +78,10 @@ class QwenImage(FlowModel):
             join_attention(self.transformer, attention)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        pipeline = self.pipeline
-        return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
+        return unpacked(self.pipeline, latents, size)
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """The VAE's latents have a mean and a standard deviation per channel."""
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
-        z = self.features(latents, size)[:, :, None] * std + mean
-        return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
+        return decoded(self.pipeline, latents, size)
 
     def encode_batch(self, images: Tensor) -> Tensor:
         vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
@@ -97,6 +93,18 @@ def normalisation(vae) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
     values = vae.config.latents_mean, vae.config.latents_std
     return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
+
+
+def unpacked(pipeline, latents: Tensor, size: Size) -> Tensor:
+    """Latents of tokens [B, N, C] -> [B, c, h, w]."""
+    return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
+
+
+def decoded(pipeline, latents: Tensor, size: Size) -> Tensor:
+    """Pictures of latents [B, N, C], which have a mean and a standard deviation per channel, in [-1, 1]."""
+    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
+    z = unpacked(pipeline, latents, size)[:, :, None] * std + mean
+    return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
 
 class JointAttention(QwenDoubleStreamAttnProcessor2_0):

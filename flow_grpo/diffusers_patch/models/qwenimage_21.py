@@ -22,7 +22,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.models.qwenimage import normalisation
+from flow_grpo.diffusers_patch.models.qwenimage import decoded, normalisation, unpacked
 from flow_grpo.diffusers_patch.size import Size
 
 TEXT_TOKENS = 8191  # positions in the transformer's table, but for the image's
@@ -137,14 +137,10 @@ class QwenImage21(FlowModel):
         return torch.cat([tables[0][frames], *around], 2)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        pipeline = self.pipeline
-        return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
+        return unpacked(self.pipeline, latents, size)
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """The VAE's latents have a mean and a standard deviation per channel."""
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
-        z = self.features(latents, size)[:, :, None] * std + mean
-        return on_white(vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0])
+        return on_white(decoded(self.pipeline, latents, size))
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """Of opaque images."""

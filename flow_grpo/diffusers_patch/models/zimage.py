@@ -3,6 +3,8 @@
 One stream of image and text tokens, latents [B, C, h, w], a static shift.
 """
 
+from functools import partial
+
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
@@ -35,13 +37,8 @@ class ZImage(FlowModel):
     def check(self, prompts: list[Prompt], width: int | None) -> None:
         """Raises UserError for a prompt of more than `width` tokens with its template, or than the pipeline reads."""
         width = width if (width or TEXT_TOKENS) < TEXT_TOKENS else None
-        loading.check_lengths(prompts, self._length, width, TEXT_TOKENS)
-
-    def _length(self, text: str) -> int:
-        """In tokens, with the template as ZImagePipeline fills it."""
-        tokenizer, messages = self.pipeline.tokenizer, [{"role": "user", "content": text}]
-        options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=True)
-        return len(tokenizer(tokenizer.apply_chat_template(messages, **options)).input_ids)
+        length = partial(loading.chat_length, self.pipeline.tokenizer, thinks=True)
+        loading.check_lengths(prompts, length, width, TEXT_TOKENS)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The text encoder's last states but one, those of the template among them."""
