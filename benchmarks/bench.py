@@ -45,6 +45,7 @@ from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
 
+from build_random_pipeline import OTHERS
 from random_model import full_config, random_folder, random_model, registered
 
 KEPT = ("images_per_s", "batch_occupancy")
@@ -212,8 +213,7 @@ def main(args):
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     runs = {run.__name__ for module in (grpo, nft, dpo) for run in module.RUNS}
-    models = [f"{model}{size}" for model in registry.names() for size in ("", "_9b")]
-    kinds = [f"{model}{kind}" for model in models for kind in ("", "_pr", "_nft", "_dpo")]
+    kinds = [f"{model}{kind}" for model in (*registry.names(), *OTHERS) for kind in ("", "_pr", "_nft", "_dpo")]
     scripts = [f"train_{kind}" for kind in kinds if f"pickscore_{kind}" in runs]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")

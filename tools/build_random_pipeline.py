@@ -110,10 +110,16 @@ PUBLISHED = dict(
     qwenimage_21={},
 )
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
-PUBLISHED_9B = PUBLISHED | dict(  # of FLUX.2-klein
+KLEIN_9B = dict(
     klein_text=PUBLISHED["qwen3"] | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
     flux2_klein=dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
 )
+SD35_LARGE = dict(num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192)
+OTHERS = {  # published sizes: a name in configs -> the model, what it changes
+    "flux2_klein_9b": ("flux2_klein", KLEIN_9B),
+    "sd35_large": ("sd3", dict(sd3=PUBLISHED["sd3"] | SD35_LARGE | dict(dual_attention_layers=()))),
+    "flux_schnell": ("flux", dict(flux=dict(guidance_embeds=False))),
+}
 
 
 def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
@@ -144,8 +150,9 @@ def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
 
 
 def flux(sizes: dict, make: Callable) -> FluxPipeline:
+    size = dict(guidance_embeds=True) | sizes["flux"]
     return FluxPipeline(
-        transformer=make(lambda: FluxTransformer2DModel(guidance_embeds=True, **sizes["flux"]), torch.bfloat16),
+        transformer=make(lambda: FluxTransformer2DModel(**size), torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=make(lambda: vae(sizes, scaling_factor=0.3611, shift_factor=0.1159), torch.float32),
         text_encoder=make(lambda: CLIPTextModel(clip_config(sizes["clip_l"])), torch.bfloat16),

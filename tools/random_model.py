@@ -21,11 +21,10 @@ def random_model(name: str) -> type[FlowModel]:
     """The model with weights of the published size, which are random and never on a disk.
 
     Args:
-        name: of the registry, or this and "_9b" for the larger size.
+        name: of the registry, or of another size in `build_random_pipeline.OTHERS`.
     """
-    model, sizes = name.removesuffix("_9b"), random_pipeline.PUBLISHED
-    if model != name:
-        sizes = random_pipeline.PUBLISHED_9B
+    model, changes = random_pipeline.OTHERS.get(name, (name, {}))
+    sizes = random_pipeline.PUBLISHED | changes
     family, build = model_classes.by_name(model), partial(random_pipeline.BUILDERS[model], sizes)
 
     class Random(family):
