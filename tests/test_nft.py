@@ -8,9 +8,11 @@ import train_qwenimage_nft as script
 from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
-from flow_grpo.run import startup
+from flow_grpo.monitoring import health
+from flow_grpo.run import rewards, startup
 from flow_grpo.settings import checks
 
 NAME = "shapes_qwenimage_nft"
@@ -88,6 +90,20 @@ def test_flow_matching_on_own_images_joins_the_loss_by_its_weight():
         loss[weight] = FORWARD_OBJECTIVES["nft"].function(step, torch.zeros(6), settings).loss
     own = losses.own_flow_matching_loss(step.velocity, step.x_t, step.x_0, step.sigma)
     torch.testing.assert_close(loss[0.5] - loss[0.0], 5 * 0.5 * own)
+
+
+def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_were_decoded(tmp_path):
+    config = config_of(NAME, tmp_path, train__diversity_weight=0.7, vae_batch_size=4)
+    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
+    images, submitted = script.rollout(run, 0)
+    assert len(submitted) > 1
+    found, _ = rewards.advantages(run, all_scores := rewards.wait(run, 0, submitted[::-1]))
+    groups = images.images // run.plan.group_size
+    distance = health.measure(run.model.features(images.x_0, run.size), groups)[:, 1]
+    expected = group_advantages(all_scores.scores["avg"] + 0.7 * distance, groups, global_std=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert (found - group_advantages(all_scores.scores["avg"], groups, global_std=True)).abs().max() > 0.1
+    run.board.finish()
 
 
 def test_awms_ratios_begin_at_one_in_every_epoch_and_move(shallow, tmp_path):

@@ -31,7 +31,7 @@ CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/cl
 MOST = 1e9  # size of a weight
 PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
 GROUP_FIGURES = ("group_std", "zero_std_share", "masked_share")  # what a run logs as reward/..., and reward/NAME_...
-RUNS_OWN = ("avg", *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
+RUNS_OWN = ("avg", "diversity", *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 

@@ -32,6 +32,7 @@ class Rewards(NamedTuple):
     scores: dict[str, Tensor]  # name -> [all] float32, "avg" among them; NaN where one was masked
     groups: Tensor  # [all] int64, which of them compete
     shape: torch.Size  # [B, ...] of this rank's
+    diversity: Tensor | None = None  # [all] float32, each image's part of health/diversity
 
     def local(self, values: Tensor, device: torch.device) -> Tensor:
         """This rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
@@ -65,15 +66,17 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
         distributed.gather(groups).flatten(),
         groups.shape,
     )
-    _measure_latents(run, submitted, rewards)
+    measured = _measure_latents(run, submitted, rewards).view(*groups.shape, -1)[order]
+    rewards = rewards._replace(diversity=distributed.gather(measured[..., 1].float()).flatten())
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
     return rewards
 
 
-def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> None:
-    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank."""
+def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:
+    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank; those of this
+    rank's images [M, 2], in the order in which they were submitted."""
     by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
     split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
     signs = health.measure(
@@ -84,6 +87,7 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
     )
     values = distributed.gather(signs).mean(0).tolist()
     run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
+    return signs.cpu()
 
 
 def _log(run: Run, epoch: int, rewards: Rewards) -> None:
@@ -112,6 +116,8 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
     weights = config.reward_fn.to_dict()
     scored = torch.stack([rewards.scores[name].isfinite() for name in weights]).all(0)
     scores, groups = {name: rewards.scores[name][scored] for name in weights}, rewards.groups[scored]
+    if config.train.diversity_weight:
+        weights["diversity"], scores["diversity"] = config.train.diversity_weight, rewards.diversity[scored]
     values, loss_weight = torch.zeros(len(scored)), scored.float()
     values[scored] = combined_advantages(
         scores, weights, groups, config.train.reward_aggregation, config.sample.global_std

@@ -199,6 +199,9 @@ SETTINGS = (
     Setting("train.adv_clip_max", 5.0, "Largest size of an advantage.", min=TINY, used_by=ONLINE),
     Setting("train.reward_aggregation", "sum", "How several rewards become one advantage: sum = of weighted rewards; "
             "gdpo = of their advantages.", choices=("sum", "gdpo"), used_by=ONLINE),
+    Setting("train.diversity_weight", 0.0,
+            "Weight, beside the rewards, of an image's distance to the mean of its group's images (its part of "
+            "health/diversity, 0.8 of the tiny base); 0 = none.", min=0, used_by=ONLINE),
     Setting("train.filter_groups", False,
             "Leave groups whose rewards are all alike out of the mean that is the loss.", used_by=ONLINE),
     Setting("train.beta", 0.0,
