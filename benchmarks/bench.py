@@ -36,7 +36,7 @@ from config import dpo, grpo, nft
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
-from flow_grpo.diffusers_patch.condition import TENSORS, Condition
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.monitoring import model_card
@@ -69,7 +69,9 @@ def random_pairs(config, shapes: dict, folder: str) -> None:
     """Pairs of noise in the place of config.preferences.path."""
     config.preferences.path, count = folder, config.sample.num_prompts_per_epoch
     draw = {name: torch.randn(count, *shapes["latents"]) for name in preferences.LATENTS}
-    draw |= {name: torch.randn(count, *shapes[name]) for name in TENSORS if name in shapes}
+    draw |= {
+        column: torch.randn(count, *shapes[name]) for name, column in preferences.COLUMNS.items() if name in shapes
+    }
     draw |= {name: draw[name] > -9 for name in ("mask",) if name in shapes}
     constants = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
     constants |= dict(
@@ -94,11 +96,11 @@ def limit_memory(gib: float) -> None:
 
 
 class Work:
-    """FLOP of a run by phase. Stands in for a script's update and its optimizer's steps."""
+    """FLOP of a run by phase. Stands in for a script's add_gradients and its optimizer's steps."""
 
     def __init__(self, script, full_weights: bool, limit_gib: float):
         self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
-        self.trained, self.update = 3 if full_weights else 2, script.update
+        self.trained, self.add_gradients = 3 if full_weights else 2, script.add_gradients
         self.start, self.first_update_s, self.move_weights = time.perf_counter(), None, optimization.move_weights
 
     def counting(self, family: type[FlowModel]) -> type[FlowModel]:
@@ -126,9 +128,9 @@ class Work:
             self.sizes[text.num_tokens] = row_flops(model, text, size)
         return self.sizes[text.num_tokens]
 
-    def counted_update(self, *args):
+    def counted_gradients(self, *args):
         self.phase = "update"
-        self.update(*args)
+        self.add_gradients(*args)
         self.phase = "rollout"
 
     def timed_step(self, run):
@@ -150,7 +152,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
             light = family.without_weights(config.model)
             random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)
         with registered(work.counting(family), loading.pipeline_name(config.model)):
-            module.main(config, update=work.counted_update)
+            module.main(config, add_gradients=work.counted_gradients)
         lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
     shutil.rmtree(shared_folder(), ignore_errors=True)
     if not lines:

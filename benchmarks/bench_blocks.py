@@ -81,7 +81,7 @@ def shares(call, device) -> dict[str, float]:
 def inputs(model, rows: int, size: Size, width: int, masked: bool):
     """What policies.predict takes for some rows, of whose text 17 tokens are no padding; without guidance."""
     device, shapes = model.device, model.row_shapes(size, width)
-    text = torch.randn(rows, *shapes["text"], device=device, dtype=torch.bfloat16)
+    text = torch.randn(rows, *shapes["text_embeds"], device=device, dtype=torch.bfloat16)
     mask = torch.arange(width, device=device).expand(rows, -1) < 17 if masked else None
     x, t = torch.randn(rows, *shapes["latents"], device=device), torch.full((rows,), 500.0, device=device)
     return x, t, Condition(text, mask=mask), 1.0, size

@@ -55,7 +55,7 @@ def measure() -> dict[str, float]:
     shapes = model.row_shapes(SIZE, 48)
 
     def forward(rows: int):
-        condition = Condition(torch.randn(rows, *shapes["text"], device=device, dtype=torch.bfloat16))
+        condition = Condition(torch.randn(rows, *shapes["text_embeds"], device=device, dtype=torch.bfloat16))
         x, t = torch.randn(rows, *shapes["latents"], device=device), torch.full((rows,), 500.0, device=device)
         return policies.predict(model, "bf16", x, t, condition, 1.0, SIZE)
 

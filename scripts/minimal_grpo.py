@@ -31,7 +31,7 @@ NUM_UPDATES, CLIP_RANGE, LEARNING_RATE = 2, 1e-4, 1e-4  # updates of an epoch; t
 
 def sample(model: FlowModel, condition: Condition, epoch: int) -> Samples:
     """One image for each of the B rows, with the log-probs of its noisy steps."""
-    num_images = len(condition.text)
+    num_images = len(condition.text_embeds)
     return pipeline_with_logprob(
         model.pipeline,
         condition,
@@ -56,7 +56,7 @@ def add_gradients(model: FlowModel, condition: Condition, sampled: Samples, adva
             traced.timestep,
             traced.latents,
             noise_level=NOISE_LEVEL,
-            prev_sample=traced.step.prev_sample,
+            prev_sample=traced.step.next_latents,
         )
         loss = losses.clipped_surrogate(step.log_prob, traced.step.log_prob, advantages, CLIP_RANGE)
         (loss.mean() / len(sampled.trace)).backward()

@@ -174,7 +174,7 @@ def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list
     """Those that differ from row to row, of the pairs that are `usable` [P] bool."""
     table = dict(prompt=texts_of(asked), winner_score=winner_scores, loser_score=loser_scores)
     table |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
-    table |= {name: values.cpu() for name, values in pairs.condition.tensors().items()}
+    table |= {preferences.COLUMNS[name]: part.cpu() for name, part in pairs.condition.tensors().items()}
     return pick(table, usable.nonzero().flatten().tolist())
 
 

@@ -3,8 +3,9 @@
     torchrun --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage
 
 Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GRPO-Fast or moving as in MixGRPO
-(arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/algorithms/. `rollout` and `update`
-are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py is shorter.
+(arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/algorithms/. `rollout` and
+`add_gradients` are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py
+is shorter.
 """
 
 from flow_grpo.settings import checks, command_line
@@ -35,15 +36,15 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     def window_of(batch: Batch) -> range:
         return windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
-    steps, submitted = [], []
+    stored, submitted = [], []
     for batch, samples in sample_epoch(run, epoch, window_of):
-        steps.append(to_rollout(run, samples, batch))
+        stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch))
-    return concat(steps), submitted
+    return concat(stored), submitted
 
 
-def update(run: Run, rows: Minibatch) -> None:
-    """Add the gradient of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
+def add_gradients(run: Run, rows: Minibatch) -> None:
+    """Of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
     train = run.config.train
     reference = reference_steps(run, rows)
     step = score_steps(run, rows)
@@ -52,7 +53,7 @@ def update(run: Run, rows: Minibatch) -> None:
     loss = rows.step_weights * surrogate.loss
     run.meter.add(policy_loss=loss, **surrogate.metrics)
     if reference is not None:
-        kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
+        kl = losses.gaussian_kl(step.mean, reference.mean, step.transition_std)
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
     log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio
@@ -60,7 +61,9 @@ def update(run: Run, rows: Minibatch) -> None:
     backward(run, loss, rows, log_ratio)
 
 
-def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.GRPO) -> None:
+def main(
+    config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.GRPO
+) -> None:
     run = start(config, script)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
@@ -71,7 +74,7 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
         with run.board.timed("update"):
             for minibatches in updates(run, stored):
                 for rows in minibatches:
-                    update(run, rows)
+                    add_gradients(run, rows)
                 optimizer_step(run)
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):

@@ -140,8 +140,8 @@ def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
     )
 
 
-def update(run: Run, pairs: preferences.Pairs, schedule: Tensor) -> None:
-    """Add the gradient of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
+def add_gradients(run: Run, pairs: preferences.Pairs, schedule: Tensor) -> None:
+    """Of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
     names = "forward noise", run.epoch, pairs.inner_epoch
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
     dropout.seed(run.model.transformer, streams)
@@ -171,7 +171,7 @@ def validate(run: Run, source: Source, epoch: int) -> None:
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
-def main(config: ConfigDict, update=update) -> None:
+def main(config: ConfigDict, add_gradients=add_gradients) -> None:
     run, source = begin(config)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
@@ -183,7 +183,7 @@ def main(config: ConfigDict, update=update) -> None:
             sizes = run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
             for minibatches in preferences.minibatches(pairs, *sizes):
                 for rows in minibatches:
-                    update(run, rows, source.schedule)
+                    add_gradients(run, rows, source.schedule)
                 optimizer_step(run)
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):

@@ -76,8 +76,8 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
     return old, reference
 
 
-def update(run: Run, rows: Minibatch) -> None:
-    """Add the gradient of train.forward_objective over a minibatch of (image, timestep) rows, noised afresh."""
+def add_gradients(run: Run, rows: Minibatch) -> None:
+    """Of train.forward_objective over a minibatch of (image, timestep) rows, noised afresh."""
     train, names = run.config.train, ("forward noise", run.epoch, rows.inner_epoch)
     streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.row_ids.tolist()]
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
@@ -100,7 +100,9 @@ def update(run: Run, rows: Minibatch) -> None:
     backward(run, loss, rows, surrogate.log_ratio)
 
 
-def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages, script=checks.NFT) -> None:
+def main(
+    config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.NFT
+) -> None:
     run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq
@@ -110,7 +112,7 @@ def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.
         with run.board.timed("update"):
             for minibatches in updates(run, stored):
                 for rows in minibatches:
-                    update(run, rows)
+                    add_gradients(run, rows)
                 optimizer_step(run)
         run.extra_policies[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)

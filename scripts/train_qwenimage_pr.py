@@ -17,7 +17,7 @@ import torch
 import train_qwenimage
 from ml_collections import ConfigDict
 from torch import Tensor
-from train_qwenimage import update  # Flow-GRPO's, whose rows have several outcomes here
+from train_qwenimage import add_gradients  # Flow-GRPO's, whose rows have several outcomes here
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.rollout import Rollout, concat
@@ -29,12 +29,12 @@ from flow_grpo.run.sampling import sample_epoch, to_rollout
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample trunks and their branches; the steps at which branches leave, and branches being scored."""
     branching_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
-    steps, submitted = [], []
+    stored, submitted = [], []
     for batch, samples in sample_epoch(run, epoch, lambda _: branching_steps, run.plan.num_branches):
         groups = groups_of(batch.images, run.plan, run.config.sample.baseline)
-        steps.append(to_rollout(run, samples, batch))
+        stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch, groups))
-    return concat(steps), submitted
+    return concat(stored), submitted
 
 
 def groups_of(images: list[int], plan: BatchPlan, baseline: str) -> Tensor:
@@ -48,8 +48,8 @@ def groups_of(images: list[int], plan: BatchPlan, baseline: str) -> Tensor:
     return groups[:, :, None].expand(-1, -1, plan.num_branches)
 
 
-def main(config: ConfigDict, rollout=rollout, update=update, advantages=rewards.advantages) -> None:
-    train_qwenimage.main(config, rollout, update, advantages, script=checks.PR)
+def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages) -> None:
+    train_qwenimage.main(config, rollout, add_gradients, advantages, script=checks.PR)
 
 
 if __name__ == "__main__":

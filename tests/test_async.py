@@ -78,7 +78,7 @@ def spoiling_two(draw):
     def sampled(*args):
         for number, (batch, drawn) in enumerate(draw(*args)):
             if number == 0:
-                for tensor in (drawn.latents, *(part for t in drawn.trace for part in (t.latents, t.step.prev_sample))):
+                for tensor in (drawn.latents, *(x for t in drawn.trace for x in (t.latents, t.step.next_latents))):
                     tensor[:2] += 0.1
             yield batch, drawn
 

@@ -36,7 +36,7 @@ def generators():
     return [rng.generator(0, "noise", b) for b in range(B)]
 
 
-def denoised(noisy, num_branches=0, ode_rows=1000, prompts=range(B), groups=None, **flash):
+def denoised(noisy, num_branches=1, ode_rows=1000, prompts=range(B), groups=None, **flash):
     """Latents and trace of B rows, and of each call of the velocity: timestep, rows, whether inside the fast context.
 
     Rows of one prompt start from one noise, as sample.same_latent has it.
@@ -53,7 +53,7 @@ def denoised(noisy, num_branches=0, ode_rows=1000, prompts=range(B), groups=None
     def velocity(x, t, condition, guidance_scale, size):
         assert (guidance_scale, size) == (1.0, Size(64, 96))
         calls.append((t[0].item(), len(x), bool(inside)))
-        return formula(x, t, condition.text[:, 0, 0].long())
+        return formula(x, t, condition.text_embeds[:, 0, 0].long())
 
     requests = [
         Request(
@@ -103,8 +103,8 @@ def test_a_window_is_the_loop_one_would_write_whose_log_probs_are_outside_the_fa
             step, traced = noisy_step(x, i, b, torch.randn(1, *SHAPE, generator=stream)), trace[i - window.start]
             torch.testing.assert_close(traced.latents[b], x[0])
             torch.testing.assert_close(traced.step.log_prob[b], step.log_prob[0])
-            torch.testing.assert_close(traced.step.prev_sample[b], step.prev_sample[0])
-            x = step.prev_sample
+            torch.testing.assert_close(traced.step.next_latents[b], step.next_latents[0])
+            x = step.next_latents
         torch.testing.assert_close(found[b], x[0])
 
 
@@ -122,8 +122,8 @@ def test_branches_are_what_one_gets_one_at_a_time_without_a_forward_too_many(ste
             for j in range(J):
                 step, row = noisy_step(trunk, i, b, noise[j : j + 1]), b * J + j
                 torch.testing.assert_close(trace[k].step.log_prob[row], step.log_prob[0])
-                torch.testing.assert_close(trace[k].step.prev_sample[row], step.prev_sample[0])
-                torch.testing.assert_close(found[b, k, j], ode_steps(step.prev_sample, range(i + 1, T), b)[0])
+                torch.testing.assert_close(trace[k].step.next_latents[row], step.next_latents[0])
+                torch.testing.assert_close(found[b, k, j], ode_steps(step.next_latents, range(i + 1, T), b)[0])
 
 
 @pytest.mark.parametrize("ode_rows", [1, 5, B * J])

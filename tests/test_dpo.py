@@ -32,7 +32,7 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     run, source, pairs = started
     move(run.parameters)
     pairs.loss_weight = torch.arange(len(pairs.loss_weight), dtype=torch.float32)
-    script.update(run, preferences.concat([pairs]), source.schedule)
+    script.add_gradients(run, preferences.concat([pairs]), source.schedule)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
     names = [rng.generator(run.config.seed, "forward noise", 0, 0, number) for number in pairs.numbers.tolist()]
     for name, values in script.figures(run, script.errors_of(run, pairs, source.schedule, names)).items():

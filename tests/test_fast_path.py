@@ -95,7 +95,7 @@ def test_text_is_cut_to_a_multiple_that_holds_its_longest_row():
     cut = condition.trimmed(4)
     assert cut.num_tokens == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
     assert torch.equal(cut.mask.sum(1), lengths)
-    assert torch.equal(cut.padded(20).text, condition.text)
+    assert torch.equal(cut.padded(20).text_embeds, condition.text_embeds)
     assert condition.trimmed(16).num_tokens == 16
     without = model.encode(as_prompts(PROMPTS[:1]), guided=False)
     assert without.trimmed(4) is without

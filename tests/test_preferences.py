@@ -31,14 +31,14 @@ from flow_grpo.scoring.scorers import RewardFailed
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
-SHAPES, SIZE = dict(latents=(16, 64), text=(20, 64), mask=(20,)), Size(64, 64)
+SHAPES, SIZE = dict(latents=(16, 64), text_embeds=(20, 64), mask=(20,)), Size(64, 64)
 CPU = torch.device("cpu")
 
 
 def some_rows(count, **changed):
     draw = torch.Generator().manual_seed(0)
     arrays = {name: torch.randn(count, *SHAPES["latents"], generator=draw) for name in preferences.LATENTS}
-    arrays |= dict(text=torch.randn(count, *SHAPES["text"], generator=draw), mask=torch.ones(count, 20).bool())
+    arrays |= dict(text=torch.randn(count, *SHAPES["text_embeds"], generator=draw), mask=torch.ones(count, 20).bool())
     alike = dict(negative_prompt="", winner_score=0.9, loser_score=0.1, model=TINY, dtype="float32")
     alike |= dict(height=64, width=64)
     listed = {name: [value] * count for name, value in alike.items()}
@@ -67,7 +67,7 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     stored = torch.float32 if dtype == "float32" else torch.bfloat16
     assert preferences.dtype_of("fp32" if dtype == "float32" else "bf16") == dtype
     for name, values in dict(
-        winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text
+        winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text_embeds
     ).items():
         assert torch.equal(values, rows[name][wanted].to(stored).float())
         assert values.dtype == torch.float32
@@ -153,7 +153,7 @@ def test_best_and_worst_of_each_group():
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.loss_weight.tolist() == [1, 0]
     assert pairs.numbers.tolist() == [40, 44]
-    assert pairs.condition.text.flatten().tolist() == [0, 4]
+    assert pairs.condition.text_embeds.flatten().tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -31,13 +31,13 @@ def model():
 
 def test_embeddings_are_padded_with_zeros_and_a_mask_or_not_at_all(model):
     condition = model.encode(as_prompts(PROMPTS), width=40)
-    assert condition.text.shape[:2] == condition.mask.shape == (3, 40)
-    assert (condition.text[~condition.mask] == 0).all()
-    assert (condition.text[condition.mask] != 0).any(-1).all()
+    assert condition.text_embeds.shape[:2] == condition.mask.shape == (3, 40)
+    assert (condition.text_embeds[~condition.mask] == 0).all()
+    assert (condition.text_embeds[condition.mask] != 0).any(-1).all()
     alone = model.encode(as_prompts(PROMPTS[:1]), guided=False)
     assert alone.mask is None
     assert alone.negative is None
-    assert condition.negative.text.shape[0] == 3
+    assert condition.negative.text_embeds.shape[0] == 3
 
 
 def test_every_field_of_a_condition_is_taken_joined_and_repeated():
@@ -54,9 +54,9 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
         assert torch.equal(getattr(repeated, name), values[1:2].expand_as(getattr(repeated, name)))
         assert len(getattr(repeated, name)) == 5
     assert again.negative.equals(whole.negative)
-    assert torch.equal(repeated.negative.text, -repeated.text)
+    assert torch.equal(repeated.negative.text_embeds, -repeated.text_embeds)
     wider = whole.padded(6)
-    assert wider.trimmed(2).text.shape == whole.text.shape
+    assert wider.trimmed(2).text_embeds.shape == whole.text_embeds.shape
     assert torch.equal(wider.pooled, whole.pooled)
     assert wider.mask.sum() == 12
 
@@ -84,7 +84,7 @@ def test_both_entry_points_return_log_probs_that_replay_bit_for_bit_and_the_imag
         with torch.no_grad():
             v = model.velocity(traced.latents, traced.timestep, condition, guidance_scale, SIZE)
         rows = [part.repeat_interleave(branches, 0) for part in (v, traced.timestep, traced.latents)]
-        replayed = sde_step_with_logprob(scheduler, *rows, prev_sample=traced.step.prev_sample, noise_level=0.7)
+        replayed = sde_step_with_logprob(scheduler, *rows, prev_sample=traced.step.next_latents, noise_level=0.7)
         assert torch.equal(replayed.log_prob, traced.step.log_prob)
 
 
@@ -105,7 +105,7 @@ def test_convolutions_in_2d_decode_the_same_picture():
 def test_a_prompt_that_the_pipeline_would_cut_is_refused(model, width):
     """Whatever is asked for: two prompts that differ at their ends would have one embedding."""
     fits = "red " * 1017 + "circle"
-    assert model.encode(as_prompts([fits]), width=width, guided=False).text.shape[1] == (width or 1024)
+    assert model.encode(as_prompts([fits]), width=width, guided=False).text_embeds.shape[1] == (width or 1024)
     with pytest.raises(ValueError, match="more tokens than the 1024 that its pipeline reads; the longest has 1025"):
         model.encode(as_prompts([f"{fits} red"]), width=width, guided=False)
 

@@ -68,6 +68,7 @@ BRANCHES = [
     (dict(num_branch=2), "perstep()", "'num_branch'"),
     (dict(window=range(2)), "perstep()", "'window'"),
     (dict(num_branches=0), "num_branches is 0"),
+    (dict(num_branches=1), "num_branches is 1", "2"),
     (dict(completion_batch_size=0), "completion_batch_size is 0"),
     (dict(steps=range(3), sde_type="cps"), "range(0, 3) of 3"),
     (dict(steps=range(0)), "steps is range(0, 0)"),

@@ -34,8 +34,10 @@ def test_golden_steps_in_one_call_with_rows_at_different_timesteps(group):
     x, v, after = (torch.cat([golden(f"{key}/{n}") for key in keys]) for n in ("sample", "model_output", "prev_sample"))
     how = dict(noise_level=float(eta), sde_type=sde_type)
     step = sde_step_with_logprob(scheduler, v, scheduler.timesteps[index], x, prev_sample=after, **how)
-    found = dict(mean=step.prev_sample_mean, log_prob=step.log_prob)
+    found = dict(mean=step.mean, log_prob=step.log_prob)
     found |= dict(std_dev_t=step.std_dev_t, noise_scale=step.transition_std)
+    assert step.prev_sample is step.next_latents
+    assert step.prev_sample_mean is step.mean
     for name, values in found.items():
         for key, part in zip(keys, values.split(rows), strict=True):
             expected = golden(f"{key}/{name}")
@@ -55,14 +57,14 @@ def drawn(sde_type, index=3, rows=2, dtype=torch.float32):
 @pytest.mark.parametrize("sde_type", ["sde", "dance", "cps"])
 def test_scoring_what_was_drawn_gives_the_same_bits(sde_type):
     arguments, how, step = drawn(sde_type)
-    replayed = sde_step_with_logprob(*arguments, prev_sample=step.prev_sample.detach(), **how)
+    replayed = sde_step_with_logprob(*arguments, prev_sample=step.next_latents.detach(), **how)
     assert torch.equal(replayed.log_prob, step.log_prob)
     assert torch.equal(*(torch.autograd.grad(one.log_prob.sum(), arguments[1])[0] for one in (replayed, step)))
 
 
 def test_no_order_of_a_latents_elements_shows_in_its_log_prob():
     (scheduler, v, t, x), how, step = drawn("sde", rows=1000)
-    turned = sde_step_with_logprob(scheduler, v.flip(1), t, x.flip(1), prev_sample=step.prev_sample.flip(1), **how)
+    turned = sde_step_with_logprob(scheduler, v.flip(1), t, x.flip(1), prev_sample=step.next_latents.flip(1), **how)
     assert torch.equal(turned.log_prob, step.log_prob)
 
 
@@ -75,7 +77,7 @@ def test_noise_changes_the_path_not_the_marginal(sde_type):
     x = sigmas[n].view(1, 1, 1)  # one standard deviation of it
     how = dict(noise_level=0.7, sde_type=sde_type, noise=torch.zeros(1, 1, 1))
     step = sde_step_with_logprob(scheduler, x / sigmas[n], scheduler.timesteps[n].view(1), x, **how)
-    variance = step.prev_sample_mean.square() + step.transition_std.square()
+    variance = step.mean.square() + step.transition_std.square()
     assert variance.item() == pytest.approx(sigmas[n + 1].item() ** 2, abs=2e-5)  # it leaves out terms of dt^2
 
 
@@ -85,7 +87,7 @@ def test_an_ode_step_reaches_the_end_with_log_prob_zero(sde_type):
     x, v = torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(0))
     last = scheduler.timesteps[-1:].expand(2)
     step = sde_step_with_logprob(scheduler, v, last, x, noise_level=0.0, sde_type=sde_type)
-    torch.testing.assert_close(step.prev_sample, x - scheduler.sigmas[-2] * v)
+    torch.testing.assert_close(step.next_latents, x - scheduler.sigmas[-2] * v)
     assert torch.equal(step.log_prob, torch.zeros(2))
     assert torch.equal(step.transition_std.flatten(), torch.zeros(2))
 
@@ -105,7 +107,7 @@ class NoHostSync(TorchDispatchMode):
 def test_no_host_sync(sde_type):
     arguments, how, step = drawn(sde_type)
     with NoHostSync():
-        sde_step_with_logprob(*arguments, prev_sample=step.prev_sample, **how)
+        sde_step_with_logprob(*arguments, prev_sample=step.next_latents, **how)
 
 
 def test_what_a_caller_can_get_wrong():

@@ -31,8 +31,8 @@ def mix():
     windows = [range(0), range(0, 2), range(2, 4), range(3, 6)]
     for n in range(40):
         steps = (6, 8, 10)[n % 3]
-        branches = 3 if n % 5 == 4 else 0
-        noisy = range(n % 3, n % 3 + 2) if branches else windows[n % 4]
+        branches = 3 if n % 5 == 4 else 1
+        noisy = range(n % 3, n % 3 + 2) if branches > 1 else windows[n % 4]
         how = dict(noise_level=(0.7, 1.0)[n % 2], sde_type=("sde", "cps", "dance")[n // 3 % 3])
         how["noise_level"] = 0.3 if how["sde_type"] == "dance" else how["noise_level"]
         yield (

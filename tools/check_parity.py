@@ -97,7 +97,7 @@ def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda row
         seen.clear()
         with mode():
             step = score_steps(run, change(rollout.take(minibatch, len(rows))))
-        mean = step.prev_sample_mean.detach()[:: plan.num_branches]
+        mean = step.mean.detach()[:: plan.num_branches]
         forwards.append(
             Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))
         )
@@ -184,8 +184,8 @@ def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain:
     if not torch.equal(drawn, x):
         kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
         return f"latents: stored{kind}, not as the policy saw them"
-    texts = torch.stack([rollout.condition.text[i] for i in image_index])
-    seen_texts = [call.condition.text[row] for call, row in calls]
+    texts = torch.stack([rollout.condition.text_embeds[i] for i in image_index])
+    seen_texts = [call.condition.text_embeds[row] for call, row in calls]
     if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(seen_texts, texts)):
         return "text: the policy saw other embeddings"
     velocities = torch.stack([call.velocity[row] for call, row in calls])

@@ -120,8 +120,8 @@ def _without_padding(row: Condition) -> tuple[dict[str, Tensor], str]:
     tensors, width = row.tensors(), ""
     if row.mask is not None:
         length = int(row.mask.sum())
-        if row.mask[:, :length].all() and not row.text[:, length:].any():
-            tensors, width = tensors | dict(text=row.text[:, :length]), str(row.num_tokens)
+        if row.mask[:, :length].all() and not row.text_embeds[:, length:].any():
+            tensors, width = tensors | dict(text_embeds=row.text_embeds[:, :length]), str(row.num_tokens)
             del tensors["mask"]
     return {name: part.contiguous().cpu() for name, part in tensors.items()}, width
 

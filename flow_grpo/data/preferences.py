@@ -26,6 +26,7 @@ from flow_grpo.diffusers_patch.size import Size
 SPLITS = ("train", "validation")
 ARROW = {"float32": pa.float32(), "bfloat16": pa.uint16()}  # parquet has no bfloat16: its bits
 LATENTS = ("winner_latents", "loser_latents")
+COLUMNS = {name: name for name in TENSORS} | {"text_embeds": "text"}  # of a Condition's fields
 ROW_GROUP_BYTES = 2**18  # a pair is read with its row group
 
 
@@ -109,7 +110,7 @@ def schema(shapes: dict[str, tuple[int, ...]], dtype: str) -> pa.Schema:
     fields = {name: pa.string() for name in ("prompt", "negative_prompt", "model", "dtype")}
     fields |= {"height": pa.int32(), "width": pa.int32(), "winner_score": pa.float64(), "loser_score": pa.float64()}
     fields |= dict.fromkeys(LATENTS, array("latents"))
-    return pa.schema(fields | {name: array(name) for name in TENSORS if name in shapes})
+    return pa.schema(fields | {column: array(name) for name, column in COLUMNS.items() if name in shapes})
 
 
 def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
@@ -190,10 +191,11 @@ class PairFiles:
 
     def read(self, rows: list[int], numbers: list[int], device: torch.device) -> Pairs:
         group_of_row = [bisect.bisect_right(self.starts, row) - 1 for row in rows]
-        groups = {number: _read_arrays(*self.groups[number], (*LATENTS, *TENSORS)) for number in set(group_of_row)}
+        columns = *LATENTS, *COLUMNS.values()
+        groups = {number: _read_arrays(*self.groups[number], columns) for number in set(group_of_row)}
         places = [(groups[number], row - self.starts[number]) for number, row in zip(group_of_row, rows)]
         joined = {name: torch.stack([group[name][row] for group, row in places]).to(device) for name in places[0][0]}
-        condition = Condition(**{name: joined[name] for name in TENSORS if name in joined})
+        condition = Condition(**{name: joined[column] for name, column in COLUMNS.items() if column in joined})
         ones = torch.ones(len(rows), device=device)
         return Pairs(joined["winner_latents"], joined["loser_latents"], ones, condition, torch.tensor(numbers))
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 class Condition:
     """B rows, L text tokens, D text width. Every field but `negative` is a tensor with B rows, or None."""
 
-    text: Tensor  # [B, L, D], the text encoder's last states
+    text_embeds: Tensor  # [B, L, D], the text encoder's last states
     pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
     mask: Tensor | None = None  # [B, L] bool, False for the padding at the end; None = all tokens are seen
     image_latents: Tensor | None = None  # [B, ...], of an image to be edited; for models that take one
@@ -22,7 +22,7 @@ class Condition:
     @property
     def num_tokens(self) -> int:
         """L."""
-        return self.text.shape[1]
+        return self.text_embeds.shape[1]
 
     @cached_property
     def shapes(self) -> tuple:
@@ -57,9 +57,9 @@ class Condition:
     def padded(self, width: int) -> "Condition":
         """Rows of `width` text tokens, masked beyond their own; for transformers that take a mask."""
         missing = width - self.num_tokens
-        mask = torch.ones(self.text.shape[:2], dtype=torch.bool, device=self.text.device)
+        mask = torch.ones(self.text_embeds.shape[:2], dtype=torch.bool, device=self.text_embeds.device)
         mask = F.pad(mask if self.mask is None else self.mask, (0, missing))
-        return replace(self, text=F.pad(self.text, (0, 0, 0, missing)), mask=mask)
+        return replace(self, text_embeds=F.pad(self.text_embeds, (0, 0, 0, missing)), mask=mask)
 
     def trimmed(self, multiple: int) -> "Condition":
         """Without the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
@@ -67,7 +67,7 @@ class Condition:
         if self.mask is None:
             return self if negative is self.negative else replace(self, negative=negative)
         width = -(-self.mask.sum(1).max().item() // multiple) * multiple
-        return replace(self, text=self.text[:, :width], mask=self.mask[:, :width], negative=negative)
+        return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width], negative=negative)
 
     def dense(self) -> "Condition":
         """Without the negative, and with memory for each row, so that a forward's strides depend on nothing else."""

@@ -45,7 +45,7 @@ class Request:
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
     noisy: range = range(0)  # its noisy steps
-    num_branches: int = 0  # above 0: a trunk; it goes on without noise, and ends with its last noisy step
+    num_branches: int = 1  # above 1: a trunk; it goes on without noise, and ends with its last noisy step
     generator: torch.Generator | None = None  # of the normal draws of its noisy steps, in their order
     short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
@@ -63,6 +63,11 @@ class Request:
     def num_rows(self) -> int:
         """R."""
         return self.latents.shape[0]
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether branches leave its noisy steps."""
+        return self.num_branches > 1
 
     @property
     def needs_log_prob(self) -> bool:
@@ -89,13 +94,13 @@ class Request:
         """Whether there is no next step. A prefix is finished where its continuations begin."""
         if self.continuations:
             return self.step >= self.continuations[0].step
-        steps = self.noisy.stop if self.num_branches else len((self.solver or self.scheduler).timesteps)
+        steps = self.noisy.stop if self.is_trunk else len((self.solver or self.scheduler).timesteps)
         return self.step >= steps
 
     def begin_solver(self) -> None:
         """Once the noise is over, go on with fewer forwards where that was asked for."""
         params, num_steps = self.params, len(self.scheduler.timesteps)
-        waits = self.num_branches or self.continuations or self.solver
+        waits = self.is_trunk or self.continuations or self.solver
         if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
             self.solver, self.step = solver_of(params.flash_solver, self.scheduler, self.step, params.flash_ratio), 0
             self.noisy = range(0)
@@ -275,7 +280,7 @@ def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
 def euler_step(requests: list[Request], velocities: Tensor) -> None:
     """One of the ODE, for requests of one schedule."""
     x, t = inputs_of(requests)
-    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
+    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).next_latents
     for request, latents in zip(requests, rows_of(after, requests)):
         request.latents = latents
 
@@ -291,7 +296,7 @@ def solver_step(requests: list[Request], velocities: Tensor) -> None:
 
 def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     """One of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
-    outcomes, params = max(1, requests[0].num_branches), requests[0].params
+    outcomes, params = requests[0].num_branches, requests[0].params
     x, t = inputs_of(requests)
     step = sde_step_with_logprob(
         requests[0].scheduler,
@@ -303,10 +308,10 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     new, steps = [], zip(*(part.split(outcomes) for part in step))
     for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
         request.trace.append(TracedStep(timestep, latents, drawn))
-        if request.num_branches:
-            new.append(make_branches(request, drawn.prev_sample))
+        if request.is_trunk:
+            new.append(make_branches(request, drawn.next_latents))
         else:
-            request.latents = drawn.prev_sample
+            request.latents = drawn.next_latents
     if new:
         euler_step(requests, velocities)
     return new
@@ -337,7 +342,7 @@ def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
         timesteps, latents, steps = zip(*traced_steps)
         trace.append(TracedStep(torch.cat(timesteps), torch.cat(latents), SDEStep(*map(torch.cat, zip(*steps)))))
     shape = len(finished), len(finished[0].noisy), finished[0].num_branches
-    if not finished[0].num_branches:
+    if not finished[0].is_trunk:
         return torch.cat([request.latents for request in finished]), trace
     branches = [branch.latents for request in finished for branch in request.branches]
     return torch.cat(branches).unflatten(0, shape), trace

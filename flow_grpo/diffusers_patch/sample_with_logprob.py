@@ -104,7 +104,7 @@ def pipeline_with_logprob_perstep(
 
     Args:
         steps: at which branches leave, within range(num_steps).
-        num_branches: of each trunk and step.
+        num_branches: of each trunk and step, at least 2.
         completion_batch_size: rows per forward of the branches on their way to the image; at least B.
     """
     model = model_classes.of_pipeline(pipeline)
@@ -112,6 +112,8 @@ def pipeline_with_logprob_perstep(
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     how = dict(num_branches=num_branches, completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
     _check_counts(how)
+    if num_branches == 1:
+        raise UserError("num_branches is 1; a branch is compared with the others of its step: there must be at least 2")
     if not steps:
         raise UserError(f"steps is {steps}; there must be a step at which branches leave")
     job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
@@ -136,7 +138,7 @@ def _checked_job(
 ) -> SamplingJob:
     """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    count = len(prompts.text) if isinstance(prompts, Condition) else len(prompts)
+    count = len(prompts.text_embeds) if isinstance(prompts, Condition) else len(prompts)
     if not count:
         raise UserError("prompts is empty; there must be at least one")
     generators = [generators] * count if isinstance(generators, torch.Generator) else generators
@@ -159,7 +161,7 @@ def sample(
     job: SamplingJob,
     *,
     noisy: range,
-    num_branches: int = 0,
+    num_branches: int = 1,
     completion_batch_size: int = 0,
     velocity: Velocity | None = None,
     latents: Tensor | None = None,
@@ -186,7 +188,7 @@ def prepare_encode(
     *,
     noisy: range,
     names: Iterable[Any],
-    num_branches: int = 0,
+    num_branches: int = 1,
     scheduler: Any = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
@@ -197,7 +199,7 @@ def prepare_encode(
     Args:
         noisy: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
-        num_branches: above 0: that leave each trunk at each noisy step.
+        num_branches: above 1: that leave each trunk at each noisy step.
         scheduler: with timesteps set, for requests to share; None = one for these.
         latents: [B, ...] to start from, in the place of the generators' first draws.
         groups: B numbers; requests of one number, which start from the same latents, share a prefix.
@@ -246,7 +248,7 @@ def post_decode(
     ready = []
     for request in finished:
         ready.append(request)
-        if sum(len(r.noisy) if r.num_branches else 1 for r in ready) >= vae_batch_size:
+        if sum(len(r.noisy) if r.is_trunk else 1 for r in ready) >= vae_batch_size:
             yield ready, _decoded(model, ready, vae_batch_size)
             ready = []
     if ready:
@@ -255,6 +257,6 @@ def post_decode(
 
 def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Samples:
     latents, trace = joined(finished)
-    shape = latents.shape[: 3 if finished[0].num_branches else 1]
+    shape = latents.shape[: 3 if finished[0].is_trunk else 1]
     images = model.decode(latents.flatten(0, len(shape) - 1), finished[0].size, vae_batch_size)
     return Samples(images.unflatten(0, shape), latents, trace)

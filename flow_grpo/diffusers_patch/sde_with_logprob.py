@@ -16,18 +16,21 @@ from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
 
 
 class SDEStep(NamedTuple):
-    prev_sample: Tensor  # [B, ...] f32, the latent one step closer to the image
+    next_latents: Tensor  # [B, ...] f32, one step closer to the image
     log_prob: Tensor  # [B] f32, mean over the latent's elements, nats per element; 0 for an ODE step
-    prev_sample_mean: Tensor  # [B, ...] f32
+    mean: Tensor  # [B, ...] f32
     std_dev_t: Tensor  # [B, 1...] f32, diffusion coefficient, per sqrt(time)
     transition_std: Tensor  # [B, 1...] f32, standard deviation of the step itself
     dt: Tensor  # [B, 1...] f32, sigma_next - sigma, negative
+
+    prev_sample = property(lambda step: step.next_latents)  # by their published names
+    prev_sample_mean = property(lambda step: step.mean)
 
 
 def sde_step_with_logprob(
     scheduler, model_output, timestep, sample, *, noise_level, sde_type="sde", prev_sample=None, noise=None
 ) -> SDEStep:
-    """Take, or score, one step from `sample` to the scheduler's next sigma.
+    """Take, or score, one step from `sample` to the scheduler's next sigma. Arguments are named as in diffusers.
 
     Args:
         scheduler: anything with `sigmas` [T + 1] and `timesteps` [T], descending; read, never written.
@@ -38,7 +41,7 @@ def sde_step_with_logprob(
         sde_type: "sde" Flow-GRPO (arXiv:2505.05470), "dance" DanceGRPO (arXiv:2505.07818), "cps" Flow-CPS
             (arXiv:2509.05952; its log_prob is the published -(x' - mean)^2, no Gaussian density), "cps_gaussian" the
             same step with its Gaussian log_prob.
-        prev_sample: score this outcome instead of drawing one.
+        prev_sample: score these next latents instead of drawing them.
         noise: standard normal draw, [B, ...]; needed when drawing a noisy step.
 
     Raises:

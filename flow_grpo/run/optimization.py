@@ -18,8 +18,8 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
     """The minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar; logs advantages."""
     train = run.config.train
     for inner_epoch in range(train.inner_epochs):
-        steps = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
-        for minibatches in run.board.bar(steps, f"epoch {run.epoch + 1}, update", train.updates_per_epoch):
+        shuffled = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
+        for minibatches in run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch):
             for advantages in (rows.advantages for rows in minibatches):
                 run.meter.add(advantage_abs_mean=advantages.abs(), advantage_positive_share=advantages > 0)
             yield minibatches

@@ -49,10 +49,10 @@ def batches(run: Run, epoch: int) -> Iterator[Batch]:
 
 
 def sample_epoch(
-    run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 0
+    run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 1
 ) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order. With
-    `num_branches` above 0, so many branches leave each noisy step of a trunk."""
+    `num_branches` above 1, so many branches leave each noisy step of a trunk."""
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity
     batching = Batching(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)

@@ -44,7 +44,7 @@ class Flux(FlowModel):
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         config = self.transformer_config
-        return dict(text=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+        return dict(text_embeds=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""
@@ -54,7 +54,7 @@ class Flux(FlowModel):
             hidden_states=x.to(dtype),
             timestep=t / 1000,
             guidance=torch.full_like(t, guidance_scale) if guided else None,
-            encoder_hidden_states=condition.text.to(dtype),
+            encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             txt_ids=torch.zeros(condition.num_tokens, 3, device=x.device, dtype=dtype),
             img_ids=self.PIPELINE._prepare_latent_image_ids(1, *grid, x.device, dtype),

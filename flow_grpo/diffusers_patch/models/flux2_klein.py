@@ -53,7 +53,7 @@ class Flux2Klein(FlowModel):
         return self.transformer_config["in_channels"], *self.grid(size)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text=(width, self.transformer_config["joint_attention_dim"]))
+        return dict(text_embeds=(width, self.transformer_config["joint_attention_dim"]))
 
     def schedule(self, num_steps: int, size: Size):
         """With a shift that was fitted to sizes and numbers of steps."""
@@ -72,11 +72,12 @@ class Flux2Klein(FlowModel):
         transformer, pipeline = self.transformer, self.pipeline
         dtype = transformer.x_embedder.weight.dtype
         with x.device:  # else the positions are made on the host, which waits for the device
-            text_ids, image_ids = pipeline._prepare_text_ids(condition.text[:1]), pipeline._prepare_latent_ids(x[:1])
+            text_ids = pipeline._prepare_text_ids(condition.text_embeds[:1])
+            image_ids = pipeline._prepare_latent_ids(x[:1])
         velocity = transformer(
             hidden_states=pipeline._pack_latents(x.to(dtype)),
             timestep=t / 1000,
-            encoder_hidden_states=condition.text.to(dtype),
+            encoder_hidden_states=condition.text_embeds.to(dtype),
             txt_ids=text_ids,
             img_ids=image_ids,
             return_dict=False,

@@ -52,7 +52,7 @@ class QwenImage(FlowModel):
         return Condition(self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)[0])
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
+        return dict(text_embeds=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
 
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
@@ -66,7 +66,7 @@ class QwenImage(FlowModel):
         return transformer(
             hidden_states=x.to(dtype),
             timestep=t / 1000,
-            encoder_hidden_states=condition.text.to(dtype),
+            encoder_hidden_states=condition.text_embeds.to(dtype),
             encoder_hidden_states_mask=condition.mask,
             img_shapes=[[(size.frames, *grid)]] * len(x),
             return_dict=False,

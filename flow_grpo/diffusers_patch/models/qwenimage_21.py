@@ -98,14 +98,14 @@ class QwenImage21(FlowModel):
         return loading.schedule(self.pipeline.scheduler, num_steps, self.num_tokens(size), self.device, sigmas=own)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text=(width, self.transformer_config["context_in_dim"]), mask=(width,))
+        return dict(text_embeds=(width, self.transformer_config["context_in_dim"]), mask=(width,))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """What the transformer's own forward computes of a batch whose image lies behind the longest text. Here it lies
         behind each row's own text, so that a row depends on no neighbour."""
         transformer, num_text = self.transformer, condition.num_tokens
         dtype = transformer.img_in.weight.dtype
-        text, image = transformer.txt_in(condition.text.to(dtype)), transformer.img_in(x.to(dtype))
+        text, image = transformer.txt_in(condition.text_embeds.to(dtype)), transformer.img_in(x.to(dtype))
         tokens, is_image, mask = torch.cat([text, image], 1), None, None
         time = t.to(dtype) / 1000  # rounded twice, as by the pipeline
         if transformer.config.causal_condition:  # the last row is the text's
@@ -125,8 +125,8 @@ class QwenImage21(FlowModel):
     def _angles(self, condition: Condition, size: Size) -> Tensor:
         """Of text tokens and of image tokens, [B, L, D / 2] complex. A text's are 0, 1, ... on three axes. The image is
         behind it on the first one, and around 0 on the others."""
-        rope, (rows, columns), device = self.transformer.pos_embed, self.grid(size), condition.text.device
-        num_rows, num_text = condition.text.shape[:2]
+        rope, (rows, columns), device = self.transformer.pos_embed, self.grid(size), condition.text_embeds.device
+        num_rows, num_text = condition.text_embeds.shape[:2]
         tables = rope.freqs = [table.to(device) for table in rope.freqs]
         with device:
             text, row, column = torch.arange(num_text), *(torch.arange(n) - (n - n // 2) for n in (rows, columns))

@@ -57,14 +57,14 @@ class StableDiffusion3(FlowModel):
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         config, length = self.transformer_config, self.pipeline.tokenizer_max_length + width
-        return dict(text=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+        return dict(text_embeds=(length, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         dtype = self.transformer.context_embedder.weight.dtype
         return self.transformer(
             hidden_states=x.to(dtype),
             timestep=t,
-            encoder_hidden_states=condition.text.to(dtype),
+            encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             return_dict=False,
         )[0].float()

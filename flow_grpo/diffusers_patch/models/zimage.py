@@ -47,7 +47,7 @@ class ZImage(FlowModel):
         return Condition(states[None])
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text=(width, self.transformer_config["cap_feat_dim"]), mask=(width,))
+        return dict(text_embeds=(width, self.transformer_config["cap_feat_dim"]), mask=(width,))
 
     @classmethod
     def is_guided(cls, guidance_scale: float) -> bool:
@@ -106,8 +106,8 @@ class ZImage(FlowModel):
 def padded_text(condition: Condition) -> tuple[Tensor, Tensor, Tensor]:
     """Text [B, L, D] of a multiple of 32 tokens; which are a prompt's own, and which are seen, [B, L] bool each."""
     missing = -condition.num_tokens % SEQ_MULTI_OF
-    text = F.pad(condition.text, (0, 0, 0, missing))
-    own = text.new_ones(condition.text.shape[:2], dtype=torch.bool) if condition.mask is None else condition.mask
+    text = F.pad(condition.text_embeds, (0, 0, 0, missing))
+    own = text.new_ones(condition.text_embeds.shape[:2], dtype=torch.bool) if condition.mask is None else condition.mask
     own = F.pad(own, (0, missing))
     seen = own.unflatten(1, (-1, SEQ_MULTI_OF)).any(2).repeat_interleave(SEQ_MULTI_OF, 1)
     return text, own, seen
