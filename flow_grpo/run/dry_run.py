@@ -109,7 +109,7 @@ def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], ev
     ]
     if config.cache_dir:
         texts = {prompt.digest for split in evaluated for prompt in split.prompts} | {prompt.digest for prompt in train}
-        numbers = math.prod(family.without_weights(config.model).text_shapes(config.text_tokens)["text"])
+        numbers = math.prod(family.without_weights(config.model).text_shapes(config.text_tokens)["text_embeds"])
         lines.append(
             f"{config.cache_dir}: at most {2 * numbers * len(texts) / GB:.2g} GB of {len(texts):,} prompts in bf16"
         )
