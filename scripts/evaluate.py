@@ -135,9 +135,10 @@ def rows_of(candidate, model, pool, args, split, seeds):
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
 
 
-def summary(values, by, categories, best_of):
+def summary(scores, by, categories, best_of):
     """Every estimate of a row of the table."""
-    columns = {name: estimates.mean(column) for name, column in values.items()}
+    values = scores.values
+    columns = {name: estimates.mean(column) for name, column in values.items()} | scores.variety
     for name, k in itertools.product(values, best_of):
         label = f"pass@{k}" if estimates.is_binary(values[name]) else f"best of {k}"
         columns[f"{name} {label}"] = estimates.best_of(values[name], k)
@@ -236,7 +237,7 @@ def main(args):
             by = next((name for name, column in scores.values.items() if estimates.is_binary(column)), None)
             by = by or (next(iter(scores.values)) if unweighted else "avg")
             values.append(scores.values)
-            rows.append(row | summary(scores.values, by, categories, args.best_of or ()) | dict(plain_sum=unweighted))
+            rows.append(row | summary(scores, by, categories, args.best_of or ()) | dict(plain_sum=unweighted))
             if distributed.is_main():
                 texts.append(as_json(rows[-1], scores))
                 write_sheet(folder, len(rows), row, scores, split)

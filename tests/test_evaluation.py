@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import weakref
@@ -18,7 +19,7 @@ from small import ROOT, exported, few_prompts, flip_a_bit, lines_of, record, tra
 from flow_grpo import rewards
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
-from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
 from flow_grpo.run.evaluate import due
 from flow_grpo.settings.table import default_config
 
@@ -154,6 +155,40 @@ def test_a_test_line_has_the_accuracy_of_each_category(runs):
     assert not [name for name in line if name.startswith(("test/shapes/", "test/avg/"))], "of right or wrong alone"
 
 
+def test_the_distance_between_a_prompts_images_is_measured_in_whatever_batches():
+    features = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))  # noises, prompts
+    features[:, 2] = features[0, 2]
+    distances = variety.Distances(5)
+    for noise, prompts_of_batch in ((0, [0, 1, 2]), (0, [3, 4]), (1, range(5)), (2, []), (2, range(5)), (3, range(5))):
+        distances.add(features[noise, list(prompts_of_batch)], list(prompts_of_batch))
+    pairs = [(features[i] - features[j]).square().mean(1) for i, j in itertools.combinations(range(4), 2)]
+    expected = torch.stack(pairs).double().mean(0).sqrt()
+    found = distances.estimate(4)
+    assert expected[2] == 0
+    assert (found.mean, found.num_prompts) == (pytest.approx(expected.mean().item(), rel=1e-6), 5)
+
+
+def test_the_entropy_of_labels_is_of_pairs_of_a_prompts_images_that_have_one():
+    """Two prompts: of three pairs one is alike, of one pair none; the third has a single label."""
+    labels = torch.tensor([[3, 0, -1], [3, 1, 5], [4, -1, -1]])
+    assert variety.entropy_bits(labels) == pytest.approx(2)
+    assert variety.entropy_bits(torch.zeros(4, 2, dtype=torch.int64)) == 0
+    assert math.isnan(variety.entropy_bits(torch.tensor([[-1], [2]])))
+    uniform = torch.randint(8, (4, 4000), generator=torch.Generator().manual_seed(0))
+    assert variety.entropy_bits(uniform) == pytest.approx(3, abs=0.1)
+
+
+def test_variety_is_the_distance_over_that_before_training(runs):
+    tests = lines_of(runs[0], "test")
+    last, tests = tests[-1], tests[:-1]
+    assert tests[0]["test/variety"] == 1
+    for prefix, lines in (("test", tests), ("test_best", [last])):
+        for line in lines:
+            expected = line[f"{prefix}/distance"] / tests[0]["test/distance"]
+            assert line[f"{prefix}/variety"] == pytest.approx(expected)
+    assert len({line["test/variety"] for line in tests}) == 4
+
+
 def test_the_first_noise_of_the_test_has_the_name_it_always_had():
     names = itertools.product(("test", "validation"), (0, 1))
     first, *others = (torch.rand(3, generator=evaluation.noise(*name, 5)).tolist() for name in names)
@@ -172,7 +207,7 @@ def evaluated(folder, *arguments):
 def figures_of_test(folder, prefix, number=-1):
     """A run's own figures on all test prompts, the last of a kind."""
     line = [line for line in lines_of(folder, "test") if f"{prefix}/avg" in line][number]
-    names = [name for name in line if re.fullmatch(rf"{prefix}/\w+", name) and not name.endswith("std_error")]
+    names = [name for name in line if re.fullmatch(rf"{prefix}/(?!std_error|variety)\w+", name)]
     return {name.split("/")[1]: line[name] for name in names}
 
 

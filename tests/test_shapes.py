@@ -329,3 +329,16 @@ def test_no_two_splits_share_a_prompt_and_what_is_held_out_shares_no_combination
     for tag in TAGS[1:]:  # a single object is held out by an ending, and has no validation prompt
         trained, *others = ({combination(p) for p in of_tag(side, tag)} for side in (TRAIN, TEST, VALIDATION))
         assert all(len(asked) >= 2 and not asked & trained for asked in others)
+
+
+def test_labels_are_what_a_prompt_leaves_open_of_its_first_object():
+    asked = [dict(include=[{"class": "circle", "count": 1}]), dict(include=[{"class": "cross", "count": 1}])]
+    asked.append(dict(include=[{"class": "circle", "count": 1, "color": "cyan"}]))
+    rows = torch.arange(64)
+    disc = (rows[:, None] - 12).square() + (rows - 52).square() < 100  # 20 of 64 pixels wide, at the top right
+    picture = torch.where(disc, torch.tensor(COLORS["cyan"]).view(3, 1, 1), torch.tensor(BACKGROUND).view(3, 1, 1))
+    found = reward.labels(picture.expand(3, -1, -1, -1), asked)
+    width = int(20 * (100 * np.pi / 64**2) ** 0.5)
+    assert {name: values.tolist() for name, values in found.items()} == dict(
+        color=[[*COLORS].index("cyan"), -1, -1], position=[2, -1, 2], size=[width, -1, width]
+    )

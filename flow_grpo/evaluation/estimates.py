@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
 
 def mean(values: Tensor) -> Estimate:
     """The mean of all scores, those that failed (NaN) left out."""
-    return _over_prompts(values.double().nanmean(0))._replace(mean=values.nanmean().item())
+    return over_prompts(values.double().nanmean(0))._replace(mean=values.nanmean().item())
 
 
 def best_of(values: Tensor, k: int) -> Estimate:
@@ -29,7 +29,7 @@ def best_of(values: Tensor, k: int) -> Estimate:
     num = len(values)
     assert 1 <= k <= num, (k, num)
     weights = [math.comb(i, k - 1) / math.comb(num, k) for i in range(num)]
-    return _over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
+    return over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
 
 
 class Paired(NamedTuple):
@@ -45,7 +45,7 @@ def paired(ours: Tensor, theirs: Tensor) -> Paired:
     """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference."""
     differences = (ours.double() - theirs.double()).nanmean(0)
     signs = [int((differences > 0).sum()), int((differences < 0).sum()), int((differences == 0).sum())]
-    return Paired(_over_prompts(differences), *signs)
+    return Paired(over_prompts(differences), *signs)
 
 
 def is_binary(values: Tensor) -> bool:
@@ -60,7 +60,7 @@ def by_category(values: Tensor, categories: list[str]) -> dict[str, Estimate]:
     return {name: mean(values[:, rows]) for name, rows in columns.items()}
 
 
-def _over_prompts(values: Tensor) -> Estimate:
+def over_prompts(values: Tensor) -> Estimate:
     """Of one number per prompt, [P] float64; NaN: left out."""
     values = values[~values.isnan()]
     error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan

@@ -3,6 +3,7 @@
 A run's evaluations and scripts/evaluate.py draw by the same function, `score`. S noises of each of P prompts.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,15 +12,17 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
+from flow_grpo import rewards
 from flow_grpo.base import distributed, rng
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.evaluation import estimates
-from flow_grpo.scoring.pool import Pool
+from flow_grpo.evaluation import estimates, variety
+from flow_grpo.evaluation.estimates import Estimate
+from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import joined
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
@@ -42,6 +45,7 @@ class Scores(NamedTuple):
 
     values: dict[str, Tensor]  # name -> [S, P] float32, "avg" among them; NaN where a reward failed that may
     images: dict[int, Tensor]  # number of the prompt -> its image [3, H, W] of the first noise, of those to be shown
+    variety: dict[str, Estimate]  # how different a prompt's images are; {} of one noise
 
 
 @torch.no_grad()
@@ -56,16 +60,32 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
     """
     numbers, size, batches = range(len(split.prompts)), sampler.config.eval.batch_size, []
     rows, shown = [(seed, number) for seed in seeds for number in numbers], torch.tensor(spread(numbers, num_shown))
+    varies, distances = len(seeds) > 1, variety.Distances(len(numbers))
     for turn, counts in turns(-(-len(rows) // size), sampler.bar):
         start = turn * size
-        images, pending = _draw(sampler, split, rows[start : start + size])
+        sampled, pending = _draw(sampler, split, batch_rows := rows[start : start + size])
         shown_now = shown[(shown >= start) & (shown < start + size)]
-        panel = images[(shown_now - start).to(images.device)].cpu() if len(shown_now) else []
-        batches += [(start, pending, dict(zip(shown_now.tolist(), panel)))] if counts else []
-    batches = [(start, pending.result(), panel) for start, pending, panel in batches]
+        panel = sampled.images[(shown_now - start).to(sampled.images.device)].cpu() if len(shown_now) else []
+        drawn = [number for _, number in batch_rows] if counts and varies else []
+        labels = rewards.labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in drawn])
+        distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), drawn)
+        batches += [(start, pending, dict(zip(shown_now.tolist(), panel)), labels)] if counts else []
+    batches = [(start, pending.result(), *others) for start, pending, *others in batches]
     batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
-    values = {name: column.view(len(seeds), -1) for name, column in joined([batch[1] for batch in batches]).items()}
-    return Scores(values, {number: image for batch in batches for number, image in batch[2].items()})
+    _, values, panels, labels = zip(*batches)
+    values = {name: column.view(len(seeds), -1) for name, column in joined(values).items()}
+    images = {number: image for panel in panels for number, image in panel.items()}
+    return Scores(values, images, _variety(distances, labels, len(seeds)) if varies else {})
+
+
+def _variety(distances: variety.Distances, labels: list[dict[str, Tensor]], num_noises: int) -> dict[str, Estimate]:
+    """By name: the distance between a prompt's images, and the entropy of each kind of labels, of all batches."""
+    found = {"distance": distances.estimate(num_noises)}
+    for name in labels[0]:
+        column = torch.cat([part[name] for part in labels]).view(num_noises, -1)
+        if not math.isnan(bits := variety.entropy_bits(column)):
+            found[f"{name}_bits"] = Estimate(bits, math.nan, column.shape[1])
+    return found
 
 
 def means(scores: Scores, best_by: str) -> dict[str, float]:
@@ -74,6 +94,7 @@ def means(scores: Scores, best_by: str) -> dict[str, float]:
     figures = {name: values.nanmean().item() for name, values in scores.values.items()}
     chosen = scores.values.get(best_by)
     known = chosen is not None and chosen.shape[1] > 1
+    figures |= {name: estimate.mean for name, estimate in scores.variety.items()}
     return figures | ({"std_error": estimates.mean(chosen).error} if known else {})
 
 
@@ -107,7 +128,7 @@ def noise(split: str, seed: int, number: int) -> torch.Generator:
     return rng.generator(seed, "eval validation" if split == "validation" else "eval", number)
 
 
-def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
+def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[Samples, Pending]:
     """Images of (seed, number of the prompt) rows, and their scores to be."""
     config, drawn_prompts = sampler.config, [split.prompts[number] for _, number in rows]
     start = SamplingJob(
@@ -118,7 +139,7 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]):
         training_size(config),
     )
     sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
-    return sampled.images, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
+    return sampled, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
 
 
 def evaluates(config: ConfigDict) -> bool:

@@ -33,6 +33,18 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "test_best/std_error": Metric("the same of the weights in best/", "steady"),
     "test/<name>": Metric("the same over the test prompts, which choose nothing", "follows eval/"),
     "test/<name>/<tag>": Metric("a score of right or wrong over the test prompts of one category", "follows test/"),
+    "test/distance": Metric(
+        "root mean square distance between two images of a test prompt, in the VAE's features per element",
+        "falls slowly",
+    ),
+    "test/variety": Metric("test/distance over its first one, before training", "above 0.5; near 0 is mode collapse"),
+    "test/<name>_bits": Metric(
+        "collision entropy of what a reward's file tells a prompt's images apart by: -log2 of how often two are alike",
+        "falls slowly; 0: all are alike",
+    ),
+    "eval/distance": Metric("test/distance of the validation prompts", "like test/distance"),
+    "eval/variety": Metric("test/variety of the validation prompts", "like test/variety"),
+    "eval/<name>_bits": Metric("the same entropy of the validation prompts", "like the test's"),
     "test_best/<name>": Metric("test/ of the weights in best/, after the last epoch", "at least test/'s last"),
     "best_epoch": Metric("epochs that these weights were trained", "near the last one, or the run went backwards"),
     "loss": Metric(

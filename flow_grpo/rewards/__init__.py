@@ -4,7 +4,8 @@ the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `regis
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
 the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
-cannot score. `score` may be a coroutine function (async def).
+cannot score. `score` may be a coroutine function (async def). labels(images, metadata), if it has that, says what a
+prompt's images may differ in, as a dict of [B] int64, -1 = none: evaluations log its entropy.
 """
 
 import difflib
@@ -31,7 +32,8 @@ CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/cl
 MOST = 1e9  # size of a weight
 PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
 GROUP_FIGURES = ("group_std", "zero_std_share", "masked_share")  # what a run logs as reward/..., and reward/NAME_...
-RUNS_OWN = ("avg", "diversity", *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
+VARIETY = ("diversity", "distance", "variety")  # how different images of a prompt are
+RUNS_OWN = ("avg", *VARIETY, *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 
@@ -124,6 +126,16 @@ def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
         if check:
             with _named(name, "did not check the prompts"):
                 check(texts_of(prompts), [prompt.metadata for prompt in prompts])
+
+
+def labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str, Any]:
+    """NAME_KEY -> what the files of some rewards tell the first images apart by, of B prompts: [B] int64, -1 = none."""
+    found = {}
+    for name in set(names) & set(known()):
+        if (of_file := getattr(_file(name), "labels", None)) and prompts:
+            metadata = [prompt.metadata for prompt in prompts]
+            found |= {f"{name}_{key}": values for key, values in of_file(images[: len(prompts)], metadata).items()}
+    return found
 
 
 def is_service(name: str) -> bool:

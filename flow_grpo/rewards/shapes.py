@@ -282,6 +282,19 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
     return sum(credits) / len(credits), float(min(credits) == 1)
 
 
+def labels(images: Tensor, metadata: list[dict]) -> dict[str, Tensor]:
+    """What a prompt leaves open of the first object that it names: its colour, the ninth of the square around the
+    picture in which its centre lies, and its width in twentieths. -1 = it is not there, or the prompt says it."""
+    entries = [data["include"][0] for data in metadata]
+    found = [_matching(seen, entry)[:1] for seen, entry in zip(detect(images), entries, strict=True)]
+    rows = torch.full((len(found), 3), -1)
+    for row, entry, detections in zip(rows, entries, found):
+        for _, color, (x, y), area in detections:
+            of_color = -1 if entry.get("color") else [*COLORS].index(color)
+            row[:] = torch.tensor([of_color, 3 * int(3 * y) + int(3 * x), int(20 * area**0.5)])
+    return dict(zip(("color", "position", "size"), rows.unbind(1)))
+
+
 def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
     """Raises UserError for the first prompt without GenEval metadata that names shapes."""
     for prompt, data in zip(prompts, metadata, strict=True):

@@ -1,5 +1,7 @@
 """When a run evaluates its policy, and what follows: the best is kept, and test prompts say how good it is."""
 
+import math
+
 import torch
 from ml_collections import ConfigDict
 
@@ -60,7 +62,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     with run.ema.applied(), run.board.timed("eval"):
         scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), evaluation.NUM_SHOWN)
     figures, masked = evaluation.means(scores, settings.best_by), run.pool.masked_shares(scores.values)
-    logged = {f"eval/{name}": value for name, value in figures.items()}
+    logged = _logged(run, "eval", figures)
     logged |= {f"eval/{name}_masked_share": share for name, share in masked.items()}
     run.board.log("eval", logged, epoch=epoch, step=run.step)
     texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
@@ -86,7 +88,17 @@ def _test(run: Run, epoch: int, figures: dict[str, float] | None) -> None:
         with run.ema.applied():
             figures = score_test(run)
     run.test_figures = figures
-    run.board.log("test", {f"test/{name}": value for name, value in figures.items()}, epoch=epoch, step=run.step)
+    run.board.log("test", _logged(run, "test", figures), epoch=epoch, step=run.step)
+
+
+def _logged(run: Run, kind: str, figures: dict[str, float]) -> dict[str, float]:
+    """Figures by the names of a line, and `variety`: the distance between a prompt's images over that before training,
+    of the first such line."""
+    if "distance" in figures:
+        key = f"{kind.removesuffix('_best')}/distance"
+        first = next((line[key] for line in run.board.history() if key in line), figures["distance"])
+        figures = figures | {"variety": figures["distance"] / first if first else math.nan}
+    return {f"{kind}/{name}": value for name, value in figures.items()}
 
 
 def conclude(run: Run) -> None:
@@ -106,7 +118,7 @@ def conclude(run: Run) -> None:
     else:
         save.load_export(run, folder)
         figures = score_test(run)
-    logged = {f"test_best/{key}": value for key, value in figures.items()} | {"best_epoch": chosen.epoch}
+    logged = _logged(run, "test_best", figures) | {"best_epoch": chosen.epoch}
     lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
     first = {key.removeprefix("test/"): value for key, value in lines[0].items()} if lines else {}
     moments = {"before": first, "last": run.test_figures, "best": figures}
