@@ -25,7 +25,7 @@ from tqdm import tqdm
 from flow_grpo import rewards
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import markdown_table, quoted
+from flow_grpo.base.quoting import markdown_table, quoted, with_error
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -198,7 +198,7 @@ def over_seeds(rows, compared, by):
 
 
 def shown(estimate):
-    return f"{estimate.mean:.4g} ± {estimate.error:.2g}"
+    return with_error(estimate.mean, estimate.error)
 
 
 def write_sheet(folder, number, row, scores, split):

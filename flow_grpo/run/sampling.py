@@ -1,6 +1,8 @@
 """An epoch's images, drawn by continuous batching: every image or trunk is a request of its own."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -49,15 +51,17 @@ def batches(run: Run, epoch: int) -> Iterator[Batch]:
 
 
 def sample_epoch(
-    run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 1
+    run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 1, reference: bool = False
 ) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order. With
-    `num_branches` above 1, so many branches leave each noisy step of a trunk."""
+    `num_branches` above 1, so many branches leave each noisy step of a trunk. `reference`: those that
+    sample.reference_every leaves to the reference, which is applied; else the others."""
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity
     batching = Batching(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)
-    fast = policies.fast_forwards(config, run.model.transformer)
-    finished = denoise(velocity, _requests(run, epoch, noisy_steps, num_branches), batching, run.exact, fast)
+    fast = nullcontext if reference else policies.fast_forwards(config, run.model.transformer)
+    requests = _requests(run, epoch, noisy_steps, num_branches, reference)
+    finished = denoise(velocity, requests, batching, run.exact, fast)
     decoded = post_decode(run.model, finished, vae_batch_size=config.vae_batch_size)
     while True:
         with run.board.timed("rollout"):
@@ -72,11 +76,16 @@ def sample_epoch(
     run.epoch_metrics["batch_occupancy"] = batching.occupancy
 
 
-def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int) -> Iterator[Request]:
+def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int, reference: bool) -> Iterator[Request]:
     """Those of a batch follow those of the one before without a gap."""
     multiple, params = run.config.sample.text_multiple, SamplingParams.of(run.config.sample)
+    if reference:
+        params = replace(params, guidance_scale=run.reference.guidance(params.guidance_scale))
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in batches(run, epoch):
+        if every := run.config.sample.reference_every:
+            rows = [row for row, image in enumerate(batch.images) if (image % every == 0) == reference]
+            batch = prompts.pick((batch, row) for row in rows)
         generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
         shared, latents = run.config.sample.same_latent, None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
