@@ -21,7 +21,7 @@ MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decisi
     "scoring": {"base", "diffusers_patch", "rewards", "settings", "weights"},
     "reward_server": {"base", "rewards"},
     "monitoring": {"base", "checkpoints", "rewards", "settings", "weights"},
-    "evaluation": {"base", "checkpoints", "data", "diffusers_patch", "scoring", "settings", "weights"},
+    "evaluation": {"base", "checkpoints", "data", "diffusers_patch", "rewards", "scoring", "settings", "weights"},
     "run": {
         *("algorithms", "base", "checkpoints", "data", "diffusers_patch", "evaluation", "kernels", "monitoring"),
         *("rewards", "scoring", "settings", "weights"),
@@ -113,6 +113,6 @@ def test_scripts_are_the_algorithm():
     for script in sorted((ROOT / "scripts").glob("train_*.py")):
         if script.stem.split("_")[1] == "qwenimage":  # the others are twins
             names = {f.name for f in functions(script)} | {name.split(".")[-1] for name in imports(script)}
-            assert {"rollout", "update", "main"} <= names
+            assert {"rollout", "add_gradients", "main"} <= names
         else:  # a twin: the same algorithm with another model
             assert len(script.read_text().splitlines()) <= 25
