@@ -4,6 +4,8 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+import math
+
 from config import grpo, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import NFT, default_config
@@ -117,6 +119,20 @@ def awm(config):
     return config
 
 
+def dgpo(config):
+    """DGPO (arXiv:2510.08425): a group at one noise and level is a preference. Forwards hold whole groups."""
+    config.train.forward_objective, config.train.clip_range = "dgpo", 1e-2
+    config.train.shared_noise, config.train.updates_per_epoch = True, 1
+    config.sample.batch_size = math.lcm(config.sample.batch_size, config.sample.num_images_per_prompt)
+    return config
+
+
+def elbo(config):
+    """The policy gradient of the final image's ELBO (arXiv:2602.04663), held to the old policy."""
+    config.train.forward_objective, config.train.updates_per_epoch = "elbo", 1
+    return config
+
+
 def eight_bit_base(config):
     """The frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
     config.base_precision, config.sample.rollout_weights = "fp8_weights", "exact"
@@ -131,7 +147,7 @@ RUNS = (
     pickscore_qwenimage_21_nft,
 )
 BASES = eight_bit_base, variants.four_bit_base
-VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, variants.smoke)
+VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, dgpo, elbo, variants.smoke)
 
 
 def get_config(name="shapes_qwenimage_nft"):

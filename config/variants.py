@@ -5,6 +5,7 @@ A function here takes a config and returns it. `VARIANTS` of a file lists those 
 
 from pathlib import Path
 
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base import shipped
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.table import default_config
@@ -100,7 +101,7 @@ def smoke(config):
     config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 2, 4, 4
     config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8
-    config.train.updates_per_epoch = 2
+    config.train.updates_per_epoch = 1 if FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups else 2
     if config.sample.num_branches == 1:
         config.sample.sde_window_range = (0, 3) if config.sample.sde_window_size else config.sample.sde_window_range
         config.sample.sde_window_size = min(config.sample.sde_window_size, 2)

@@ -98,9 +98,13 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     old, reference = frozen_velocities(run, rows, x_t)
     dropout.seed(run.model.transformer, streams)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
-    step = ForwardStep(velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000)
+    policies = velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000, reference
+    step = ForwardStep(*policies, group_size=run.plan.images_together)
     surrogate = FORWARD_OBJECTIVES[train.forward_objective].function(step, rows.advantages, train)
     loss = surrogate.loss
+    if train.flow_matching_weight:
+        own = losses.own_flow_matching_loss(velocity, x_t, rows.x_0, step.sigma)
+        loss = loss + 5 * train.flow_matching_weight * own
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
     if reference is not None:
         distance = (velocity - reference).square().flatten(1).mean(1)
@@ -108,7 +112,8 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
         run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
         loss = loss + train.beta * distance
     if surrogate.log_ratio is not None:
-        gap, how = surrogate.log_ratio.detach(), dict(on_policy=run.on_policy, beyond=surrogate.beyond)
+        is_old = run.on_policy and not losses.old_policy_decay(run.step, train.old_decay_schedule)  # the trained one
+        gap, how = surrogate.log_ratio.detach(), dict(on_policy=is_old, beyond=surrogate.beyond)
         ratio_statistics.record(run.meter, gap, gap, train.clip_range, **how)
     backward(run, loss, rows, surrogate.log_ratio)
 

@@ -53,10 +53,11 @@ def runs_of(file):
 
 
 BASES = ",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base"
+FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
 GPUS = ",large_gpu", ",large_gpu,smoke"
 VARIANTS = {
     "grpo": ("", ",smoke", ",guard", ",dppo", ",mixgrpo,flash", ",fast,smoke", *GPUS, *BASES),
-    "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *GPUS, *BASES),
+    "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
 }
 COMBINATIONS = [(run, variant) for file in FILES for run in runs_of(file) for variant in VARIANTS[file]]

@@ -188,6 +188,63 @@ def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
     torch.testing.assert_close(found.loss, expected)
 
 
+def dgpo_numbers():
+    """Three groups of four, some of whose rows have left the clip range of 0.01 either way."""
+    v, old, x_0, noise = (GOLDEN[f"nft/1.0/{name}"] for name in ("v_theta", "v_old", "x0", "noise"))
+    reference = 0.7 * old + 0.3 * x_0
+    return v, old, reference, noise - x_0, GOLDEN["nft/1.0/advantages"]
+
+
+def test_dgpos_gradient_is_that_of_a_groups_preference_but_for_rows_that_went_far_enough():
+    """Against numpy, in float64: sigmoid(s) A error, s = beta mean_group[A (error - reference error)]."""
+    v, old, reference, target, advantages = dgpo_numbers()
+    error, old_error, reference_error = (np.mean((u - target) ** 2, axis=(1, 2)) for u in (v, old, reference))
+    s = 3.0 * np.mean((advantages * (error - reference_error)).reshape(3, 4), axis=1).repeat(4)
+    weight, ratio = advantages / (1 + np.exp(-s)), np.exp(old_error - error)
+    goes_on = np.where(advantages > 0, ratio <= 1.01, ratio >= 0.99)
+    assert 0 < goes_on.sum() < 12
+    assert np.std(s) > 0.1
+    velocity = torch.tensor(v, requires_grad=True)
+    step = ForwardStep(
+        velocity,
+        torch.tensor(old),
+        None,
+        torch.zeros(target.shape, dtype=torch.float64),
+        torch.tensor(target),
+        None,
+        reference_velocity=torch.tensor(reference),
+        group_size=4,
+    )
+    train = ConfigDict(dict(adv_clip_max=100.0, dgpo_beta=3.0, clip_range=0.01))
+    found = FORWARD_OBJECTIVES["dgpo"].function(step, torch.tensor(advantages), train)
+    torch.testing.assert_close(found.loss.detach(), torch.tensor(weight * error), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.log_ratio.detach(), torch.tensor(old_error - error), rtol=1e-9, atol=1e-12)
+    found.loss.sum().backward()
+    expected = (weight * goes_on)[:, None, None] * 2 * (v - target) / v[0].size
+    torch.testing.assert_close(velocity.grad, torch.tensor(expected), rtol=1e-9, atol=0)
+
+
+def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term():
+    """w (rho log rho - rho) - A rho, whose derivative by the ELBO is rho (w log rho - A)."""
+    v, old, x_0, noise = (golden(f"nft/1.0/{name}") for name in ("v_theta", "v_old", "x0", "noise"))
+    sigma, advantages = golden("nft/1.0/sigma"), golden("nft/1.0/advantages")
+    x_t = (1 - sigma.view(-1, 1, 1)) * x_0 + sigma.view(-1, 1, 1) * noise
+    error = [(x_t - sigma.view(-1, 1, 1) * u - x_0).flatten(1) for u in (v, old)]
+    distance, old_distance = (e.square().mean(1) / e.abs().mean(1) for e in error)
+    for weight in (0.0, 30.0):
+        velocity, learned = v.clone().requires_grad_(), distance.clone().requires_grad_()
+        rho = (old_distance - learned).exp()
+        (weight * (rho * rho.log() - rho) - advantages * rho).sum().backward()
+        train = ConfigDict(dict(adv_clip_max=100.0, proximal_weight=weight))
+        step = ForwardStep(velocity, old, x_t, x_0, noise, sigma)
+        found = FORWARD_OBJECTIVES["elbo"].function(step, advantages, train)
+        torch.testing.assert_close(found.log_ratio.detach(), old_distance - distance)
+        found.loss.sum().backward()
+        of_error = 2 * error[0] / error[0].abs().mean(1, keepdim=True) / error[0].shape[1]
+        pull = learned.grad.view(-1, 1, 1) * (-sigma.view(-1, 1, 1)) * of_error.view_as(v)
+        torch.testing.assert_close(velocity.grad, pull, rtol=1e-9, atol=1e-15)
+
+
 @pytest.mark.parametrize("beta", [100.0, 2000.0])
 def test_golden_dpo(beta):
     names = "win_error", "lose_error", "win_error_ref", "lose_error_ref"

@@ -9,8 +9,6 @@ from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import group_advantages
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
-from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.monitoring import health
 from flow_grpo.run import rewards, startup
 from flow_grpo.settings import checks
@@ -97,15 +95,18 @@ def test_every_second_image_is_the_references_and_the_others_are_what_they_are_w
     assert (both[::2] - x_0[1.0, 0][::2]).abs().max() > 0.01
 
 
-def test_flow_matching_on_own_images_joins_the_loss_by_its_weight():
-    draw, settings = torch.Generator().manual_seed(0), config_of(NAME).train
-    step = ForwardStep(*torch.randn(5, 6, 3, 4, generator=draw), torch.rand(6, generator=draw))
-    loss = {}
-    for weight in (0.0, 0.5):
-        settings.flow_matching_weight = weight
-        loss[weight] = FORWARD_OBJECTIVES["nft"].function(step, torch.zeros(6), settings).loss
-    own = losses.own_flow_matching_loss(step.velocity, step.x_t, step.x_0, step.sigma)
-    torch.testing.assert_close(loss[0.5] - loss[0.0], 5 * 0.5 * own)
+def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(tmp_path, monkeypatch):
+    seen, plain, logged = [], losses.own_flow_matching_loss, []
+    monkeypatch.setattr(losses, "own_flow_matching_loss", lambda *args: (seen.append(plain(*args)), seen[-1])[1])
+    run = startup.start(config_of(f"{NAME},awm", tmp_path), checks.NFT, extra_policies=(script.OLD,))
+    rows = rollout(run)
+    rows.advantages = rows.loss_weight = torch.ones(len(rows.images))
+    for run.config.train.flow_matching_weight in (0.0, 0.5):
+        script.add_gradients(run, rows.take(torch.arange(4), 4))
+        logged.append(run.meter.pop(lambda sums, maxima: (sums, maxima))["loss"])
+    (own,) = seen
+    assert logged[1] - logged[0] == pytest.approx(2.5 * own.mean().item(), rel=1e-4)
+    run.board.finish()
 
 
 def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_were_decoded(tmp_path):
@@ -122,12 +123,39 @@ def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_w
     run.board.finish()
 
 
-def test_awms_ratios_begin_at_one_in_every_epoch_and_move(shallow, tmp_path):
-    folder = train(f"{NAME},awm", tmp_path, num_epochs=2, eval_freq=0, train__updates_per_epoch=2, **shallow)
+@pytest.mark.parametrize("name", ["awm", "dgpo", "elbo"])
+def test_ratios_to_an_old_policy_that_is_copied_begin_at_one_in_every_epoch_and_move(name, shallow, tmp_path):
+    how = dict(train__old_decay_schedule=0.0, train__updates_per_epoch=1, train__inner_epochs=2)
+    folder = train(f"{NAME},{name}", tmp_path, num_epochs=2, eval_freq=0, **how, **shallow)
     updates = lines_of(folder, "update")
     for first, second in zip(updates[::2], updates[1::2], strict=True):
         assert first["ratio_std"] == first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
         assert second["ratio_std"] > 0
+
+
+def test_an_old_policy_that_lags_behind_is_no_disparity(shallow, tmp_path):
+    how = dict(train__old_decay_schedule=0.5, num_epochs=2, eval_freq=0)
+    updates = lines_of(train(f"{NAME},elbo", tmp_path, **how, **shallow), "update")
+    assert updates[0]["ratio_std"] == 0 < updates[1]["ratio_std"]
+    assert not any("parity" in name for line in updates for name in line)
+
+
+def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_noise_and_level(tmp_path, monkeypatch):
+    seen, noised, backward = [], script.noised, script.backward
+    monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), noised(x, noise, t))[1])
+    monkeypatch.setattr(
+        script, "backward", lambda run, loss, rows, *more: (batches.append(rows), backward(run, loss, rows, *more))
+    )
+    batches, how = [], dict(sample__batch_size=8, sample__num_steps=8, train__timestep_fraction=0.5)
+    train(f"{NAME},dgpo", tmp_path, eval_freq=0, num_epochs=1, **how)
+    assert [len(rows.row_ids) for rows in batches] == [8] * 4
+    for rows, (noise, timesteps) in zip(batches, seen, strict=True):
+        for group in (slice(0, 4), slice(4, 8)):
+            images, steps = rows.row_ids[group].T
+            assert (images - images[0]).tolist() == [0, 1, 2, 3]
+            assert images[0] % 4 == 0
+            assert [len(values.unique(dim=0)) for values in (steps, timesteps[group], noise[group])] == [1, 1, 1]
+    assert len({tuple(row) for rows in batches for row in rows.row_ids.tolist()}) == 32
 
 
 @pytest.mark.parametrize(("kind", "schedule"), [("nft", 1), ("nft, full weights", 0.25)])

@@ -130,10 +130,16 @@ TRAINING = {  # a script's run -> its rows
         no("reference_every is 3", "batch_size 4", sample__reference_every=3),
         no("first_step 3", "num_steps 4", train__first_step=3),
     ],
+    f"{NFT},dgpo": [
+        no("dgpo", "shared_noise True", train__shared_noise=False),
+        no("batch_size 2", "num_images_per_prompt 4", sample__batch_size=2),
+        no("1 trained steps = 4 rows", "whole groups of 4", "[1]", train__updates_per_epoch=2),
+        no("old_decay_schedule 0", "updates_per_epoch 2", train__old_decay_schedule=0.0),
+    ],
+    f"{NFT},elbo": [no("old_decay_schedule 0", train__old_decay_schedule=0.0, train__updates_per_epoch=1)],
     AWM: [
         no("lora.dropout is 0.1", "forward_objective 'nft'", lora__dropout=0.1),
         no("nft_beta is 0.3", "forward_objective 'awm'", train__nft_beta=0.3),
-        no("flow_matching_weight is 5.0", "forward_objective 'awm'", train__flow_matching_weight=5.0),
         no("old_decay_schedule 0", "which is 0.5", train__old_decay_schedule=0.5),
         no("updates_per_epoch", "clip_range", train__updates_per_epoch=1),
     ],

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import gpus
 
@@ -21,6 +22,7 @@ class BatchPlan:
     num_trained_steps: int  # denoising steps of an image that are trained
     num_branches: int  # scored outcomes per row; 1 without branching
     updates_per_epoch: int  # optimizer steps per inner epoch
+    images_together: int = 1  # neighbours whose rows of a step share a minibatch: a group's, where a loss needs them
 
 
 def num_trained_steps(config) -> int:
@@ -53,11 +55,14 @@ def plan_batches(config, world_size: int) -> BatchPlan:
             f"each number of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no "
             f"multiple of train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
         )
-    if (rows := sample.batch_size * steps) % updates:
+    whole_groups = FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups
+    together = sample.num_images_per_prompt if whole_groups else 1
+    if (rows := sample.batch_size * steps) // together % updates:
+        of_groups = f" of whole groups of {together}" if whole_groups else ""
         raise UserError(
             f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows (batch_size, num_steps, "
-            f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
-            f"{_divisors(rows)}"
+            f"sde_window_size, timestep_fraction){of_groups} do not divide into updates_per_epoch {updates}; those "
+            f"that do: {_divisors(rows // together)}"
         )
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
@@ -67,6 +72,7 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=updates,
+        images_together=together,
     )
 
 

@@ -28,6 +28,7 @@ class Objective:
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
     check: Callable[[ConfigDict], None] = fits  # of config; raises UserError for what it cannot be trained with
+    whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -61,6 +62,30 @@ def needs_sampler(config: ConfigDict) -> None:
         )
 
 
+def needs_motion(config: ConfigDict) -> None:
+    """Raises UserError if every update's old policy is the trained one."""
+    train = config.train
+    if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
+        raise UserError(
+            f"config.train.forward_objective {train.forward_objective!r} compares the policy with an older one, but "
+            "with config.train.old_decay_schedule 0 and one update of an epoch there is none: set another schedule, or "
+            "updates_per_epoch 2"
+        )
+
+
+def needs_groups(config: ConfigDict) -> None:
+    """Raises UserError unless a forward holds whole groups that share their noise, and ratios can leave 1."""
+    needs_motion(config)
+    sample, name = config.sample, f"config.train.forward_objective {config.train.forward_objective!r}"
+    if not config.train.shared_noise:
+        raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
+    if sample.batch_size % sample.num_images_per_prompt:
+        raise UserError(
+            f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
+            f"of num_images_per_prompt {sample.num_images_per_prompt}"
+        )
+
+
 OURS = "flow_grpo.algorithms.surrogates:"
 OBJECTIVES = {
     "clip": Objective(OURS + "clip", "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
@@ -68,11 +93,24 @@ OBJECTIVES = {
     "dppo": Objective(OURS + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
 }
 FORWARD_OBJECTIVES = {
-    "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta", "flow_matching_weight")),
+    "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
     "awm": Objective(
         OURS + "awm",
         "advantage-weighted matching (AWM, arXiv:2509.25050)",
         reads=("clip_range",),
         check=needs_sampler,
+    ),
+    "dgpo": Objective(
+        OURS + "dgpo",
+        "direct group preference optimisation (DGPO, arXiv:2510.08425)",
+        reads=("clip_range", "dgpo_beta"),
+        check=needs_groups,
+        whole_groups=True,
+    ),
+    "elbo": Objective(
+        OURS + "elbo",
+        "policy gradient of the final image's ELBO (arXiv:2602.04663)",
+        reads=("proximal_weight",),
+        check=needs_motion,
     ),
 }

@@ -144,12 +144,15 @@ def shuffled_updates(
 
     Each batch of the rollout gives an equal, randomly drawn part of its rows to every optimizer step: the draw depends
     on the batch's global number, the epoch and the inner epoch, so a step trains the same rows on any number of GPUs.
+    Of `plan.images_together` neighbours the rows of a step stay together.
     """
     rows_per_batch = plan.batch_size * rollout.num_steps  # a moving window may be cut off at its end
     parts = []  # per batch: [updates, rows], numbers of (image, step) rows
     for i, first_image in enumerate(rollout.images[:: plan.batch_size].tolist()):
         generator = rng.generator(seed, "shuffle", epoch, inner_epoch, first_image // plan.batch_size)
-        order = torch.randperm(rows_per_batch, generator=generator)
+        order = torch.randperm(rows_per_batch // plan.images_together, generator=generator)
+        first = order // rollout.num_steps * plan.images_together * rollout.num_steps + order % rollout.num_steps
+        order = first[:, None] + torch.arange(plan.images_together) * rollout.num_steps
         parts.append((i * rows_per_batch + order).view(plan.updates_per_epoch, -1))
     for rows in torch.cat(parts, dim=1):
         yield [rollout.take(part, len(rows), inner_epoch) for part in rows.split(plan.batch_size)]

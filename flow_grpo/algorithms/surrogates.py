@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
@@ -31,6 +32,8 @@ class ForwardStep(NamedTuple):
     x_0: Tensor
     noise: Tensor
     sigma: Tensor  # [R]
+    reference_velocity: Tensor | None = None  # None where train.beta is 0
+    group_size: int = 1  # rows that share noise and level and are neighbours; 1 = they lie anywhere
 
 
 def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
@@ -57,10 +60,7 @@ def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
     good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
-    loss = losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta)
-    if train.flow_matching_weight:
-        loss = loss + train.flow_matching_weight * losses.own_flow_matching_loss(step.velocity, *images)
-    return Surrogate(5 * loss)
+    return Surrogate(5 * losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta))
 
 
 def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
@@ -70,3 +70,21 @@ def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
     error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
     return Surrogate(loss, old_error - error)
+
+
+def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """Groups as preferences (DGPO, arXiv:2510.08425), over the reference or, without one, over the old policy."""
+    anchor = step.old_velocity if step.reference_velocity is None else step.reference_velocity
+    errors = [velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity, anchor)]
+    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    loss = losses.dgpo_loss(*errors, advantages, step.group_size, train.dgpo_beta, train.clip_range)
+    return Surrogate(loss, errors[1] - errors[0])
+
+
+def elbo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+    """The policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
+    images = step.x_t, step.x_0, step.sigma
+    distance, old_distance = (losses.own_flow_matching_loss(v, *images) for v in (step.velocity, step.old_velocity))
+    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
+    return Surrogate(loss, old_distance - distance, beyond=torch.zeros_like(distance, dtype=torch.bool))

@@ -222,6 +222,10 @@ SETTINGS = (
     Setting("train.shared_noise", False, "Noise the images of a group alike, to the same levels.", used_by=(NFT,)),
     Setting("train.flow_matching_weight", 0.0, "Weight of flow matching on the run's own images, good and bad alike.",
             min=0, used_by=(NFT,)),
+    Setting("train.dgpo_beta", 100.0, "How sharply a group's difference of velocity errors decides; published 10 to "
+            "100 over a fixed reference, 2000 and more over the old policy.", min=0, used_by=(NFT,)),
+    Setting("train.proximal_weight", 30.0, "Weight of the log-ratio beside the advantage; 0 = none. Published as "
+            "advantages of 0.1 (reward - mean): 10 / the std that advantages are divided by.", min=0, used_by=(NFT,)),
     Setting("train.nft_beta", 1.0, "Share of the trained policy in the mixture that is compared with x_0.", min=TINY,
             used_by=(NFT,)),
     Setting("train.old_decay_schedule", 1.0,
