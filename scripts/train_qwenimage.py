@@ -37,7 +37,8 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
         return windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
     stored, submitted = [], []
-    for batch, samples in sample_epoch(run, epoch, window_of):
+    noises = rewards.scout(run, epoch, window_of)  # where sample.scouts_per_image asks for it
+    for batch, samples in sample_epoch(run, epoch, window_of, noises=noises):
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch))
     return concat(stored), submitted

@@ -54,9 +54,11 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
 
 
 def sample_both(run: Run, epoch: int) -> Iterator[tuple[Batch, Samples]]:
-    """The old policy's images of an epoch, and then the reference's."""
+    """The old policy's images of an epoch, of the best and worst scouts' noise if there are scouts, and then the
+    reference's."""
     with run.extra_policies[OLD].applied():
-        yield from sample_epoch(run, epoch, lambda _: range(0))
+        noises = rewards.scout(run, epoch, lambda _: range(0))
+        yield from sample_epoch(run, epoch, lambda _: range(0), noises=noises)
     if run.config.sample.reference_every:
         with run.reference.applied():
             yield from sample_epoch(run, epoch, lambda _: range(0), reference=True)

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from flow_grpo.algorithms.advantages import combined_advantages, group_advantages, group_stats, kept_rows
+from flow_grpo.algorithms.advantages import (
+    best_and_worst,
+    combined_advantages,
+    group_advantages,
+    group_stats,
+    kept_rows,
+)
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = np.load(FOLDER / "golden.npz")
@@ -70,6 +76,13 @@ def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
     torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
     assert found.mean().abs() < 1e-6
     assert found.std(unbiased=False) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_neither():
+    values = torch.tensor([[0.3, 0.9, torch.nan, 0.1, 0.5], [1.0, 1.0, 0.0, 1.0, 1.0]])
+    assert best_and_worst(values, 2).tolist() == [[1, 3], [0, 2]]
+    assert best_and_worst(values, 3).tolist() == [[1, 4, 3], [0, 1, 2]]
+    assert best_and_worst(values, 5)[0].tolist() == [1, 4, 0, 2, 3]
 
 
 def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():

@@ -123,7 +123,7 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
     """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of health."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
     how = dict(train__filter_groups=True, train__reward_aggregation="gdpo", sample__sde_window_interval=2, eval_freq=0)
-    how |= dict(train__diversity_weight=0.5)
+    how |= dict(train__diversity_weight=0.5, sample__scouts_per_image=2)
     one = train(name, tmp_path / "one", **HOW | how)
     two = on_two_ranks(name, tmp_path / "two", **how)
     assert_same(one, two)

@@ -43,6 +43,14 @@ def combined_advantages(
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
 
 
+def best_and_worst(values: Tensor, num: int) -> Tensor:
+    """Which of S scores of each group are its num / 2 highest and num / 2 lowest (one more of the former where num is
+    odd), [G, num] int64 in descending order; values [G, S], NaN = not known, which lies in the middle."""
+    known = values.where(values.isfinite(), values.nanmedian(1, keepdim=True).values)
+    order = known.argsort(dim=1, descending=True, stable=True)
+    return torch.cat([order[:, : num - num // 2], order[:, values.shape[1] - num // 2 :]], 1)
+
+
 def kept_rows(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
     """[B] bool: False in groups in which every reward that counts is the same for all, so that nothing is learned."""
     stds = [group_stats(rewards[name], groups) for name in weights]

@@ -17,6 +17,7 @@ class Metric(NamedTuple):
 METRICS = {  # a name that ends in <...> stands for every name that begins with what precedes it
     "reward/avg": Metric("weighted sum of the rewards, mean over the epoch's images", "rises"),
     "reward/<name>": Metric("one reward, mean over the epoch's images", "rises, or holds while another does"),
+    "reward/scouts": Metric("reward/avg of the scouts (sample.scouts_per_image)", "rises"),
     "reward/group_std": Metric("standard deviation within a group, mean over groups", "falls slowly, never to 0"),
     "reward/zero_std_share": Metric("share of groups whose images all score alike: no signal", "below 0.5"),
     "reward/<name>_group_std": Metric("reward/group_std of one reward", "like reward/group_std"),

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms.advantages import combined_advantages, group_stats, kept_rows
+from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_stats, kept_rows
 from flow_grpo.base import distributed
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.monitoring import health
+from flow_grpo.run import sampling
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import joined
@@ -55,28 +56,53 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     """Wait for the epoch's rewards on all ranks, and log what there is to see in them."""
-    with run.board.timed("reward"):
-        scores = [part.scores.result() for part in submitted]
-    order = torch.tensor([image for part in submitted for image in part.images]).argsort()
-    names = distributed.gather_objects([name for by_name in scores for name in by_name])
-    groups = torch.cat([part.groups for part in submitted])[order]
-    by_image = {name: values.view(groups.shape)[order] for name, values in joined(scores, names).items()}
-    rewards = Rewards(
-        {name: distributed.gather(values).flatten() for name, values in by_image.items()},
-        distributed.gather(groups).flatten(),
-        groups.shape,
-    )
-    measured = _measure_latents(run, submitted, rewards).view(*groups.shape, -1)[order]
-    rewards = rewards._replace(diversity=distributed.gather(measured[..., 1].float()).flatten())
+    rewards = gather(run, submitted)
+    rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
     return rewards
 
 
+def gather(run: Run, submitted: list[Submitted]) -> Rewards:
+    """Wait for rewards on all ranks."""
+    with run.board.timed("reward"):
+        scores = [part.scores.result() for part in submitted]
+    order = _order(submitted)
+    names = distributed.gather_objects([name for by_name in scores for name in by_name])
+    groups = torch.cat([part.groups for part in submitted])[order]
+    by_image = {name: values.view(groups.shape)[order] for name, values in joined(scores, names).items()}
+    return Rewards(
+        {name: distributed.gather(values).flatten() for name, values in by_image.items()},
+        distributed.gather(groups).flatten(),
+        groups.shape,
+    )
+
+
+def _order(submitted: list[Submitted]) -> Tensor:
+    """In which the rows of submitted images are those of their numbers."""
+    return torch.tensor([image for part in submitted for image in part.images]).argsort()
+
+
+def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] | None:
+    """Draw and score the epoch's scouts; for each image, the number of the scout whose noise it is drawn from. None
+    where sample.scouts_per_image is 0."""
+    plan, per_image = run.plan, run.config.sample.scouts_per_image
+    if not per_image:
+        return None
+    drawn = sampling.sample_scouts(run, epoch, noisy_steps)
+    submitted = [submit(run, samples, batch) for batch, samples in drawn]
+    scores = gather(run, submitted).scores["avg"]
+    numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.images)))
+    run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
+    by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)
+    picked = best_and_worst(by_group, plan.group_size) + torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
+    return picked.flatten().tolist()
+
+
 def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:
-    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank; those of this
-    rank's images [M, 2], in the order in which they were submitted."""
+    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank; the diversity of
+    each image [all]."""
     by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
     split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
     signs = health.measure(
@@ -87,7 +113,8 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
     )
     values = distributed.gather(signs).mean(0).tolist()
     run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
-    return signs.cpu()
+    diversity = signs[:, 1].cpu().view(rewards.shape)[_order(submitted)]
+    return distributed.gather(diversity.float()).flatten()
 
 
 def _log(run: Run, epoch: int, rewards: Rewards) -> None:

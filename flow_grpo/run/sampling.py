@@ -1,6 +1,6 @@
 """An epoch's images, drawn by continuous batching: every image or trunk is a request of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -44,23 +44,61 @@ class EqualForwards:
             policies.predict(self.run.model, self.run.config.precision, *self.last)  # run.num_forwards does not count
 
 
-def batches(run: Run, epoch: int) -> Iterator[Batch]:
-    """This rank's batches of an epoch, under a progress bar."""
-    of_rank = prompts.epoch_batches(run.train_prompts, run.plan, run.config.seed, epoch, run.rank, run.world_size)
-    return run.board.bar(of_rank, f"epoch {epoch + 1}, rollout", total=run.plan.batches_per_epoch)
+def batches(run: Run, epoch: int, images_per_image: int = 1) -> Iterator[Batch]:
+    """This rank's batches of an epoch, under a progress bar, or of so many scouts for each image, whose batches hold
+    the groups that the images' do."""
+    size, group_size = (images_per_image * number for number in (run.plan.batch_size, run.plan.group_size))
+    plan = replace(run.plan, batch_size=size, group_size=group_size)
+    of_rank = prompts.epoch_batches(run.train_prompts, plan, run.config.seed, epoch, run.rank, run.world_size)
+    name = "rollout" if images_per_image == 1 else "scouts"
+    return run.board.bar(of_rank, f"epoch {epoch + 1}, {name}", total=plan.batches_per_epoch)
 
 
 def sample_epoch(
-    run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int = 1, reference: bool = False
+    run: Run,
+    epoch: int,
+    noisy_steps: NoisySteps,
+    num_branches: int = 1,
+    *,
+    reference: bool = False,
+    noises: list[int] | None = None,
 ) -> Iterator[tuple[Batch, Samples]]:
-    """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order. With
-    `num_branches` above 1, so many branches leave each noisy step of a trunk. `reference`: those that
-    sample.reference_every leaves to the reference, which is applied; else the others."""
+    """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order.
+
+    Args:
+        num_branches: above 1: so many branches leave each noisy step of a trunk.
+        reference: the images that sample.reference_every leaves to the reference, which is applied; else the others.
+        noises: by the images' numbers, the scouts whose noise they are drawn from, by the update's weights.
+    """
+    sample, params = run.config.sample, SamplingParams.of(run.config.sample)
+    if reference:
+        params = replace(params, guidance_scale=run.reference.guidance(params.guidance_scale))
+    of_epoch = batches(run, epoch)
+    if every := sample.reference_every:
+        of_epoch = (
+            prompts.pick((batch, row) for row, image in enumerate(batch.images) if (image % every == 0) == reference)
+            for batch in of_epoch
+        )
+    requests = _requests(run, epoch, of_epoch, params, noisy_steps, num_branches, noises)
+    exact = reference or noises
+    yield from _samples(
+        run, requests, nullcontext if exact else policies.fast_forwards(run.config, run.model.transformer)
+    )
+
+
+def sample_scouts(run: Run, epoch: int, noisy_steps: NoisySteps) -> Iterator[tuple[Batch, Samples]]:
+    """Draw this rank's scouts, sample.scouts_per_image for each image of the epoch, with sample.scout_ratio of the
+    forwards after the noise and by sample.rollout_weights."""
+    sample = run.config.sample
+    params = replace(SamplingParams.of(sample), flash_ratio=sample.scout_ratio)
+    requests = _requests(run, epoch, batches(run, epoch, sample.scouts_per_image), params, noisy_steps, 1, None)
+    return _samples(run, requests, policies.fast_forwards(run.config, run.model.transformer))
+
+
+def _samples(run: Run, requests: Iterator[Request], fast: Callable) -> Iterator[tuple[Batch, Samples]]:
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity
     batching = Batching(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)
-    fast = nullcontext if reference else policies.fast_forwards(config, run.model.transformer)
-    requests = _requests(run, epoch, noisy_steps, num_branches, reference)
     finished = denoise(velocity, requests, batching, run.exact, fast)
     decoded = post_decode(run.model, finished, vae_batch_size=config.vae_batch_size)
     while True:
@@ -72,21 +110,25 @@ def sample_epoch(
             break
         yield prompts.pick(request.name for request in requests), samples
         if run.step != step:
-            raise RuntimeError(f"update {run.step} came before epoch {epoch + 1} had drawn all of its images")
+            raise RuntimeError(f"update {run.step} came before its epoch had drawn all of its images")
     run.epoch_metrics["batch_occupancy"] = batching.occupancy
 
 
-def _requests(run: Run, epoch: int, noisy_steps: NoisySteps, num_branches: int, reference: bool) -> Iterator[Request]:
+def _requests(
+    run: Run,
+    epoch: int,
+    of_epoch: Iterable[Batch],
+    params: SamplingParams,
+    noisy_steps: NoisySteps,
+    num_branches: int,
+    noises: list[int] | None,
+) -> Iterator[Request]:
     """Those of a batch follow those of the one before without a gap."""
-    multiple, params = run.config.sample.text_multiple, SamplingParams.of(run.config.sample)
-    if reference:
-        params = replace(params, guidance_scale=run.reference.guidance(params.guidance_scale))
+    multiple = run.config.sample.text_multiple
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
-    for batch in batches(run, epoch):
-        if every := run.config.sample.reference_every:
-            rows = [row for row, image in enumerate(batch.images) if (image % every == 0) == reference]
-            batch = prompts.pick((batch, row) for row in rows)
-        generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.images]
+    for batch in of_epoch:
+        numbers = [noises[image] for image in batch.images] if noises else batch.images
+        generators = [rng.generator(run.config.seed, "noise", epoch, number) for number in numbers]
         shared, latents = run.config.sample.same_latent, None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
             of_group = [rng.generator(run.config.seed, "group noise", epoch, group) for group in batch.groups]

@@ -143,6 +143,12 @@ SETTINGS = (
             "What rewards are compared within: group = images of a prompt, or branches of a trunk's step; prompt = "
             "branches of all its trunks at a step; all = the whole epoch.", choices=("group", "prompt", "all"),
             used_by=ONLINE),
+    Setting("sample.scouts_per_image", 0,
+            "Cheap images that are drawn for each trained one: the best and the worst of a prompt are drawn again from "
+            "their noise, by the update's weights, and trained; 0 = none.", unit="images", min=0, max=1000,
+            used_by=(GRPO, NFT)),
+    Setting("sample.scout_ratio", 0.4, "Fraction of the forwards of a scout after its noise; 0 = all of them.", min=0,
+            max=1, used_by=(GRPO, NFT), when=(("sample.scouts_per_image",),)),
     Setting("sample.reference_every", 0,
             "One of so many images of a group is the reference's, drawn with its guidance; 0 = none.", unit="images",
             min=0, used_by=(NFT,), when=(("train.beta",),)),
