@@ -152,8 +152,7 @@ def markdown(rows, by, split, seeds):
 
     def table(estimates_of):
         lines = [[row[key] for key in differing] + [shown(e) for e in estimates_of(row).values()] for row in rows]
-        names = [html.escape(str(key)).replace("|", "\\|") for key in estimates_of(rows[0])]
-        return markdown_table([*differing, *names], lines)
+        return markdown_table([*differing, *map(cell, estimates_of(rows[0]))], lines)
 
     constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
     text = f"{len(split.prompts)} prompts ({split.name}), noises {', '.join(map(str, seeds))} of each; {constant}.\n"
@@ -169,15 +168,22 @@ def without_repeated_sum(row):
     return {name: other for name, other in row["all"].items() if not single or name.split(" ")[0] != "avg"}
 
 
-def differences(rows, values, by):
-    """A table of every later row against the first, on the noises and prompts that they share; "" of a single row."""
-    lines = []
+def differences(rows, values):
+    """A table of every later row against the first, by each score, on the noises and prompts that they share; "" of a
+    single row."""
+    lines, names = [], [name for name in without_repeated_sum(rows[0]) if name in values[0]]
     for number, (row, scores) in enumerate(zip(rows[1:], values[1:]), start=2):
-        compared = estimates.paired(scores[by], values[0][by])
         name = f"{number}: {row['policy']}, {row['weights']}, guidance {row['guidance_scale']:g}, {row['size']}"
-        lines.append([name, shown(compared.difference), *compared[1:]])
-    head = [f"{by}, less that of row 1", "difference", "better prompts", "worse", "alike"]
+        for score in names:
+            compared = estimates.paired(scores[score], values[0][score])
+            lines.append([name, cell(score), shown(compared.difference), *compared[1:]])
+    head = ["less row 1", "score", "difference", "prompts with more", "with less", "alike"]
     return f"\n\n{markdown_table(head, lines)}\n" if lines else ""
+
+
+def cell(text):
+    """A name in a table of Markdown."""
+    return html.escape(str(text)).replace("|", "\\|")
 
 
 def over_seeds(rows, compared, by):
@@ -242,7 +248,7 @@ def main(args):
                 texts.append(as_json(rows[-1], scores))
                 write_sheet(folder, len(rows), row, scores, split)
     if distributed.is_main():
-        table = markdown(rows, by, split, seeds) + differences(rows, values, by) + over_seeds(rows, compared, by)
+        table = markdown(rows, by, split, seeds) + differences(rows, values) + over_seeds(rows, compared, by)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
         (folder / "table.md").write_text(table)

@@ -1,5 +1,6 @@
 """What is said without training: --help, --list, --dry_run and mistakes; and what a run notes of how it was made."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,8 @@ OFFERED = {  # what is typed after the script's name -> what bash takes in the p
     "--config.train.dpo": "--config.train.dpo_beta=",
     "--config.fsdp.mode=": "replicate shard hybrid",
     "--help lora.d": "lora.dropout",
+    "--config.reward_fn.jp": "--config.reward_fn.jpeg_compressibility=",
+    "--config.reward.args.my_": "--config.reward.args.my_red.",  # my_helper.py has no load
     "--seed=1 --li": "--list",
 }
 
@@ -62,8 +65,11 @@ OFFERED = {  # what is typed after the script's name -> what bash takes in the p
 def test_bash_completes_runs_variants_and_settings_and_starts_no_other_script(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
     (tmp_path / "theirs.py").write_text("open('started', 'w')")
+    (tmp_path / "my_red.py").write_text("import torch\n\n\ndef load(device): ...")
+    (tmp_path / "my_helper.py").write_text("load = None")
     lines = [f"{sys.executable} scripts/train_qwenimage.py {typed}" for typed in OFFERED]
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    env["FLOW_GRPO_REWARDS"] = str(tmp_path)
     command = ["bash", "-c", TAB, "bash", *lines, f"python {tmp_path}/theirs.py --"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.strip() for line in done.stdout.splitlines()] == [*OFFERED.values(), ""], done
@@ -119,12 +125,17 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     words = ["train.py", "--config", f"{file}:a,b", "--config.reward.args.ocr.url=http://h/x?key=SECRET"]
     monkeypatch.setattr(sys, "argv", words)
     (run_folder := tmp_path / "run").mkdir()
+    (tmp_path / "rates").mkdir()
+    (tmp_path / "rates" / "low.py").write_text("RATE = 1e-5")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("rates.low")
     for epoch in (0, 3):
         file.write_text(f"# mine at {epoch}")
         provenance.begin(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch)
         provenance.end(run_folder)
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
+    assert (run_folder / "source/epoch_000003/rates/low.py").read_text() == "RATE = 1e-5"
     starts = provenance.starts(run_folder)
     assert [(start["epoch"], start["ranks"]) for start in starts] == [(0, 2), (3, 2)]
     assert all(start["start"] <= start["end"] for start in starts)

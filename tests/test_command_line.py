@@ -1,7 +1,9 @@
 """The command line: files from anywhere, overrides, and sentences for what the user can mend."""
 
 import os
+import pty
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -199,6 +201,18 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, cap
     assert ended.value.code == 130
     way = f"the same command with --config.resume_from={checkpoints} goes on from its last checkpoint"
     assert capsys.readouterr().err == ("" if rank == "1" else f"train_qwenimage.py: stopped by Ctrl-C; {way}\n")
+
+
+def test_under_torchrun_a_sentence_stands_below_its_report_too_where_there_is_a_terminal():
+    said = "from flow_grpo.settings import command_line; command_line._say('said')"
+    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {said!r}]); print('report', flush=True)"
+    reader, terminal = pty.openpty()
+    environment = ENV | {"TORCHELASTIC_RUN_ID": "1"}
+    subprocess.run([sys.executable, "-c", torchrun], env=environment, stdout=terminal, stderr=terminal, check=True)
+    lines = ""
+    while lines.count("\n") < 3:
+        lines += os.read(reader, 1000).decode()
+    assert lines.split("\r\n")[:3] == ["-c: said", "report", "-c: said"]
 
 
 def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_installed_package(tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     assert len({json.dumps(row["scores"]) for row in found["rows"]}) == 4
     table = (tmp_path / "out" / "table.md").read_text()
     assert table in capsys.readouterr().out
-    assert table.count(str(runs[4])) == 8 + 3  # and the differences of three rows to the first
+    assert table.count(str(runs[4])) == 8 + 3 * 2  # and the differences of three rows to the first
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
 
 
@@ -266,12 +266,13 @@ def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_m
     found, rows = evaluated(tmp_path, runs[4], again, TINY, *words)
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| avg |" not in table.splitlines()[3]  # nobody said what a kilobyte is worth
-    scores = [torch.tensor(row["scores"]["shapes_accuracy"]) for row in found["rows"]]
-    difference = (scores[2] - scores[0]).mean(1)
-    (line,) = [line for line in table.splitlines() if line.startswith("| 3: ")]
-    wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    assert f"| {difference.mean():.4g} ± " in line
-    assert line.endswith(f"| {wins} | {losses} | {len(difference) - wins - losses} |")
+    lines = [line for line in table.splitlines() if line.startswith("| 3: ")]
+    for name, line in zip(("jpeg_compressibility", "shapes", "shapes_accuracy"), lines, strict=True):
+        scores = [torch.tensor(row["scores"][name]) for row in found["rows"]]
+        difference = (scores[2].double() - scores[0]).mean(1)
+        wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+        assert f"| {name} | {difference.mean():.4g} ± " in line
+        assert line.endswith(f"| {wins} | {losses} | {len(difference) - wins - losses} |")
     assert f"of {runs[4]}, {again}, which differ in the seed: {rows[0]['shapes_accuracy']:.4g} ± 0" in table
 
 

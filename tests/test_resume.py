@@ -14,6 +14,7 @@ from recorded import assert_same, go_on
 from small import FEW, config_of, few_prompts, flip_a_bit, lines_of, train
 from two_ranks import done, launch
 
+from flow_grpo import rewards
 from flow_grpo.base import folders
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import health, trackers
@@ -202,11 +203,13 @@ def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_pat
     Path("ck").symlink_to(RUN)
     before = sums_of(tmp_path)
     for again in (resume_from, "latest"):  # as if it had been killed before its first checkpoint
-        place = take_folder(how, resume_from=again, train__learning_rate=1e-5, **others)
+        rates = dict(train__learning_rate=1e-5, train__learning_rate_schedule="linear", num_epochs=9)
+        place = take_folder(how | rates, resume_from=again, **others)
         expected = Path(others.get("output_dir", "runs"), others["run_name"])
         assert (place.folder, place.parent) == (expected, tmp_path / RUN)
         parent = json.loads((place.folder / folders.PARENT).read_text())
-        assert (parent["epoch"], [*parent["changed"]]) == (epoch, ["train.learning_rate"])
+        changed = ["train.learning_rate", "train.learning_rate_schedule", "num_epochs"]
+        assert (parent["epoch"], [*parent["changed"]]) == (epoch, changed)
         assert trackers.origin(place.folder) == f"{NAME}_smoke"
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
@@ -326,12 +329,25 @@ def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, 
     assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model"))
 
 
-def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_others(read_files, tmp_path):
+@pytest.mark.parametrize("changed", ["shapes", "neighbourly", "neighbourly (beside_it.py)"])
+def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_others(
+    changed, read_files, tmp_path, monkeypatch
+):
+    (tmp_path / "own").mkdir()
+    monkeypatch.setenv("FLOW_GRPO_REWARDS", str(tmp_path / "own"))
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("flow_grpo.rewards.neighbourly", "beside_it"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "own" / "beside_it.py").write_text("load = len")
+    (tmp_path / "own" / "neighbourly.py").write_text("from beside_it import load")
+    read_files[0].reward_fn = {"shapes": 1.0, "neighbourly": 1.0}
     current = fingerprint.of(read_files[0], tmp_path)
-    assert {*current.rewards} >= {"shapes"}
-    stored = current._replace(rewards=current.rewards | {"shapes": "another"})
+    assert {*current.rewards} == {"shapes", "neighbourly", "neighbourly (beside_it.py)"}
+    stored = current._replace(rewards=current.rewards | {changed: "another"})
     now, notices = fingerprint.compare(stored, current, 3, accepts=False)
-    assert (now.rewards_since, len(notices)) == (3, 1)
+    assert now.rewards_since == 3
+    assert changed in notices[0]
     assert now.of_figures() != stored.of_figures()
     assert fingerprint.compare(now, current, 5, accepts=False) == (now, [])
     served = read_files[0].copy_and_resolve_references()

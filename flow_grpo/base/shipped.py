@@ -1,5 +1,8 @@
-"""What the package ships, by the relative path that the published configs name: found from any directory."""
+"""What the package ships, by the relative path that the published configs name: found from any directory; and what
+Python has imported that neither the package nor an installed one ships."""
 
+import sys
+import sysconfig
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
@@ -9,3 +12,18 @@ def find(path: str) -> str:
     """The path itself where it exists or nothing of that name is shipped, otherwise what is shipped."""
     shipped = (folder / path for folder in (PACKAGE.parent, PACKAGE / "assets"))
     return path if Path(path).exists() else str(next((place for place in shipped if place.exists()), path))
+
+
+def imported_beside(file: Path) -> dict[str, Path]:
+    """What a user's file may depend on: modules that this process has imported from its folder, by their paths there,
+    without the file itself, the running script and what is installed."""
+    file = file.resolve()
+    modules = [module for name, module in [*sys.modules.items()] if name != "__main__"]
+    paths = {Path(place) for module in modules if (place := getattr(module, "__file__", None))}
+    paths = {path.resolve() for path in paths if path.is_absolute() and path.is_file()} - {file}
+    installed = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
+    return {
+        str(path.relative_to(file.parent)): path
+        for path in sorted(paths)
+        if path.is_relative_to(file.parent) and not installed & {*path.parents}
+    }

@@ -60,8 +60,9 @@ def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> 
     folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), start]}))
     source = run_folder / SOURCE / f"epoch_{epoch:06d}"
     source.mkdir(parents=True, exist_ok=True)
-    for file in _own_files(config):
-        shutil.copy(file, source / file.name)
+    for name, file in _own_files(config).items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, source / name)
     if diff := _git("diff", "HEAD"):
         (source / "changes.diff").write_text(diff[:MOST_DIFF])
 
@@ -82,10 +83,18 @@ def starts(run_folder: Path) -> list[dict[str, Any]]:
         return []
 
 
-def _own_files(config: ConfigDict) -> list[Path]:
-    """The config file of the command line, and the files of local rewards, where they lie outside of the package."""
+def _own_files(config: ConfigDict) -> dict[str, Path]:
+    """What made a run and lies outside of the package, by its name in source/: the script, the config file, the model's
+    class, the files of local rewards, and what was imported from the folders of all these."""
     words = [word for before, word in zip(sys.argv, sys.argv[1:]) if before in ("--config", "-config")]
     words += [word.partition("=")[2] for word in sys.argv if re.match("--?config=", word)]
     files = [Path(word.partition(":")[0]) for word in words]
     files += [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.source(name))]
-    return [file for file in files if file.is_file() and shipped.PACKAGE not in file.resolve().parents]
+    model_class = sys.modules.get(config.model_class.partition(":")[0])
+    files += [Path(sys.argv[0]), *([Path(model_class.__file__)] if model_class else [])]
+    named = {}
+    for file in (file.resolve() for file in files if file.is_file()):
+        for name, path in {file.name: file, **shipped.imported_beside(file)}.items():
+            if shipped.PACKAGE not in path.parents and named.setdefault(name, path) != path:
+                named[f"{path.parent.name}/{path.name}"] = path  # of another folder
+    return named

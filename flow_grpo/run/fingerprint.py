@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
     model: dict[str, str]  # of a hub id, "commit" alone
     lora_path: dict[str, str]
     preferences_path: dict[str, str]
-    rewards: dict[str, str]  # name of a reward -> digest of its file
+    rewards: dict[str, str]  # name of a reward -> digest of its file; "NAME (FILE)" -> of what it may have imported
     rewards_since: int = 0  # epochs completed when a reward's file, or a branch's settings, changed last
 
     def of_figures(self) -> dict[str, str]:
@@ -48,12 +48,18 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     served = [name for name, args in config.reward.args.items() if args.get("url")]
     sources = {name: rewards.source(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
     sources = {name: file for name, file in sorted(sources.items()) if file}
+    neighbours = {
+        f"{name} ({place})": path
+        for name, file in sources.items()
+        for place, path in shipped.imported_beside(file).items()
+        if path not in sources.values()
+    }
     return Inputs(
         dataset=_named_digests({file.name: file for file in splits if file}, memory),
         model=_model(shipped.find(config.model), memory),
         lora_path=files(config.lora.path, "*.safetensors"),
         preferences_path=files(config.preferences.path, "*.parquet"),
-        rewards=_named_digests(sources, memory),
+        rewards=_named_digests(sources | neighbours, memory),
     )
 
 

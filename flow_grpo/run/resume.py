@@ -62,14 +62,15 @@ def take_folder(config: ConfigDict) -> Place:
 def _check_source(config: ConfigDict, source: Source) -> Place:
     """Raises UserError unless the run can go on from its source; notes in its folder what it reads."""
     folder, path, parent = source
+    if parent:  # at once: `latest` shall know a branch that is killed while files are compared
+        _write_parent(folder, parent, path)
     checkpoint, lines = checkpoints.choose(path) if path else (None, [])
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
-    epoch, changed = 0, {}
-    if checkpoint:
-        epoch, changed = checkpoints.read_progress(checkpoint).epoch, changed_settings(checkpoint, config)
+    epoch, changed, rescheduled = _changes(checkpoint, config)
     if parent:
         _check_inherited(checkpoint, changed)
+        lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
     elif checkpoint:
         _check_links(folder)
         _check_unchanged(checkpoint, changed)
@@ -77,13 +78,24 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
     inputs, notices = _inputs(config, source, epoch)
     if changed:  # so that health compares no rewards of other settings
         inputs = inputs._replace(rewards_since=epoch)
-    if parent:
-        lines.append(_write_parent(folder, parent, checkpoint, epoch, changed))
     fingerprint.write(folder, inputs)
     begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
+    if rescheduled:
+        notices.append(f"{_words(rescheduled)} changes the learning rate, which falls over all epochs")
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
     return Place(folder, checkpoint, parent, inputs, changed)
+
+
+def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str, tuple], dict[str, tuple]]:
+    """Epochs completed at a checkpoint, `changed_settings`, and num_epochs where another number changes the learning
+    rate."""
+    if checkpoint is None:
+        return 0, {}, {}
+    before, now = folders.read_json(checkpoint / "config.json").get("num_epochs"), config.num_epochs
+    falls = config.train.learning_rate_schedule != "constant"
+    rescheduled = {"num_epochs": (before, now)} if falls and before != now else {}
+    return checkpoints.read_progress(checkpoint).epoch, changed_settings(checkpoint, config), rescheduled
 
 
 def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
@@ -206,9 +218,9 @@ def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
         )
 
 
-def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int, changed: dict[str, tuple]) -> str:
+def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, changed: dict | None = None) -> str:
     """Note where a branch comes from; the sentence for the user."""
-    record = dict(folder=str(parent), checkpoint=str(checkpoint), epoch=epoch, changed=changed)
+    record = dict(folder=str(parent), checkpoint=str(checkpoint), epoch=epoch, changed=changed or {})
     folders.write_text(folder / folders.PARENT, json.dumps(record, indent=1))
     return f"a branch of {parent} after {epoch} epochs" + (f", with {_words(changed)}" if changed else "")
 

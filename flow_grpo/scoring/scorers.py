@@ -18,16 +18,16 @@ from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
-from flow_grpo.rewards.clients.client import Server, urls_of
+from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.scores import scores_of
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 
-class RewardFailed(RuntimeError):
+class RewardFailed(RunFailed, RuntimeError):
     """A reward that must not fail did; says which, where and for which prompt."""
 
 
-class TooManyMasked(RunFailed, RewardFailed):
+class TooManyMasked(RewardFailed):
     """More images have no score than config.reward.max_masked_share allows."""
 
 
@@ -49,11 +49,12 @@ class Scorer:
                 raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
             return scores
         except Exception as error:
-            self.last_error = in_one_line(f"{type(error).__name__}: {error}")
+            has_words = isinstance(error, UserError | ServerError | wire.BadAnswer)
+            self.last_error = in_one_line(error if has_words else rewards.in_words(error))
             if self.settings.max_masked_share:
                 return {"score": torch.full((len(prompts),), torch.nan)}
-            why = in_one_line(error if isinstance(error, UserError | RuntimeError) else rewards.in_words(error))
-            message = f"reward {self.name!r} ({self.address}): {why}; first prompt: {quoted(prompts[0].text)}"
+            message = f"reward {self.name!r} ({self.address}): {self.last_error}"
+            message += f"; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
 
     def check(self) -> None:
@@ -148,7 +149,7 @@ class LocalScorer(Scorer):
             except Exception as error:
                 if not self.settings.max_masked_share or len(prompts) == 1:
                     raise
-                self.last_error = in_one_line(f"{type(error).__name__}: {error}")
+                self.last_error = in_one_line(rewards.in_words(error))
         rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?
         return joined([self._masked(images[row], prompts[row], drawn) for row in rows])
 

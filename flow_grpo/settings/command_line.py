@@ -5,7 +5,9 @@ import difflib
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ from flow_grpo.settings import answers, checks, completion, config_files, older,
 LONGEST = 2000  # characters of a sentence
 ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
 FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
+TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
+AFTER_TORCHRUN = """for _ in $(seq 300); do kill -0 "$1" 2> /dev/null || break; sleep 0.1; done; printf %s "$2" >&2"""
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
@@ -140,9 +144,16 @@ def _stopped(after_stop: str) -> SystemExit:
 
 
 def _say(text: str) -> None:
-    rank = os.environ.get("RANK", "0")
+    """Say it, under torchrun once for all ranks of a machine that end for one reason, and on a terminal once more below
+    torchrun's own report, which is 20 lines long."""
+    rank, by_torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(TURN_S)
     who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
-    sys.stderr.write(f"{who}: {in_one_line(text, LONGEST)}\n")
+    line = f"{who}: {in_one_line(text, LONGEST)}\n"
+    sys.stderr.write(line)
+    if by_torchrun and sys.stderr.isatty():
+        subprocess.Popen(["sh", "-c", AFTER_TORCHRUN, "sh", str(os.getppid()), line], start_new_session=True)
 
 
 def _status(error: BaseException) -> int | None:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flow_grpo import rewards
 from flow_grpo.base import shipped
 from flow_grpo.settings import config_files, table
 
@@ -30,7 +31,9 @@ def _offers(words: Sequence[str]) -> list[str]:
     elif "=" in begun:
         offers = _values(begun.partition("=")[0])
     elif begun.startswith("--config."):
-        offers = [f"--config.{key}=" for key in table.BY_KEY]
+        names = rewards.offered() if begun.startswith("--config.reward") else ()
+        offers = [f"--config.{key}=" for key in (*table.BY_KEY, *(f"reward_fn.{name}" for name in names))]
+        offers += [f"--config.reward.args.{name}." for name in names]
     else:
         offers = FLAGS
     return [offer for offer in offers if offer.startswith(begun)]
