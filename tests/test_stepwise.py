@@ -131,5 +131,5 @@ def test_an_epochs_images_cannot_be_drawn_with_two_policies(tmp_path, monkeypatc
         return plain(run, samples, batch)
 
     monkeypatch.setattr(train_qwenimage_pr, "to_rollout", impatient)
-    with pytest.raises(RuntimeError, match="update 1 came before epoch 1 had drawn all of its images"):
+    with pytest.raises(RuntimeError, match="update 1 came before its epoch had drawn all of its images"):
         train("shapes_qwenimage_pr", tmp_path, vae_batch_size=1, eval_freq=0)
