@@ -111,9 +111,11 @@ def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4 * columns, 3 * rows), dpi=160, layout="constrained")
-        for position, name in enumerate(names, start=1):
-            axes = figure.add_subplot(rows, columns, position)
+        figure = Figure(figsize=(4 * columns, 3 * rows), dpi=160)
+        for position, name in enumerate(names):
+            row, column = divmod(position, columns)
+            place = (column + 0.16) / columns, (rows - row - 0.86) / rows, 0.81 / columns, 0.76 / rows
+            axes = figure.add_axes(place)  # a layout engine takes half the time
             kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
             draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
