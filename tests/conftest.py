@@ -6,6 +6,7 @@ in test_dashboards.py, and by the runs that tests start as commands (`ENV` in sm
 import functools
 import gc
 import os
+import sys
 
 import pytest
 
@@ -32,6 +33,8 @@ def pytest_collection_finish():
     """What has been imported stays: to look through it again takes a tenth of a small run's time."""
     gc.collect()
     gc.freeze()
+    if "warm" in sys.modules:
+        sys.modules["warm"].server()  # before a test changes anything that its commands would see
 
 
 @pytest.fixture(scope="module")

@@ -102,19 +102,21 @@ def loaded(name, **parts):
 
 
 def shallow(folder):
-    """Settings of runs in half the time: the tiny Qwen-Image's first and last block, which draw no shapes to score."""
+    """Settings of runs in half the time: the tiny Qwen-Image's first and last block, which draw no shapes to score, and
+    few prompts."""
     pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(registry.tiny_folder("qwenimage"))
     blocks = pipeline.transformer.transformer_blocks
     del blocks[1:-1]
     pipeline.transformer.register_to_config(num_layers=len(blocks))
     pipeline.save_pretrained(folder)
-    return dict(model=str(folder), reward_fn__shapes=0.0, reward_fn__brightness=1.0, eval__num_steps=3)
+    how = dict(model=str(folder), dataset=few_prompts(folder / "prompts", splits=("train", "test", "validation")))
+    return how | dict(reward_fn__shapes=0.0, reward_fn__brightness=1.0, eval__num_steps=3)
 
 
-def few_prompts(folder, count=24):
-    """A dataset of the first prompts of shapes."""
+def few_prompts(folder, count=24, splits=("train", "test")):
+    """A dataset of some prompts of shapes, spread over its files."""
     folder.mkdir()
-    for split in ("train", "test"):
+    for split in splits:
         lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines(keepends=True)
         (folder / f"{split}_metadata.jsonl").write_text("".join(lines[:: len(lines) // count][:count]))
     return str(folder)

@@ -1,5 +1,6 @@
 """The two entry points as someone with a diffusers pipeline calls them: what they take, and what they say of misuse."""
 
+import functools
 import itertools
 
 import pytest
@@ -124,12 +125,13 @@ def test_one_generator_draws_for_all_prompts(model):
     assert (found.latents[0] - found.latents[2]).abs().max() > 0.1, "one prompt, two noises"
 
 
-def test_sd3_refuses_a_size_beyond_its_position_embeddings(tmp_path):
-    model = loaded("sd3")
-    model.check_size(Size(256, 64))
-    for size in (Size(272, 64), Size(64, 272)):
-        with pytest.raises(ValueError, match=f"{size} pixels is too large: this model draws up to 256"):
-            model.check_size(size)
+def test_a_size_that_a_model_cannot_draw_is_refused():
+    """SD3's position embeddings end at 256 pixels; the pipeline of Qwen-Image-2.1 would cut a side."""
+    sizes = {"sd3": ([Size(256, 64)], [Size(272, 64), Size(64, 272)]), "qwenimage_21": ([Size(64, 96)], [Size(64, 80)])}
+    for name, (right, wrong) in sizes.items():
+        check = loaded(name).check_size
+        assert_refused([(str(size), functools.partial(check, size), [size]) for size in wrong])
+        assert [check(size) for size in right] == [None]
 
 
 def test_a_size_is_written_as_it_is_read():

@@ -5,23 +5,21 @@ by python and by torchrun, are in test_scripts.py and test_ranks.py.
 """
 
 import faulthandler
+import functools
+import logging
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
 import time
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".", "tests", "scripts", "tools", "benchmarks")
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["warm_imports"])
+FORKS = multiprocessing.get_context("fork")
 
 
 class Done(NamedTuple):
@@ -30,15 +28,41 @@ class Done(NamedTuple):
     stderr: str
 
 
-def start_server():
-    """The process that forks, once. It finds the project's modules, and those of the tests' own PYTHONPATH, such as
-    another torch."""
-    path = [*(str(ROOT / folder) for folder in FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        forkserver.ensure_running()
+@functools.cache
+def server():
+    """The connection to the process that forks. It is a fork of this one when no test has begun."""
+    ours, theirs = multiprocessing.Pipe()
+    if os.fork() == 0:
+        ours.close()
+        serve(theirs)
+        os._exit(0)
+    theirs.close()
+    return ours
+
+
+def serve(connection):
+    """Start each command that is named, and say the exit status of each process that is."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    processes = {}
+    while True:
+        try:
+            asked = connection.recv()
+        except EOFError:  # the tests are over
+            return
+        if isinstance(asked, int):
+            connection.send(processes[asked].exitcode)
+            continue
+        import warm_imports  # noqa: F401  # as late as this, since few files of tests start a command
+
+        process = FORKS.Process(target=become, args=asked, daemon=True)
+        process.start()
+        processes[process.pid] = process
+        connection.send(process.pid)
+
+
+def answer(asked):
+    server().send(asked)
+    return server().recv()
 
 
 class Started:
@@ -47,25 +71,24 @@ class Started:
     def __init__(self, command, env=None, cwd=ROOT):
         self.files = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
         env = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"} | dict(os.environ if env is None else env)
-        start_server()
-        words = [str(part) for part in command]
-        self.process = FORKS.Process(target=become, args=(words, env, self.files, cwd), daemon=True)
-        self.process.start()
-        self.pid = self.process.pid
+        self.pid = answer(([str(part) for part in command], env, self.files, cwd))
 
     def poll(self):
-        return self.process.exitcode
+        return answer(self.pid)
 
     def wait(self, timeout_s=300.0):
         """The exit status. Raises TimeoutError, after a kill."""
-        self.process.join(timeout_s)
-        if self.poll() is None:
-            self.kill()
-            raise TimeoutError(f"{timeout_s} s are over: {self.stderr()[-3000:]}")
-        return self.poll()
+        end = time.monotonic() + timeout_s
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                self.kill()
+                raise TimeoutError(f"{timeout_s} s are over: {self.stderr()[-3000:]}")
+            time.sleep(0.01)
+        return status
 
     def kill(self):
-        self.process.kill()
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def stdout(self):
         return self.files[0].read_text()
@@ -108,6 +131,8 @@ def become(command, env, files, cwd):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    logging.getLogger().handlers.clear()  # pytest's
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
