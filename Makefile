@@ -9,12 +9,12 @@ DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwe
 # is freed stays with the process: to fetch it from the kernel anew for each tensor takes a tenth of a small run's time.
 MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864
 TEST := $(MALLOC) $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
-QUICK := advantages batching config denoise_with_logprob ema losses pixels prompts rollout sde_with_logprob windows
+QUICK := batching config denoise_with_logprob ema losses rollout sde_with_logprob
 # Files that compare numbers, and what the CPU's libraries may be told about its instruction set.
 FLOATS = $(shell grep -lE "approx|assert_close|torch\.equal" tests/test_*.py)
 # Those that compare floats or take a kernel, and hold on a GPU, too.
 ON_GPU := compiled embeddings flash_attention health joint_attention parity policies quantised quantised_linear \
-	stepwise stochastic_rounding
+	stepwise
 ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"

@@ -1,15 +1,20 @@
-"""Every run divides over the GPUs, or its message says which numbers do not and which would."""
+"""Every run divides over the GPUs, or its message says which numbers do not and which would; where a window lies;
+and every prompt has its turn, on any number of ranks."""
 
 import itertools
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from ml_collections import ConfigDict
 
 from config import grpo, nft
-from flow_grpo.algorithms.batch_plan import plan_batches
+from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches
+from flow_grpo.algorithms.windows import draw_window, window_at
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.data.prompts import epoch_batches, epoch_prompts, load_prompts
 
 CONFIGS = {
     run.__name__ + variant: file.get_config(run.__name__ + variant)
@@ -100,3 +105,99 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
     config.sample.batch_size, config.train.updates_per_epoch = 2, 4
     with pytest.raises(ValueError, match=r"up to 4 must divide: .*batch_size 2 .* 4; updates that do: \[1, 2\]"):
         plan_batches(config, 8)
+
+
+def places(interval, updates, first_last=(0, 8), **how):
+    sample = dict(num_steps=10, sde_window_size=4, sde_window_range=first_last, sde_window_interval=interval)
+    sample = ConfigDict(sample | how)
+    return [window_at(sample, 0, 0, 0, update) for update in updates]
+
+
+@pytest.mark.parametrize(
+    ("interval", "first_last", "table"),
+    [
+        (25, (0, 8), {0: range(4), 24: range(4), 25: range(1, 5), 49: range(1, 5), 50: range(2, 6), 100: range(4, 8)}),
+        (25, (0, 8), {125: range(5, 8), 150: range(6, 8), 175: range(7, 8), 199: range(7, 8), 200: range(4)}),
+        (3, (1, 7), {0: range(1, 5), 2: range(1, 5), 3: range(2, 6), 9: range(4, 7), 17: range(6, 7), 18: range(1, 5)}),
+    ],
+)
+def test_a_progressive_window_moves_on_by_one_is_cut_off_at_the_end_and_starts_again(interval, first_last, table):
+    assert dict(zip(table, places(interval, table, first_last))) == table
+
+
+def test_random_is_uniform_over_the_places_that_fit_and_goes_by_epoch_and_block_not_by_updates():
+    windows = [draw_window(0, epoch, block, 4, (0, 8)) for epoch in range(100) for block in range(10)]
+    assert all(len(window) == 4 for window in windows)
+    counts = [sum(window.start == start for window in windows) for start in range(5)]
+    assert sum(counts) == 1000
+    assert all(150 < count < 250 for count in counts)
+    assert len(set(places(0, range(100)))) == 1
+    assert places(25, [0, 77], sde_window_size=0) == [range(9)] * 2, "all steps but the last"
+
+
+DATASET = [Prompt(f"prompt {i}", {"id": i}) for i in range(11)]
+PLAN = BatchPlan(
+    num_groups=8,
+    group_size=6,
+    batch_size=4,
+    batches_per_epoch=12,
+    num_trained_steps=2,
+    num_branches=1,
+    updates_per_epoch=2,
+)
+
+
+def picks(num_prompts, per_epoch, epochs, seed=0):
+    return [pick for epoch in range(epochs) for pick in epoch_prompts(num_prompts, per_epoch, seed, epoch)]
+
+
+@pytest.mark.parametrize("per_epoch", [4, 10, 25])
+def test_epochs_go_on_through_passes_over_all_prompts_which_the_seed_shuffles(per_epoch):
+    drawn = picks(10, per_epoch, 10)
+    passes = [drawn[i : i + 10] for i in range(0, len(drawn), 10)]
+    assert all(sorted(one) == list(range(10)) for one in passes)
+    assert len({tuple(one) for one in passes}) == len(passes)
+    assert picks(10, per_epoch, 10, seed=1) != drawn == picks(10, per_epoch, 10)
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 12])
+def test_ranks_share_the_batches_of_one_rank(batch_size):
+    def dealt(world_size):
+        rounds = 48 // batch_size // world_size
+        plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=rounds)
+        ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
+        for rank, batches in enumerate(ranks):
+            numbers = range(rank, rounds * world_size, world_size)
+            assert [batch.images[0] for batch in batches] == [batch_size * number for number in numbers]
+        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.images[0])
+
+    one = dealt(1)
+    assert [image for batch in one for image in batch.images] == list(range(48))
+    assert dealt(2) == one
+    assert dealt(4) == one
+
+
+@pytest.mark.parametrize(("batch_size", "images_per_block"), [(2, 6), (4, 12), (6, 6), (12, 12)])
+def test_a_block_is_the_smallest_run_of_whole_batches_that_holds_whole_groups(batch_size, images_per_block):
+    plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=48 // batch_size)
+    for batch in epoch_batches(DATASET, plan, 0, 0, 0, 1):
+        assert {image // images_per_block for image in batch.images} == {batch.block}
+
+
+@pytest.mark.parametrize(
+    ("file", "stored", "texts"),
+    [
+        ("train.txt", b"\xef\xbb\xbfa\r\n  b \n", ["a", "b"]),
+        ("train.txt", "a\u2028b\nc\u0085d\ne\x0bf\ng\x1ch\x0ci\n\U0001f600".encode(), None),
+        ("train_metadata.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}', ["a", "b"]),
+        ("train_metadata.jsonl", '{"prompt": "a\u2028b\u0085c"}\n{"prompt": "\\ud83d\\ude00"}'.encode(), None),
+    ],
+)
+def test_only_line_feeds_end_lines_and_a_byte_order_mark_is_no_text(file, stored, texts, tmp_path):
+    (tmp_path / file).write_bytes(stored)
+    if texts is None:
+        lines = stored.decode().split("\n")
+        texts = [json.loads(line)["prompt"] for line in lines] if file.endswith("jsonl") else lines
+    prompts = load_prompts(str(tmp_path), "train")
+    assert [prompt.text for prompt in prompts] == texts
+    assert prompts[0].metadata == ({"prompt": texts[0]} if file.endswith("jsonl") else {})

@@ -1,18 +1,22 @@
 """What the benchmarks compute besides times."""
 
+import json
 import re
 
 import bench
+import learn
+import learn_record
 import pytest
 import random_model
 from flops import row_flops
-from small import CHECKS, MODELS, as_prompts, config_of, loaded, plan
+from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import optimization
-from flow_grpo.settings import checks
+from flow_grpo.settings import checks, config_files
+from flow_grpo.weights import policies
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
 
@@ -55,3 +59,107 @@ def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(scrip
     assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family
+
+
+def arguments(*words):
+    args = learn.parser().parse_args(["train", *map(str, words)])
+    args.noises = args.noises or 4
+    return args
+
+
+def write(folder, lines):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def epoch(number, images, forwards, rollout_s, update_s):
+    times = {"time/rollout_s": rollout_s, "time/update_s": update_s, "time/eval_s": 100.0, "time/save_s": 50.0}
+    return {"kind": "epoch", "epoch": number, "step": 0, "images": images, "forwards": forwards, **times}
+
+
+def result(number, accuracy, validation):
+    evaluation = {"kind": "eval", "epoch": number, "step": 0, "eval/shapes_accuracy": validation}
+    return [evaluation, {"kind": "test", "epoch": number, "step": 0, "test/shapes_accuracy": accuracy}]
+
+
+LAST = {"kind": "test", "epoch": 4, "step": 0, "test_best/shapes_accuracy": 0.55, "best_epoch": 2.0}
+
+
+def made_up(folder):
+    """Of "grpo" one seed that went up and down, one that was cut short, and none of seed 3; nothing of the others."""
+    epochs = [epoch(n, 10 * n + 10, 40, 2.0, 1.0) for n in range(4)]
+    up_and_down = [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.6, 0.5), *epochs[2:], *result(4, 0.5, 0.4), LAST]
+    write(folder / "grpo_seed1", up_and_down)
+    config = config_files.load(f"{ROOT}/config/grpo.py:shapes_qwenimage")
+    (folder / "grpo_seed1" / "config.json").write_text(json.dumps(config.to_dict()))
+    write(folder / "grpo_seed2", [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.7, 0.2), epochs[2]])
+    write(folder / "pairs", [epoch(0, 800, 0, 12.0, 0.0)])
+
+
+def cells(text, title):
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {title} |")]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:]
+
+
+@pytest.mark.parametrize("gpu", [[], ["--gpu"]], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("run", learn.RUNS, ids=lambda run: run.name)
+def test_every_run_passes_its_scripts_checks_and_divides_over_a_gpu(run, gpu, tmp_path):
+    config = config_files.load(f"{ROOT / run.config}")
+    config.update_from_flattened_dict(learn.settings_of(run, 2, arguments("--out", tmp_path, *gpu)))
+    assert run.script == {"grpo": learn.GRPO, "pr": learn.PR, "nft": learn.NFT, "dpo": learn.DPO}[config.algorithm]
+    checks.check(config, CHECKS[config.algorithm])
+    policies.check_lora(config.lora)
+    assert plan(config).updates_per_epoch == config.train.updates_per_epoch
+    assert (config.seed, config.eval.test_freq) == (2, config.eval_freq)
+    assert (ROOT / run.script).exists()
+
+
+def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
+    """Last 0.5 and 0.7; best 0.55, measured, and 0.4, the test where validation was best; highest 0.6 and 0.7. An epoch
+    trains for 3 s, whatever evaluation and saving take, on 10 images and 40 rows; there are 4 epochs, and 3."""
+    made_up(tmp_path)
+    text = learn_record.table(tmp_path, [("grpo", "one"), ("nft", "two")], (1, 2, 3))
+    state = "1 of 3; seed 2 ended early, after 3 epochs; seed 3 missing"
+    spreads = ["0.600 (0.500 to 0.700)", "0.475 (0.400 to 0.550)", "0.650 (0.600 to 0.700)"]
+    assert cells(text, "one") == [state, *spreads, "35", "140", "10"]
+    assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"------"]
+    assert cells(text, "pairs for offline DPO, made once")[4:] == ["800", "-", "12"]
+
+
+def test_every_run_has_a_row(tmp_path):
+    made_up(tmp_path)
+    learn.main(learn.parser().parse_args(["draw", "--out", str(tmp_path)]))
+    rows = (tmp_path / "table.md").read_text().splitlines()[4:]
+    assert [row.split(" | ")[0] for row in rows[:-1]] == [f"| {run.title}" for run in learn.RUNS]
+    assert len({run.name for run in learn.RUNS} | {learn.PAIRS}) == len(learn.RUNS) + 1, "each has a folder of its own"
+    assert "grpo_seed1" in (tmp_path / "report.html").read_text()
+
+
+def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, capfd):
+    """An interpreter that only says what it was asked stands in for training."""
+    made_up(tmp_path)
+    monkeypatch.setattr(learn.sys, "executable", "/bin/echo")
+    before = (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes()
+    words = ["--out", tmp_path, "--only", "grpo", "--seconds", 30]
+    assert learn.train(arguments(*words)) == 2, "seeds 2 and 3"
+    assert (tmp_path / "grpo_seed1" / "metrics.jsonl").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["grpo_seed2.log", "grpo_seed3.log"]
+    asked = (tmp_path / "grpo_seed2.log").read_text()
+    assert "--config.resume_from=latest" in asked
+    assert f"--config.output_dir={tmp_path} --config.run_name=grpo_seed2" in asked
+    assert "grpo_seed1: finished before" in capfd.readouterr().out
+
+
+def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
+    write(tmp_path / "grpo_seed1", [{"kind": "epoch", "epoch": n, "time/epoch_s": 7.0} for n in range(3)])
+    run, args = learn.RUNS[0], arguments("--out", tmp_path, "--seconds", 36)
+
+    def hours():
+        (flag,) = [word for word in learn.command_of(run, 1, args) if word.startswith("--config.max_hours=")]
+        return float(flag.split("=")[1])
+
+    assert hours() == pytest.approx(0.01)
+    checkpoint = tmp_path / "grpo_seed1" / "checkpoints" / "epoch_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "progress.json").write_text("{}")
+    assert hours() == pytest.approx(22 / 3600)

@@ -1,5 +1,6 @@
-"""The objectives and the forward process against golden numbers and torch's own."""
+"""The objectives, the forward process and the advantages against golden numbers and torch's own."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,13 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms.advantages import (
+    best_and_worst,
+    combined_advantages,
+    group_advantages,
+    group_stats,
+    kept_rows,
+)
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.algorithms.losses import (
     awm_loss,
@@ -170,14 +178,6 @@ def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-9, atol=0)
 
 
-def test_awms_gradient_at_the_old_policy_is_flow_matching_times_the_advantage():
-    old, x_0, noise = (golden(f"nft/1.0/{name}") for name in ("v_old", "x0", "noise"))
-    velocity, advantages = old.clone().requires_grad_(), golden("nft/1.0/advantages")
-    awm_loss(velocity, old, noise - x_0, advantages, 1e-3).sum().backward()
-    pull = advantages.view(-1, 1, 1) * 2 * (old - (noise - x_0)) / old[0].numel()
-    torch.testing.assert_close(velocity.grad, pull)
-
-
 def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
     names = dict(velocity="v_theta", old_velocity="v_old", x_t="x0", x_0="x0", noise="noise", sigma="sigma")
     step = ForwardStep(**{key: golden(f"nft/1.0/{name}") for key, name in names.items()})
@@ -263,16 +263,12 @@ def test_flow_matching_on_own_images_is_nft_of_an_image_that_counts_wholly_as_go
     torch.testing.assert_close(own_flow_matching_loss(velocity, x_t, x_0, sigma), expected, rtol=1e-12, atol=0)
 
 
-def test_the_line_goes_from_the_image_to_the_noise():
+def test_the_line_goes_from_the_image_to_the_noise_and_its_own_velocity_has_no_error():
     x_0, noise = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
     ends = noised(x_0, noise, torch.tensor([0.0, 1000.0, 0.0]))
     assert torch.equal(ends, torch.stack([x_0[0], noise[1], x_0[2]]))
     quarter = noised(x_0, noise, torch.full((3,), 250.0))
     torch.testing.assert_close(quarter, 0.75 * x_0 + 0.25 * noise)
-
-
-def test_the_lines_own_velocity_has_no_error():
-    x_0, noise = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
     assert torch.equal(velocity_error(noise - x_0, x_0, noise), torch.zeros(3))
     assert torch.allclose(velocity_error(noise - x_0 + 2, x_0, noise), torch.full((3,), 4.0))
 
@@ -287,3 +283,75 @@ def test_noise_levels_are_logit_normal_over_the_schedule():
     assert set(found.tolist()) <= set(levels.tolist())
     again = logit_normal_timesteps(levels, [rng.generator(0, "t", i) for i in (7, 8)])
     assert torch.equal(again, found[7:9])
+
+
+REWARDS = torch.tensor(GOLDEN["adv/rewards"]).float()
+PROMPTS = json.loads(Path(__file__).with_name("golden").joinpath("prompts.json").read_text())["prompts"]
+GROUPS = torch.tensor([int(name[1:]) for name in PROMPTS])
+
+
+@pytest.mark.parametrize(("key", "global_std"), [("group", False), ("global_std", True)])
+def test_golden_advantages_of_which_several_rewards_have_their_own(key, global_std):
+    expected = torch.tensor(GOLDEN[f"adv/{key}"]).float()
+    both = torch.stack([REWARDS, REWARDS * 3 + 1], 1)
+    for found in (group_advantages(REWARDS, GROUPS, global_std), *group_advantages(both, GROUPS, global_std).unbind(1)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_golden_share_of_groups_without_spread():
+    share = (group_stats(REWARDS, GROUPS).std < 1e-6).float().mean()
+    assert share.item() == pytest.approx(float(GOLDEN["adv/zero_std_ratio"]))
+
+
+def test_a_groups_level_scale_name_and_place_do_not_matter():
+    rewards, groups = torch.tensor([1.0, 10, 2, 20, 3, 30]), torch.tensor([7, 1, 7, 1, 7, 1])
+    advantages = group_advantages(rewards, groups, eps=0)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, -1, 0, 0, 1, 1]) * 1.5**0.5)
+
+
+@pytest.mark.parametrize("value", [0.3, 8.3, 85.3, 612.7])
+@pytest.mark.parametrize("rounding", [0.0, 1e-7])
+def test_rewards_of_any_size_that_differ_by_rounding_alone_are_a_group_without_spread(value, rounding):
+    rewards, groups = torch.full((24,), value), torch.zeros(24, dtype=torch.long)
+    rewards[::2] *= 1 + rounding
+    both = {"a": rewards, "b": 2 * rewards}
+    cancelled = combined_advantages(both, {"a": 1.0, "b": -0.5}, groups, "sum")
+    assert torch.equal(group_advantages(rewards, groups), torch.zeros(24))
+    assert torch.equal(cancelled, torch.zeros(24))
+    assert not kept_rows(both, {"a": 1.0, "b": 1.0}, groups).any()
+    rewards[::3] *= 1.0001
+    assert kept_rows({"a": rewards}, {"a": 1.0}, groups).all()
+
+
+TWO = {"a": REWARDS, "b": REWARDS.flip(0) * 100}
+
+
+def test_a_sum_of_rewards_is_one_reward():
+    for global_std in (False, True):
+        found = combined_advantages(TWO | {"c": REWARDS}, {"a": 2.0, "b": 0.5}, GROUPS, "sum", global_std)
+        torch.testing.assert_close(found, group_advantages(2 * TWO["a"] + 0.5 * TWO["b"], GROUPS, global_std))
+
+
+def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
+    found = combined_advantages(TWO, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
+    scaled = combined_advantages({"a": TWO["a"] * 50, "b": TWO["b"]}, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
+    by_hand = 2 * group_advantages(TWO["a"], GROUPS) + group_advantages(TWO["b"], GROUPS)
+    torch.testing.assert_close(found, (by_hand - by_hand.mean()) / by_hand.std(unbiased=False), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
+    assert found.mean().abs() < 1e-6
+    assert found.std(unbiased=False) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_neither():
+    values = torch.tensor([[0.3, 0.9, torch.nan, 0.1, 0.5], [1.0, 1.0, 0.0, 1.0, 1.0]])
+    assert best_and_worst(values, 2).tolist() == [[1, 3], [0, 2]]
+    assert best_and_worst(values, 3).tolist() == [[1, 4, 3], [0, 1, 2]]
+    assert best_and_worst(values, 5)[0].tolist() == [1, 4, 0, 2, 3]
+
+
+def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
+    rewards = {"a": torch.tensor([1.0, 1, 2, 2]), "b": torch.tensor([5.0, 5, 5, 6]), "c": torch.tensor([1.0, 2, 3, 4])}
+    groups = torch.tensor([0, 0, 1, 1])
+    assert kept_rows(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
+    assert kept_rows(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
+    assert kept_rows(rewards, {"c": 1.0}, groups).tolist() == [True] * 4

@@ -196,7 +196,7 @@ RUNS = {  # each type of noise, both rollouts and both objectives
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
     "branches, compiled": (
         "_pr,guard",
-        dict(sample__sde_type="sde", compile=True, fsdp__activation_checkpointing=1.0, text_tokens=40),
+        dict(compile=True, fsdp__activation_checkpointing=1.0, text_tokens=40, sample__guidance_scale=1.0),
     ),
     "window, sharded": (",guard", dict(sample__sde_type="cps_gaussian", fsdp__mode="shard")),
 }
@@ -205,7 +205,7 @@ RUNS = {  # each type of noise, both rollouts and both objectives
 @pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, tmp_path, monkeypatch):
-    """With guidance, and prompts of unequal lengths in each batch."""
+    """With guidance, but where each of two conditions would be traced, and prompts of unequal lengths in each batch."""
     variants, how = RUNS[kind]
     how = few | dict(model=registry.tiny_folder(name), eval_freq=0, sample__guidance_scale=2.0) | how
     how |= dict(sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)

@@ -1,12 +1,23 @@
-"""Which package may import which, how large folders and functions may grow, and what a script is."""
+"""Which package may import which, how large folders and functions may grow, what a script is, and what `pip install .`
+installs."""
 
 import ast
 import functools
 import graphlib
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+import yaml
+from small import ENV, ROOT
+
+from flow_grpo.diffusers_patch import registry
+
 PACKAGE = ROOT / "flow_grpo"
 MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decision
     "base": set(),
@@ -116,3 +127,45 @@ def test_scripts_are_the_algorithm():
             assert {"rollout", "add_gradients", "main"} <= names
         else:  # a twin: the same algorithm with another model
             assert len(script.read_text().splitlines()) <= 25
+
+
+SOURCES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "NOTICE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the package, without anything else of the checkout but the data set that it ships."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    for name in ("flow_grpo", "dataset/shapes"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, folder]
+    subprocess.run(command, check=True, env=ENV, capture_output=True, timeout=300)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
+    names = set(wheel.namelist())
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo").rglob("*.py")}
+    tiny = {str(path.relative_to(ROOT)) for path in (ROOT / "flow_grpo/assets/tiny_qwenimage").rglob("*.*")}
+    assert modules | tiny <= names
+    assert {f"{registry.tiny_folder(name)}/model_index.json" for name in registry.names()} <= names
+    for split in ("train", "validation", "test"):
+        data = wheel.read(f"flow_grpo/assets/dataset/shapes/{split}_metadata.jsonl")
+        assert data == (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_bytes()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"flow_grpo"}
+
+
+def test_a_wheel_names_its_requirements_and_pythons_and_holds_its_licence_which_the_citation_names(wheel):
+    files = {name.rpartition("/")[2]: wheel.read(name) for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = Parser().parsestr(files["METADATA"].decode())
+    needed = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert len(needed) == len(lines)
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "License :: OSI Approved :: Apache Software License" in metadata.get_all("Classifier")
+    assert all(files[name] == (ROOT / name).read_bytes() for name in ("LICENSE", "NOTICE"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["license"], citation["version"]) == ("Apache-2.0", metadata["Version"])
