@@ -41,12 +41,13 @@ def pytest_collection_finish():
 def shallow(tmp_path_factory):
     """Settings of a run on a model of two blocks, scored by the brightness of its images."""
     import brightness  # takes, with the next one, five seconds, and few tests need them
-    import small
+    import recorded
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(brightness.rewards, "REGISTERED", {})
         brightness.rewards.register("brightness", brightness.brightness)
-        yield small.shallow(tmp_path_factory.mktemp("shallow"))
+        how = recorded.shallow_of(recorded.shared(tmp_path_factory.getbasetemp()))
+        yield how | dict(reward_fn__shapes=0.0, reward_fn__brightness=1.0)
 
 
 @pytest.fixture(scope="session")
@@ -58,8 +59,8 @@ def recorded(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def pairs_folder(tmp_path_factory):
-    """Preference pairs of 48 prompts."""
+def pairs(tmp_path_factory):
+    """Settings of a run on preference pairs of 48 prompts, which two blocks drew and whose scores are JPEG's bytes."""
     import recorded
 
     return recorded.pairs_of(recorded.shared(tmp_path_factory.getbasetemp()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from small import few_prompts, lines_of, prepare, stored, train
+from small import few_prompts, lines_of, make_shallow, prepare, stored, train
 
 from flow_grpo import rewards
 
@@ -64,13 +64,23 @@ def shared(basetemp):
     return basetemp.parent if "PYTEST_XDIST_WORKER" in os.environ else basetemp
 
 
+def shallow_of(root):
+    """Settings of a run of a model of two blocks on few prompts."""
+    folder = made_once(root / "shallow", make_shallow)
+    return dict(model=str(folder / "model"), dataset=str(folder / "prompts"), eval__num_steps=3)
+
+
 def pairs_of(root):
-    """Preference pairs of 48 prompts."""
+    """See the fixture `pairs`."""
+    folder = root / "preferences"
+    how = shallow_of(root) | dict(dataset=str(folder / "data"))
+    how |= dict(reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
     def make(folder):
-        prepare("shapes_qwenimage_dpo", folder / "pairs", dataset=few_prompts(folder / "data", 48))
+        few_prompts(folder / "data", 48)
+        prepare("shapes_qwenimage_dpo", folder / "pairs", **how)
 
-    return str(made_once(root / "preferences", make) / "pairs")
+    return how | dict(preferences__path=str(made_once(folder, make) / "pairs"))
 
 
 def run_of(root, kind):
@@ -78,7 +88,7 @@ def run_of(root, kind):
     name, how = RUNS[kind]
     how = ALWAYS | how
     if kind == "dpo":
-        how["preferences__path"] = pairs_of(root)
+        how |= pairs_of(root)
 
     def make(folder):
         with pytest.MonkeyPatch.context() as patch:

@@ -101,16 +101,15 @@ def loaded(name, **parts):
     return MODELS[name](pipeline, torch.device("cpu"))
 
 
-def shallow(folder):
-    """Settings of runs in half the time: the tiny Qwen-Image's first and last block, which draw no shapes to score, and
-    few prompts."""
+def make_shallow(folder):
+    """A model of half the time in folder/model, the tiny Qwen-Image's first and last block, which draw no shapes to
+    score, and few prompts in folder/prompts."""
     pipeline = MODELS["qwenimage"].PIPELINE.from_pretrained(registry.tiny_folder("qwenimage"))
     blocks = pipeline.transformer.transformer_blocks
     del blocks[1:-1]
     pipeline.transformer.register_to_config(num_layers=len(blocks))
-    pipeline.save_pretrained(folder)
-    how = dict(model=str(folder), dataset=few_prompts(folder / "prompts", splits=("train", "test", "validation")))
-    return how | dict(reward_fn__shapes=0.0, reward_fn__brightness=1.0, eval__num_steps=3)
+    pipeline.save_pretrained(folder / "model")
+    few_prompts(folder / "prompts", splits=("train", "test", "validation"))
 
 
 def few_prompts(folder, count=24, splits=("train", "test")):

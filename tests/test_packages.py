@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from email.parser import Parser
-from pathlib import Path
 
 import pytest
 import yaml

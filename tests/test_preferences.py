@@ -218,8 +218,8 @@ def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):
     assert not texts[0] & texts[1]
 
 
-def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs_folder, tmp_path):
-    folder = shutil.copytree(pairs_folder, tmp_path / "pairs")
+def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_path):
+    folder = shutil.copytree(pairs["preferences__path"], tmp_path / "pairs")
     files, report = files_of(folder), json.loads((folder / "report.json").read_text())
     report["made_by"]["preferences"]["path"] = str(folder)
 
@@ -227,7 +227,7 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs_folder,
         made_by = copy.deepcopy(report["made_by"])
         change(made_by)
         (folder / "report.json").write_text(json.dumps(report | {"made_by": made_by}))
-        prepare(NAME, folder, **dict(dataset=report["made_by"]["dataset"]) | how)
+        prepare(NAME, folder, **pairs | dict(preferences__path=str(folder)) | how)
 
     again()  # complete: nothing to do
     again(lambda made_by: made_by["sample"].pop("rollout_weights"))  # a setting that is younger than the folder

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import warm
-from small import ENV, FEW, ROOT, exported, few_prompts, file_of, lines_of, prepare, train
+from small import ENV, FEW, ROOT, exported, file_of, lines_of, train
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
 SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
@@ -146,15 +146,6 @@ def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
         for line in lines_of(folder, kind):
             assert line[f"{prefix}/brightness_masked_share"] == 0.5
             assert line[f"{prefix}/brightness_half"] == 0.5
-
-
-@pytest.fixture(scope="module")
-def pairs(shallow, tmp_path_factory):
-    """Settings of a run on the pairs of 48 prompts."""
-    folder = tmp_path_factory.mktemp("dpo")
-    data = few_prompts(folder / "data", 48)
-    how = shallow | dict(dataset=data, preferences__min_margin=0.0)
-    return how | dict(preferences__path=str(prepare("shapes_qwenimage_dpo", folder / "pairs", **how)))
 
 
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
