@@ -273,7 +273,7 @@ def test_every_script_config_and_make_target_that_is_named_exists():
     makefile = (ROOT / "Makefile").read_text()
     lists = re.findall(r"^(?:QUICK|ON_GPU) := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     files = [f"tests/test_{name}.py" for names in lists for name in names.replace("\\", " ").split()]
-    assert len(files) > 20
+    assert len(files) > 10
     assert [file for file in files if not (ROOT / file).exists()] == []
     targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
     named = re.findall(r"^make ([\w-]+)|`make (?:PYTHON=\S+ )?([\w-]+)", NAMED, re.MULTILINE)

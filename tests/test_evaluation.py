@@ -133,8 +133,9 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
 
 def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
     rewards.register("jpeg_size", lambda *images: -rewards.load("jpeg_compressibility", "cpu")(*images))
-    how = dict(eval__best_by="jpeg_size", eval__rewards=("jpeg_size",))  # which falls
-    folder = train(WINDOW, tmp_path / "runs", dataset=few_prompts(tmp_path / "data"), num_epochs=1, **shallow | how)
+    how = shallow | dict(eval__best_by="jpeg_size", eval__rewards=("jpeg_size",))  # which falls
+    how |= dict(dataset=few_prompts(tmp_path / "data"), num_epochs=1)
+    folder = train(WINDOW, tmp_path / "runs", **how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     assert best.read(folder).split == "test"
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
