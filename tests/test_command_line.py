@@ -1,4 +1,5 @@
-"""The command line: files from anywhere, overrides, and sentences for what the user can mend."""
+"""The command line: files from anywhere, overrides, sentences for what the user can mend, what is said without
+training, and what a run notes of how it was made."""
 
 import importlib
 import os

@@ -286,8 +286,8 @@ def without_two(load):
 def spoiling_two(draw):
     """A rollout whose first two images are remembered as something else than what was drawn and is scored."""
 
-    def sampled(*args):
-        for number, (batch, drawn) in enumerate(draw(*args)):
+    def sampled(*args, **how):
+        for number, (batch, drawn) in enumerate(draw(*args, **how)):
             if number == 0:
                 for tensor in (drawn.latents, *(x for t in drawn.trace for x in (t.latents, t.step.next_latents))):
                     tensor[:2] += 0.1
