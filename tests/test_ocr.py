@@ -17,7 +17,7 @@ from flow_grpo.rewards import ocr
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "dataset" / "ocr"
 TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
-SAMPLE = TEST[::52]
+SAMPLE = TEST[::87]
 
 
 def picture(lines, side=256, ink="black", paper="white"):
@@ -49,10 +49,10 @@ def test_clean_pictures_earn_all_alone_too_and_other_words_little(score):
     found = score(images, *of(SAMPLE))
     alone = [score(images[i : i + 1], *of(SAMPLE[i : i + 1]))["score"] for i in range(2)]
     assert torch.equal(torch.cat(alone), found["score"][:2])
-    assert all(v.shape == (10,) and v.dtype == torch.float32 for v in found.values())
+    assert all(v.shape == (6,) and v.dtype == torch.float32 for v in found.values())
     assert found["score"].mean() >= 0.95
     assert found["exact"].mean() >= 0.9
-    others = score(images.roll(7, 0)[::3], *of(SAMPLE[::3]))
+    others = score(images.roll(3, 0)[::3], *of(SAMPLE[::3]))
     assert others["score"].mean() <= 0.3
     assert others["exact"].sum() == 0
     scores = torch.cat([found["score"], others["score"]])

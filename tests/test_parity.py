@@ -20,12 +20,12 @@ QWEN = MODELS["qwenimage"]
 
 
 @pytest.fixture
-def compared(monkeypatch):
+def compared(shallow, monkeypatch):
     """() -> what check_parity finds, without a compiled graph, which takes half a minute."""
     monkeypatch.setattr(check_parity, "other_graph", lambda _: torch.enable_grad())
 
     def found(name="shapes_qwenimage", num_prompts=1, **how):
-        return check_parity.check(config_of(name, **how), num_prompts)[0]
+        return check_parity.check(config_of(name, **shallow | how), num_prompts)[0]
 
     return found
 
@@ -140,7 +140,7 @@ def test_where_a_rollout_and_the_update_part_and_why_is_named(
         lines = [{"prompt": f"a photo of a {color} circle"} for color in ("red", "blue")]
         (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     disturb(monkeypatch)
-    found = compared(dataset=str(tmp_path), reward_fn={"jpeg_compressibility": 1.0})
+    found = compared(dataset=str(tmp_path))
     changed, before = found["changed weights"], found["first weights"]
     assert changed["first"].startswith(first)
     assert changed["cause"] == cause

@@ -261,19 +261,25 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
     assert sum(map(len, open_folder(folder).values())) == 24 - sum(reasons.values()) > 0
 
 
-def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
-    """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
-    how = dict(dataset=few_prompts(tmp_path / "data"), max_rows=20, part_size=8, sample__num_images_per_prompt=2)
-    whole = prepare(NAME, tmp_path / "whole", **how)
-    plain, left = prepare_preferences.write_part, []
+def interrupted(monkeypatch, owner, name):
+    """A list of as many entries as there are calls of a function before one is interrupted."""
+    plain, left = getattr(owner, name), []
 
-    def interrupted(*args):
+    def call(*args):
         if not left:
             raise KeyboardInterrupt
         left.pop()
         return plain(*args)
 
-    monkeypatch.setattr(prepare_preferences, "write_part", interrupted)
+    monkeypatch.setattr(owner, name, call)
+    return left
+
+
+def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
+    """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
+    how = dict(dataset=few_prompts(tmp_path / "data"), max_rows=20, part_size=8, sample__num_images_per_prompt=2)
+    whole = prepare(NAME, tmp_path / "whole", **how)
+    left = interrupted(monkeypatch, prepare_preferences, "write_part")
     for count in (0, 1, 1, 9, 10):
         left[:] = [None] * count
         if count == 10:  # as after a kill between the report and the end
@@ -372,15 +378,7 @@ def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes
     assert sum(map(len, texts.values())) == 12
     assert len(set(texts["validation"])) == 1
     assert not {*texts["validation"]} & {*texts["train"]}
-    plain, left = preferences._write, []
-
-    def interrupted(*args):
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        plain(*args)
-
-    monkeypatch.setattr(preferences, "_write", interrupted)
+    left = interrupted(monkeypatch, preferences, "_write")
     for kill in range(3, 9):  # three parts; then the held out pairs of each, and what stays of it
         left[:] = [None] * kill
         with suppress(KeyboardInterrupt):

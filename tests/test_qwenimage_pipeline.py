@@ -61,8 +61,7 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     assert wider.mask.sum() == 12
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize(("guidance_scale", "branches"), [(1.0, 1), (4.0, 3)])
 def test_both_entry_points_return_log_probs_that_replay_bit_for_bit_and_the_images_of_their_latents(
     model, guidance_scale, branches
 ):

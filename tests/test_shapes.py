@@ -20,7 +20,7 @@ from flow_grpo.rewards import shapes as reward
 from flow_grpo.rewards.shapes import Detection, detect, grade
 
 ROOT = Path(__file__).parents[1]
-PER_TAG = 200
+PER_TAG = 100
 TRAIN, VALIDATION, TEST = (
     [prompt.metadata for prompt in load_prompts("dataset/shapes", split)] for split in ("train", "validation", "test")
 )
@@ -40,7 +40,7 @@ def draw(prompts, seed=0, resolution=64):
 
 @pytest.fixture(scope="module")
 def pictures():
-    """PER_TAG prompts of every tag, and a picture of each: 1,200 pictures, looked at in five conditions."""
+    """PER_TAG prompts of every tag, and a picture of each: 600 pictures, looked at in five conditions."""
     asked = [p for tag in TAGS for p in (of_tag(PROMPTS, tag) * PER_TAG)[: 7 * PER_TAG : 7]]
     return asked, draw(asked)[1]
 

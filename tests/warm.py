@@ -1,7 +1,7 @@
 """Commands as forks of one process that has imported everything, which saves each of them six seconds of start.
 
-A program still is the `__main__` of a process of its own, with its arguments, environment and exit status. Real starts,
-by python and by torchrun, are in test_scripts.py and test_ranks.py.
+A program still is the `__main__` of a process of its own, with its arguments, environment and exit status. A real
+start, by torchrun, is in test_ranks.py.
 """
 
 import faulthandler
