@@ -14,7 +14,7 @@ import train_qwenimage_nft
 from hostile import http_server
 from recorded import assert_same
 from small import ENV, ROOT, as_prompts, config_of, lines_of, stored, train
-from test_listening import listening
+from test_scoring import listening
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
@@ -235,17 +235,13 @@ def address():
         yield url
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
-def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(
-    name, address, shallow, tmp_path, monkeypatch
-):
-    """And scores the same evaluations, which are one code for all scripts."""
+def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(address, shallow, tmp_path, monkeypatch):
+    """And scores the same evaluations."""
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    epochs = dict(num_epochs=2, eval_freq=2) if name == WINDOW else dict(num_epochs=1, eval_freq=0)
-    common = epochs | dict(model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
-    in_a_thread = train(name, tmp_path / "thread", **common)
-    by_a_server = train(name, tmp_path / "url", reward__args={"jpeg_compressibility": {"url": address}}, **common)
-    assert_same(in_a_thread, by_a_server, epochs["num_epochs"])
+    common = dict(num_epochs=2, eval_freq=2, model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
+    in_a_thread = train(BRANCHES, tmp_path / "thread", **common)
+    by_a_server = train(BRANCHES, tmp_path / "url", reward__args={"jpeg_compressibility": {"url": address}}, **common)
+    assert_same(in_a_thread, by_a_server, epoch=2)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
 
