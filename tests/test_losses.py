@@ -166,7 +166,7 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
         assert learning_rate_share(0, 8, schedule, 0) == 1
 
 
-def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
+def test_awm_is_ppo_of_the_exponential_of_the_errors_difference_and_at_first_pulls_by_the_advantage():
     """Against numpy; the golden arrays have no numbers of AWM."""
     v, old, x_0, noise = (GOLDEN[f"nft/1.0/{name}"] for name in ("v_theta", "v_old", "x0", "noise"))
     advantages = GOLDEN["nft/1.0/advantages"]
@@ -176,6 +176,10 @@ def test_awm_is_ppo_of_the_exponential_of_the_errors_difference():
         expected = -np.minimum(advantages * ratio, advantages * np.clip(ratio, 1 - clip_range, 1 + clip_range))
         found = awm_loss(*map(torch.tensor, (v, old, noise - x_0, advantages)), clip_range)
         torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-9, atol=0)
+    velocity = torch.tensor(old, requires_grad=True)
+    awm_loss(velocity, *map(torch.tensor, (old, noise - x_0, advantages)), 1e-3).sum().backward()
+    pull = advantages[:, None, None] * 2 * (old - (noise - x_0)) / old[0].size
+    torch.testing.assert_close(velocity.grad, torch.tensor(pull))
 
 
 def test_awm_logs_the_ratio_that_it_clips_and_bounds_advantages():
