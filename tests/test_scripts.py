@@ -12,7 +12,15 @@ import pytest
 import torch
 import train_qwenimage
 import warm
+from diffusers import QwenImagePipeline
 from small import ENV, ROOT, SCRIPTS, as_prompts, config_of, file_of, lines_of, loaded, train
+
+from flow_grpo.base import rng
+from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
+from flow_grpo.evaluation.evaluation import NUM_SHOWN, spread
+from flow_grpo.monitoring import plots
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
@@ -125,6 +133,31 @@ def test_golden_first_losses(name, tmp_path):
     for key, values in golden.items():
         found = [row[key] for row in lines_of(folder, "update")]
         torch.testing.assert_close(found, values, rtol=1e-3, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_the_saved_lora_makes_the_evaluations_images_again(recorded):
+    sheets = plots.evaluations(folder := recorded("branches").folder)
+    pictures, captions, _ = zip(*plots.panel_pictures(sheets[max(sheets)]))
+    config = config_of(BRANCHES)
+    rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)
+    shown = spread(range(len(rows)), NUM_SHOWN)
+    assert [rows[i].text for i in shown] == list(captions)
+    pipeline = QwenImagePipeline.from_pretrained(TINY)
+    pipeline.load_lora_weights(folder)
+    sampled = pipeline_with_logprob(
+        pipeline,
+        model_classes.of_pipeline(pipeline).encode(rows, width=config.text_tokens),
+        [rng.generator(0, "eval validation", i) for i in range(len(rows))],
+        window=range(0),
+        noise_level=0.0,
+        num_steps=config.eval.num_steps,
+        guidance_scale=config.eval.guidance_scale,
+        height=config.height,
+        width=config.width,
+    )
+    pixels = sampled.images[list(shown)].mul(255).round().permute(0, 2, 3, 1)
+    enlarged = pixels.repeat_interleave(2, 1).repeat_interleave(2, 2).numpy()  # as the panel does with 64 px
+    assert np.abs(enlarged - np.stack(pictures)).max() < 8  # levels of 256; the base's images differ by over 20
 
 
 def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys, monkeypatch):
