@@ -12,7 +12,6 @@ from flow_grpo.settings import checks, command_line
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/nft.py:shapes_qwenimage_nft", checks.NFT)
 
-from collections.abc import Iterator
 
 import torch
 from ml_collections import ConfigDict
@@ -24,8 +23,6 @@ from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
-from flow_grpo.data.prompts import Batch
-from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -40,28 +37,18 @@ OLD = "old"  # the policy that samples: an average of the trained one's past
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
-    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Some
-    images may be the reference's (sample.reference_every)."""
-    timesteps, num_steps = run.scheduler.timesteps[run.config.train.first_step : -1], run.plan.num_trained_steps
+    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
+    timesteps, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     images, submitted = [], []
-    for batch, samples in sample_both(run, epoch):
-        streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
-        indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
-        numbers, condition = torch.tensor(batch.images), run.embed(batch.prompts)
-        images.append(Rollout(numbers, condition, timesteps[indices.to(run.device)], x_0=samples.latents))
-        submitted.append(rewards.submit(run, samples, batch))
-    return concat(images), submitted
-
-
-def sample_both(run: Run, epoch: int) -> Iterator[tuple[Batch, Samples]]:
-    """The old policy's images of an epoch, of the best and worst scouts' noise if there are scouts, and then the
-    reference's."""
     with run.extra_policies[OLD].applied():
         noises = rewards.scout(run, epoch, lambda _: range(0))
-        yield from sample_epoch(run, epoch, lambda _: range(0), noises=noises)
-    if run.config.sample.reference_every:
-        with run.reference.applied():
-            yield from sample_epoch(run, epoch, lambda _: range(0), reference=True)
+        for batch, samples in sample_epoch(run, epoch, lambda _: range(0), noises=noises):
+            streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
+            indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
+            numbers, condition = torch.tensor(batch.images), run.embed(batch.prompts)
+            images.append(Rollout(numbers, condition, timesteps[indices.to(run.device)], x_0=samples.latents))
+            submitted.append(rewards.submit(run, samples, batch))
+    return concat(images), submitted
 
 
 def noise_of(run: Run, image: int) -> int:

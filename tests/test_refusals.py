@@ -127,8 +127,6 @@ TRAINING = {  # a script's run -> its rows
         no(train__old_decay_schedule=1.5),
         no("reference_guidance_scale is 3.0", "train.beta set", train__beta=0.0),
         no(sample__num_images_per_prompt=1, sample__batch_size=2),
-        no("reference_every is 3", "batch_size 4", sample__reference_every=3),
-        no("first_step 3", "num_steps 4", train__first_step=3),
     ],
     f"{NFT},dgpo": [
         no("dgpo", "shared_noise True", train__shared_noise=False),

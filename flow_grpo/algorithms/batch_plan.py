@@ -31,16 +31,15 @@ def num_trained_steps(config) -> int:
     if sample.num_branches == 1 and sample.sde_window_size > 0:
         return sample.sde_window_size
     steps = int(sample.num_steps * config.train.timestep_fraction + 1e-9)  # 50 * 0.58 is 28.99...
-    return min(steps, sample.num_steps - 1 - config.train.first_step)
+    return min(steps, sample.num_steps - 1)
 
 
 def plan_batches(config, world_size: int) -> BatchPlan:
     """Divide the experiment over the GPUs. Raises UserError, with numbers that would do, where it does not divide."""
     sample, updates, steps = config.sample, config.train.updates_per_epoch, num_trained_steps(config)
     if steps < 1:
-        share, first = config.train.timestep_fraction, config.train.first_step
-        whole = f"of num_steps {sample.num_steps}" + (f" from first_step {first} on" if first else "")
-        raise UserError(f"timestep_fraction {share} leaves no denoising step to train, {whole}")
+        share = config.train.timestep_fraction
+        raise UserError(f"timestep_fraction {share} leaves no denoising step to train of num_steps {sample.num_steps}")
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if images % (sample.batch_size * world_size):
         ways_out = _ways_out(images, sample.batch_size, world_size, lambda size: size * steps % updates == 0)

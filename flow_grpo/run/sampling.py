@@ -60,30 +60,18 @@ def sample_epoch(
     noisy_steps: NoisySteps,
     num_branches: int = 1,
     *,
-    reference: bool = False,
     noises: list[int] | None = None,
 ) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order.
 
     Args:
         num_branches: above 1: so many branches leave each noisy step of a trunk.
-        reference: the images that sample.reference_every leaves to the reference, which is applied; else the others.
         noises: by the images' numbers, the scouts whose noise they are drawn from, by the update's weights.
     """
-    sample, params = run.config.sample, SamplingParams.of(run.config.sample)
-    if reference:
-        params = replace(params, guidance_scale=run.reference.guidance(params.guidance_scale))
-    of_epoch = batches(run, epoch)
-    if every := sample.reference_every:
-        of_epoch = (
-            prompts.pick((batch, row) for row, image in enumerate(batch.images) if (image % every == 0) == reference)
-            for batch in of_epoch
-        )
-    requests = _requests(run, epoch, of_epoch, params, noisy_steps, num_branches, noises)
-    exact = reference or noises
-    yield from _samples(
-        run, requests, nullcontext if exact else policies.fast_forwards(run.config, run.model.transformer)
-    )
+    params = SamplingParams.of(run.config.sample)
+    requests = _requests(run, epoch, batches(run, epoch), params, noisy_steps, num_branches, noises)
+    fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
+    return _samples(run, requests, fast)
 
 
 def sample_scouts(run: Run, epoch: int, noisy_steps: NoisySteps) -> Iterator[tuple[Batch, Samples]]:

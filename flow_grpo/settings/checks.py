@@ -195,12 +195,6 @@ def check_forward(sample) -> None:
             "without noise in the rollout there is neither window nor branch; set 0 and 1"
         )
     check_groups(sample)
-    every, sizes = sample.reference_every, (sample.batch_size, sample.num_images_per_prompt)
-    if every and (every == 1 or sizes[0] % every or sizes[1] % every):
-        raise UserError(
-            f"config.sample.reference_every is {every}; it must be at least 2 and divide sample.batch_size {sizes[0]} "
-            f"and num_images_per_prompt {sizes[1]}, so that each batch and each group has as many images of either"
-        )
 
 
 GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))

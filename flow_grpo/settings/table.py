@@ -149,9 +149,6 @@ SETTINGS = (
             used_by=(GRPO, NFT)),
     Setting("sample.scout_ratio", 0.4, "Fraction of the forwards of a scout after its noise; 0 = all of them.", min=0,
             max=1, used_by=(GRPO, NFT), when=(("sample.scouts_per_image",),)),
-    Setting("sample.reference_every", 0,
-            "One of so many images of a group is the reference's, drawn with its guidance; 0 = none.", unit="images",
-            min=0, used_by=(NFT,), when=(("train.beta",),)),
     Setting("sample.sde_window_size", 2, "Steps that are sampled with noise and trained; 0 = all but the last.",
             unit="steps", min=0, used_by=(GRPO, NFT)),  # train_*_nft.py asks for 0
     Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.", used_by=(GRPO,)),
@@ -246,9 +243,6 @@ SETTINGS = (
     Setting("train.timestep_fraction", 1.0,
             "Train int(this * num_steps) steps, the first ones, in train_*_nft.py random ones; never the last. "
             "A window is trained whole.", min=TINY, max=1, used_by=ONLINE, when=(("sample.sde_window_size", 0),)),
-    Setting("train.first_step", 0,
-            "First denoising step that is trained; the steps before it decide what stands where.", unit="steps", min=0,
-            max=999, used_by=(NFT,)),
     Setting("train.ema_decay", 0.9, "Decay of the averaged weights: min((1 + n) / (10 + n), this) after n updates.",
             min=0, max=1),
     Setting("train.ema_interval", 8,
