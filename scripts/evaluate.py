@@ -10,7 +10,6 @@ scores what its own test scored, to the last digit on a CPU. The output folder h
 sheet for each row of the table. docs/design/evaluation.md has examples.
 """
 
-import argparse
 import html
 import itertools
 import json
@@ -18,37 +17,42 @@ import re
 from functools import partial
 from pathlib import Path
 
-import torch
 import yaml
-from tqdm import tqdm
 
 from flow_grpo import rewards
-from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import markdown_table, quoted, with_error
-from flow_grpo.data import embedding_cache, prompts
-from flow_grpo.diffusers_patch import loading, model_classes
-from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.size import Size, training_size
-from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
-from flow_grpo.monitoring.dashboard import plain
-from flow_grpo.monitoring.plots import contact_sheet
-from flow_grpo.scoring.pool import Pool
-from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks, command_line
+from flow_grpo.settings import command_line
 from flow_grpo.settings.table import BY_KEY, check_values, default_config
-from flow_grpo.weights import policies, quantisation
 
 
-def configured(args):
-    """The policies, each with its settings, and the settings that all share, the first one's."""
-    runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
-    common = policies_to_compare.run_config(runs[0]) if runs else default_config()
-    common.model = args.model or common.model
-    compared = [policies_to_compare.find(name, common, args.weights) for name in args.policies]
-    for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
-        override(config, args)
-    return compared, common
+def parser():
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
+    add(
+        "policies", nargs="+", help="a run's folder, a folder with a LoRA file, or a diffusers model (folder or hub id)"
+    )
+    add("--weights", choices=["best", "last"], default="best", help="of runs")
+    add("--model", help="the base of LoRA folders; default: the first run's, or else the shipped tiny model")
+    add("--prompts", help="a data set's folder, or a file of prompts; default: the first run's data set")
+    add("--split", choices=["test", "validation", "train"], default="test", help="of a data set's folder")
+    add("--num-prompts", type=int, help="evenly spread; default: all of --prompts, or as many as the run evaluated")
+    add("--rewards", nargs="+", type=reward_and_weight, help="NAME or NAME=WEIGHT; default: the first run's")
+    add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
+    add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
+    add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
+    add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
+    add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
+    add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
+    return parser
+
+
+def reward_and_weight(text):
+    """Of NAME=WEIGHT, or of NAME, whose weight is None."""
+    name, _, weight = text.partition("=")
+    return name, float(weight) if weight else None
 
 
 def override(config, args):
@@ -65,10 +69,45 @@ def override(config, args):
             config.eval.rewards = ()
 
 
-def reward_and_weight(text):
-    """Of NAME=WEIGHT, or of NAME, whose weight is None."""
-    name, _, weight = text.partition("=")
-    return name, float(weight) if weight else None
+def check_words(args):
+    """Raises UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
+    for name in args.policies:
+        if not Path(shipped.find(name)).exists() and not shipped.is_hub_id(name):
+            raise UserError(f"{name!r} is neither a folder nor a hub id")
+    override(default_config(), args)
+    if args.rewards and not any((Path(name) / "config.json").is_file() for name in args.policies):
+        rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    args = command_line.arguments(parser(), check_words)
+
+import torch
+from tqdm import tqdm
+
+from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.base.quoting import markdown_table, with_error
+from flow_grpo.data import embedding_cache, prompts
+from flow_grpo.diffusers_patch import loading, model_classes
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.monitoring.dashboard import plain
+from flow_grpo.monitoring.plots import contact_sheet
+from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
+from flow_grpo.settings import checks
+from flow_grpo.weights import policies, quantisation
+
+
+def configured(args):
+    """The policies, each with its settings, and the settings that all share, the first one's."""
+    runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
+    common = policies_to_compare.run_config(runs[0]) if runs else default_config()
+    common.model = args.model or common.model
+    compared = [policies_to_compare.find(name, common, args.weights) for name in args.policies]
+    for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
+        override(config, args)
+    return compared, common
 
 
 def chosen_prompts(args, config):
@@ -257,27 +296,6 @@ def main(args):
     distributed.close()
 
 
-def parser():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add(
-        "policies", nargs="+", help="a run's folder, a folder with a LoRA file, or a diffusers model (folder or hub id)"
-    )
-    add("--weights", choices=["best", "last"], default="best", help="of runs")
-    add("--model", help="the base of LoRA folders; default: the first run's, or else the shipped tiny model")
-    add("--prompts", help="a data set's folder, or a file of prompts; default: the first run's data set")
-    add("--split", choices=["test", "validation", "train"], default="test", help="of a data set's folder")
-    add("--num-prompts", type=int, help="evenly spread; default: all of --prompts, or as many as the run evaluated")
-    add("--rewards", nargs="+", type=reward_and_weight, help="NAME or NAME=WEIGHT; default: the first run's")
-    add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
-    add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
-    add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
-    add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
-    add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
-    add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
-    return parser
-
-
 if __name__ == "__main__":
     with command_line.sentences("it has written no table"):
-        main(parser().parse_args())
+        main(args)

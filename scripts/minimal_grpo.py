@@ -7,6 +7,11 @@ steps of a group's better images more likely (arXiv:2505.05470). scripts/train_q
 evaluations, checkpoints, several GPUs and all options. The printed reward is the mean over the epoch's images.
 """
 
+from flow_grpo.settings import command_line
+
+if __name__ == "__main__":
+    command_line.arguments(command_line.parser(__doc__))  # none but --help, before torch is imported
+
 import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor

@@ -8,18 +8,70 @@ sample.num_images_per_prompt images of each training prompt, by its reward. Or, 
 there, in a form that flow_grpo/data/image_pairs.py describes. Each part makes a file, in one rename: killed and started
 again, on any number of ranks, it makes the same files. report.json says what was dropped.
 
-Flags of this script: --source, --max_rows, --part_size, --validation_share, --max_dropped_share; see Options.
+Flags of this script:
+--source=FOLDER             with pairs.jsonl, or with Pick-a-Pic's parquet files; without it own rollouts
+--max_rows=N                of the source, its first prompts or pairs; 0, the default = all
+--part_size=256             prompts or pairs of the source per file
+--validation_share=0.1      of the prompts, whose pairs are held out: at least one; 0 = none
+--max_dropped_share=0.2     fail at the end if a larger fraction of the source was unusable
 """
 
 import argparse
+import sys
+from functools import partial
+from typing import NamedTuple
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.settings import checks, command_line, table
+
+
+class Options(NamedTuple):
+    """The flags of this script."""
+
+    source: str = ""
+    max_rows: int = 0
+    part_size: int = 256
+    validation_share: float = 0.1
+    max_dropped_share: float = 0.2
+
+
+DEFAULTS = Options()
+
+
+def flags(words: list[str]) -> tuple[Options, list[str]]:
+    """The script's own flags, and the other words of the command line."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in DEFAULTS._asdict().items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    known, others = parser.parse_known_args(words)
+    return Options(**vars(known)), others
+
+
+def plan(config, world_size: int, source: str) -> None:
+    """Raises UserError for a config without a folder to write, or whose batches hold no whole groups."""
+    if config.dry_run:
+        raise UserError("--dry_run is for training: a folder of pairs is not planned")
+    if not config.preferences.path:
+        raise UserError("config.preferences.path is empty: it names the folder to write")
+    if not source and config.sample.batch_size % config.sample.num_images_per_prompt:
+        raise UserError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
+
+
+def preparing(source: str) -> checks.Script:
+    """What this script asks of a config."""
+    return checks.Script(table.DPO, checks.check_groups, ignored=(), plan=partial(plan, source=source))
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    options, words = flags(sys.argv[1:])
+    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options.source), words)
+
 import hashlib
 import json
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +83,6 @@ from tqdm import tqdm
 
 from flow_grpo import rewards
 from flow_grpo.base import distributed, folders, rng
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences, prompts
 from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
@@ -42,25 +93,12 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks, command_line, table
 from flow_grpo.settings.older import with_defaults
 from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 
-PREPARES = checks.Script(table.DPO, checks.check_groups, ignored=())
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
 MADE_BY += ("lora", "sample", "model_class", "preferences", "options")
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
-
-
-class Options(NamedTuple):
-    source: str = ""  # folder with pairs.jsonl, or with Pick-a-Pic's parquet files; "" = own rollouts
-    max_rows: int = 0  # of the source, its first prompts or pairs; 0 = all
-    part_size: int = 256  # prompts or pairs of the source per file
-    validation_share: float = 0.1  # of the prompts, whose pairs are held out: at least one; 0 = none
-    max_dropped_share: float = 0.2  # fail at the end if a larger fraction of the source was unusable
-
-
-DEFAULTS = Options()
 
 
 class Made(NamedTuple):
@@ -77,16 +115,14 @@ Check = Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too m
 
 def check(config, source: str):
     """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    checks.check(config, PREPARES)
+    script = preparing(source)
+    checks.check(config, script)
+    script.plan(config, 1)
     load_weights.check(config, family := model_classes.resolve(config))
-    if not config.preferences.path:
-        raise UserError("config.preferences.path is empty: it names the folder to write")
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if source:
         return light, image_pairs.open_rows(source)
-    if config.sample.batch_size % config.sample.num_images_per_prompt:
-        raise UserError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
         raise UserError(
             f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
@@ -321,16 +357,5 @@ def main(config, options: Options = DEFAULTS):
     folders.release(folder)
 
 
-def flags(words: list[str]) -> tuple[Options, list[str]]:
-    """The script's own flags, and the other words of the command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, default in DEFAULTS._asdict().items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    known, others = parser.parse_known_args(words)
-    return Options(**vars(known)), others
-
-
 if __name__ == "__main__":
-    options, words = flags(sys.argv[1:])
-    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", arguments=words)
     command_line.run(partial(main, options=options), config, after_stop="the same command goes on with it")

@@ -10,14 +10,35 @@ read the card before it is public. `hf auth login` first. A repository that is t
 import argparse
 from pathlib import Path
 
+from flow_grpo.base.errors import UserError
+from flow_grpo.settings import command_line
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder")
+    parser.add_argument("--repo", required=True, help="USER/NAME")
+    parser.add_argument("--weights", choices=["best", "last"], default="best")
+    parser.add_argument("--private", action="store_true", help="only you can see a repository that is made")
+    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
+    return parser
+
+
+def check_words(args: argparse.Namespace) -> None:
+    """Raises UserError for what is no folder."""
+    if not args.run.is_dir():
+        raise UserError(f"there is no folder {args.run}")
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    args = command_line.arguments(parser(), check_words)
+
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
 from flow_grpo.base import checksums
-from flow_grpo.base.errors import UserError
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
-from flow_grpo.settings import command_line
 from flow_grpo.weights import finite, lora_files
 
 PATTERNS = ("README.md", "*.png", lora_files.FILE, "adapter_*", "transformer/*")
@@ -66,16 +87,6 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     print(f"uploaded to {address}")
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--repo", required=True, help="USER/NAME")
-    parser.add_argument("--weights", choices=["best", "last"], default="best")
-    parser.add_argument("--private", action="store_true", help="only you can see a repository that is made")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
-    return parser
-
-
 if __name__ == "__main__":
     with command_line.sentences():
-        main(parser().parse_args(), HfApi())
+        main(args, HfApi())

@@ -2,13 +2,63 @@
 
     python scripts/serve_reward.py pickscore --port 18087 --device cuda:0
 
-A run uses it with --config.reward.args="{'pickscore': {'url': 'http://127.0.0.1:18087'}}"; see
-docs/howto/reward_servers.md.
+It prints its address and the setting with which a run uses it; see docs/howto/reward_servers.md. Ctrl-C stops it.
 """
 
-from flow_grpo.reward_server.serve import main
-from flow_grpo.settings.command_line import sentences
+import argparse
+import ipaddress
+import json
+import socket
+
+from flow_grpo import rewards
+from flow_grpo.base.errors import UserError
+from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.settings import command_line
+
+
+def parser():
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
+    add("name", help="a file of flow_grpo/rewards, or of a folder in FLOW_GRPO_REWARDS")
+    add("--port", type=int, default=18087, help="0 = any that is free; default %(default)s")
+    add("--host", default="127.0.0.1", help="who may connect; 0.0.0.0 or :: = everyone; default %(default)s")
+    add("--token-file", default="", help="holds the token; without it the environment's REWARD_TOKEN")
+    add("--without-token", action="store_true", help="other machines may connect without one")
+    add("--device", default="", help="default: cuda:0 where there is one")
+    add("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
+    add("--batch-size", type=int, default=32, help="images scored together; default %(default)s")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for what a user can mend and can be known without importing torch."""
+    rewards.check_name(args.name, "serve_reward.py")
+    if not 0 <= args.port < 2**16:
+        raise UserError(f"--port is {args.port}; it may be 0 to 65535")
+    if not read_token(args.token_file) and not args.without_token and not is_loopback(args.host):
+        raise UserError(
+            f"--host {args.host} lets other machines connect, and there is no token: set REWARD_TOKEN in the "
+            "environment or name a file by --token-file, for the server and its clients; or say --without-token"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address. Raises UserError for what is none."""
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise UserError(f"--host is {host!r}, which is no address: {error}") from error
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
+def main(args: argparse.Namespace) -> None:
+    from flow_grpo.reward_server import serve  # imports torch
+
+    token = read_token(args.token_file)
+    serve.main(args.name, args.host, args.port, token, args.device, args.options, args.batch_size)
+
 
 if __name__ == "__main__":
-    with sentences():
-        main()
+    args = command_line.arguments(parser(), check)
+    with command_line.sentences():
+        main(args)

@@ -11,9 +11,6 @@ from flow_grpo.settings import command_line, table
 
 PROGRAMS = {"python", "torchrun", "make", "pip", "source", "export", "git", "cd", "hf", "cp", "mkdir", "sbatch", "kill"}
 TRAINING = re.compile(r"scripts/(train_\w+|prepare_preferences)\.py$")
-SOURCES = {
-    "scripts/serve_reward.py": ROOT / "flow_grpo/reward_server/serve.py"
-}  # where flags are read, if not in the file
 DEFAULT = re.compile(r'command_line\.parse\(\s*"([^"]+)"')
 
 
@@ -73,7 +70,7 @@ def check_python(words, own_configs):
     if TRAINING.search(words[place]):
         check_config(words[place], script.read_text(), arguments, gpus(words[:place]), own_configs)
         return
-    source = SOURCES.get(words[place], script).read_text()
+    source = script.read_text()
     for flag in [word.partition("=")[0] for word in arguments if word.startswith("--")]:
         assert f'"{flag}"' in source or flag.startswith("--config"), (flag, words)
 

@@ -266,12 +266,41 @@ def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
     ],
 )
 def test_a_command_line_is_answered_before_torch_is_imported(words, status, says, tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin"}
-    command = [sys.executable, ROOT / "scripts" / "train_qwenimage.py", *words.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert_answered(f"scripts/train_qwenimage.py {words}", status, says, tmp_path)
+
+
+def assert_answered(words, status, says, folder):
+    """A command, where importing torch would end it."""
+    (folder / "torch.py").write_text("raise SystemExit('torch is imported')")
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, *words.split()], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done
     assert all(word in (done.stderr if status else done.stdout) for word in says), done
+
+
+COMMANDS = [*(f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py"))), "tools/split_prompts.py"]
+TINY = "flow_grpo/assets/tiny_qwenimage"
+MISSPELT = [
+    (f"scripts/evaluate.py {TINY} --guidance-scale 1", ["--guidance-scale"]),
+    ("scripts/evaluate.py scripts/nowhere", ["'scripts/nowhere'"]),
+    (f"scripts/evaluate.py {TINY} --set eval.num_stepz=3", ["eval.num_stepz"]),
+    (f"scripts/evaluate.py {TINY} --rewards shapez", ["'shapez'", "shapes"]),
+    ("scripts/minimal_grpo.py --epochs 3", ["--epochs"]),
+    ("scripts/prepare_preferences.py --max_row=3", ["--max_row"]),
+    ("scripts/prepare_preferences.py --config.sample.batch_size=7", ["multiple"]),
+    ("scripts/prepare_preferences.py --dry_run", ["--dry_run"]),
+    ("scripts/push_to_hub.py scripts/nowhere --repo me/mine", ["scripts/nowhere"]),
+    ("scripts/push_to_hub.py scripts --rep me/mine", ["--rep"]),
+    ("scripts/serve_reward.py shapez", ["'shapez'", "shapes"]),
+    ("-m flow_grpo.monitoring.report --ot page.html scripts", ["--ot"]),
+]
+
+
+def test_every_script_answers_help_and_a_misspelt_word_before_torch_is_imported(tmp_path):
+    for command in (*COMMANDS, "-m flow_grpo.monitoring.report"):
+        assert_answered(f"{command} --help", 0, ["python" if "train" not in command else "torchrun"], tmp_path)
+    for command, says in MISSPELT:
+        assert_answered(command, 2, says, tmp_path)
 
 
 TAB = """source <("$PYTHON" scripts/train_qwenimage.py --completion)

@@ -11,6 +11,7 @@ import sys
 
 import prepare_preferences
 import pytest
+import serve_reward
 from refused import assert_refused, otherwise
 from small import CHECKS, ROOT, config_of, train
 from test_policies import lora, pipeline_with
@@ -22,7 +23,6 @@ from flow_grpo.base import checksums
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import checkpoints, exports
 from flow_grpo.data import prompts
-from flow_grpo.reward_server import serve
 from flow_grpo.rewards.clients.tokens import read_token
 from flow_grpo.settings import checks, command_line, config_files, table
 from flow_grpo.weights import fsdp_utils
@@ -324,7 +324,12 @@ SERVING = [
 
 
 def test_what_serve_reward_refuses():
-    assert_refused([(words, lambda words=words: serve.main(words.split()), says) for words, *says in SERVING])
+    def start(words):
+        args = serve_reward.parser().parse_args(words.split())
+        serve_reward.check(args)
+        serve_reward.main(args)
+
+    assert_refused([(words, lambda words=words: start(words), says) for words, *says in SERVING])
 
 
 def test_a_file_without_a_token_is_refused_and_its_text_is_not_said(tmp_path):

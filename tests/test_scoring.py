@@ -16,6 +16,7 @@ import hostile
 import httpx
 import numpy as np
 import pytest
+import serve_reward
 import torch
 import warm
 from hostile import http_server, says
@@ -293,7 +294,8 @@ def mean(images, prompts, metadata):
 @contextmanager
 def listening(score=mean, host="127.0.0.1", token="", **limits):
     """The address of a server; it is announced when it can be connected to."""
-    address, over, app = Future(), threading.Event(), make_app("mean", score, Limits(**limits), token)
+    address, over = Future(), threading.Event()
+    app = make_app("mean", score, Limits(**{"batch_size": 32} | limits), token)
 
     def announce(url):
         socket.create_connection((httpx.URL(url).host, httpx.URL(url).port)).close()
@@ -441,6 +443,7 @@ def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
         assert httpx.get(url + "/health").status_code == 200
 
 
-def test_no_token_is_needed_where_nobody_else_can_connect():
+def test_no_token_is_needed_where_nobody_else_can_connect(monkeypatch):
     for host, token in (("::1", ""), ("::", "sesame")):  # without: a row of test_refusals.py
-        serve.check(serve.parse(["shapes", "--host", host]), token)
+        monkeypatch.setenv("REWARD_TOKEN", token)
+        serve_reward.check(serve_reward.parser().parse_args(["shapes", "--host", host]))

@@ -14,15 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from config import dpo, grpo, nft  # noqa: E402
-from flow_grpo import rewards  # noqa: E402
-from flow_grpo.algorithms import batch_plan  # noqa: E402
-from flow_grpo.base.quoting import markdown_table  # noqa: E402
-from flow_grpo.diffusers_patch import model_classes, registry  # noqa: E402
-from flow_grpo.monitoring import metrics  # noqa: E402
-from flow_grpo.run import dry_run  # noqa: E402
-from flow_grpo.settings import table as settings  # noqa: E402
-from flow_grpo.settings.setting import Setting  # noqa: E402
+from config import dpo, grpo, nft
+from flow_grpo import rewards
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.base.quoting import markdown_table
+from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.monitoring import metrics
+from flow_grpo.run import dry_run
+from flow_grpo.settings import table as settings
+from flow_grpo.settings.setting import Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo}

@@ -14,11 +14,27 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from flow_grpo.settings import command_line
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("sources", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--column", default="prompt", help="of a .parquet; default %(default)s")
+    parser.add_argument("--test", type=int, default=256, help="prompts; default %(default)s")
+    parser.add_argument("--validation", type=int, default=256, help="prompts; default %(default)s")
+    parser.add_argument("--longest", type=int, default=0, help="characters of a prompt; 0 = no limit")
+    return parser
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    args = command_line.arguments(parser())
+
 import pyarrow.parquet as pq
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.data.prompts import parse_line, read_lines
-from flow_grpo.settings.command_line import sentences
 
 SPLITS = ("test", "validation", "train")
 
@@ -71,17 +87,6 @@ def main(args: argparse.Namespace) -> None:
     write(split(prompts, args.test, args.validation, args.longest), args.out)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--column", default="prompt", help="of a .parquet")
-    parser.add_argument("--test", type=int, default=256, help="prompts")
-    parser.add_argument("--validation", type=int, default=256, help="prompts")
-    parser.add_argument("--longest", type=int, default=0, help="characters of a prompt; 0 = no limit")
-    return parser
-
-
 if __name__ == "__main__":
-    with sentences():
-        main(parser().parse_args())
+    with command_line.sentences():
+        main(args)

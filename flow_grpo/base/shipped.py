@@ -1,6 +1,7 @@
 """What the package ships, by the relative path that the published configs name: found from any directory; and what
 Python has imported that neither the package nor an installed one ships."""
 
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -27,3 +28,8 @@ def imported_beside(file: Path) -> dict[str, Path]:
         for path in sorted(paths)
         if path.is_relative_to(file.parent) and not installed & {*path.parents}
     }
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it may be a hub's OWNER/NAME: no folder of this name is here, nor one that would hold it."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(find(name)).parent.is_dir()

@@ -1,6 +1,5 @@
 """What can be evaluated without training: a base model, a LoRA folder, a run's best or last weights."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +67,7 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
         return _of_run(name, folder, weights)
     if (folder / lora_files.FILE).is_file():
         return Candidate(name, "LoRA", config, folder, None)
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not folder.parent.is_dir()
-    if (folder / "model_index.json").is_file() or is_hub_id:
+    if (folder / "model_index.json").is_file() or shipped.is_hub_id(name):
         config = config.copy_and_resolve_references()
         config.model = name
         return Candidate(name, "base", config, None, None)

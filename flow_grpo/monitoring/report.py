@@ -20,6 +20,20 @@ from itertools import chain, count, groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from flow_grpo.settings import command_line, older, table
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    parser = command_line.parser(__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
+    return parser
+
+
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    command_line.arguments(parser())
+
 import jinja2
 import torch
 from ml_collections import ConfigDict
@@ -29,7 +43,6 @@ from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
 from flow_grpo.monitoring import health, metrics, plots
-from flow_grpo.settings import command_line, older, table
 
 GROUPS = {  # title -> what the names of its curves look like
     "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
@@ -284,10 +297,7 @@ def _unused(file: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     out = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else _unused(Path("report.html")))
     if out.suffix in FIGURES and len(args.runs) > 1:
         raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")

@@ -21,7 +21,7 @@ IMAGE_COST = 4  # copies of an image: as decoded, in the batch, in the reward's 
 
 @dataclass(frozen=True)
 class Limits:
-    batch_size: int = 32  # images scored together
+    batch_size: int  # images scored together
     max_delay_s: float = 0.01  # how long an image waits for others
     max_images: int = 4096  # of a request
     max_body_bytes: int = 2**30  # of a request

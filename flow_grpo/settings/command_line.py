@@ -1,5 +1,6 @@
 """The command line of every script: --config FILE:NAME,VARIANT and --config.KEY=VALUE, and errors as sentences."""
 
+import argparse
 import ast
 import difflib
 import os
@@ -56,6 +57,26 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
         if script:
             _check(config, script, file)
         return config
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a script without a config, whose docstring is what --help begins with."""
+    how = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=how, allow_abbrev=False)
+
+
+def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None) -> Any:
+    """The arguments of such a script, for its first lines, as of `parse`.
+
+    Args:
+        check: raises UserError for what can be known without importing torch.
+    """
+    with sentences():
+        _check_checkout()
+        args = parser.parse_args()
+        if check:
+            check(args)
+        return args
 
 
 def _check_checkout() -> None:
