@@ -285,10 +285,15 @@ def changed(before: dict, current: dict, file: Path) -> list[str]:
     return [key for key in keys if stored.get(key) != current.get(key)]
 
 
-def claim(config, options: Options, folder: Path) -> bool:
+def digest_of(rows) -> str:
+    """Of prompts and their metadata, or of the lines of pairs.jsonl; of parquet files, of their number of rows."""
+    return hashlib.blake2b(repr(rows if isinstance(rows, list) else len(rows)).encode(), digest_size=8).hexdigest()
+
+
+def claim(config, options: Options, folder: Path, digest: str) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
-    Raises UserError if it was made with other settings, or if another process is at work there.
+    Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
     """
     unfinished, report = folder / "unfinished", folder / "report.json"
     if not folders.make(folder, "config.preferences.path") and not folder.is_dir():
@@ -300,15 +305,20 @@ def claim(config, options: Options, folder: Path) -> bool:
         print(notice)
     source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
     if source.exists():
-        if differ := changed(folders.read_json(source)["made_by"], current, source):
+        before = folders.read_json(source)
+        if differ := changed(before["made_by"], current, source):
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
+        if before.get("rows", digest) != digest:
+            raise UserError(
+                f"{folder} was begun with other {'pairs' if options.source else 'prompts'}; choose another folder"
+            )
     else:
         unfinished.mkdir(exist_ok=True)
-        folders.write_text(source, json.dumps({"made_by": current}))
+        folders.write_text(source, json.dumps({"made_by": current, "rows": digest}))
     return not complete
 
 
-def finish(config, options: Options, folder: Path) -> None:
+def finish(config, options: Options, folder: Path, digest: str) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = count_pairs(options, folder)
@@ -321,7 +331,8 @@ def finish(config, options: Options, folder: Path) -> None:
             f"{bad} of {total} rows are unusable ({dict(reasons)}), {pairs['train']} pairs are left to train on; "
             f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
         )
-    report = dict(made_by=made_by(config, options), pairs=pairs, reasons=dict(reasons), dropped=dropped)
+    report = dict(made_by=made_by(config, options), rows=digest)
+    report |= dict(pairs=pairs, reasons=dict(reasons), dropped=dropped)
     folders.write_text(folder / "report.json", json.dumps(report, indent=1))
     shutil.rmtree(folder / "unfinished")
 
@@ -330,7 +341,8 @@ def main(config, options: Options = DEFAULTS):
     light, rows = check(config, options.source)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
     quantisation.check_device(config, ranks.device)
-    if not distributed.broadcast_object(claim(config, options, folder) if distributed.is_main() else None):
+    digest = digest_of(rows)
+    if not distributed.broadcast_object(claim(config, options, folder, digest) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
     source, part_size = options.source, options.part_size
@@ -352,7 +364,7 @@ def main(config, options: Options = DEFAULTS):
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     distributed.barrier()
-    distributed.on_main(finish, config, options, folder)
+    distributed.on_main(finish, config, options, folder, digest)
     distributed.close()
     folders.release(folder)
 

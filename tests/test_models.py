@@ -11,6 +11,7 @@ import evaluate
 import pytest
 import torch
 import warm
+from huggingface_hub import constants
 from rounding import rounding
 from safetensors.torch import load_file
 from small import MODELS, ROOT, as_prompts, few_prompts, file_of, generators, lines_of, loaded, prepare, train
@@ -293,3 +294,11 @@ def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, s
     assert len(lines_of(folder, "eval")) == 2
     if kind in ("", "_pr"):
         assert updates[0]["ratio_std"] == 0
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, caplog):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the environment may say otherwise
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")
+    with pytest.raises(UserError, match=r"'me/mine'.*Connection refused"):
+        loading.pipeline_name("me/mine")
+    assert caplog.records == []  # of attempts

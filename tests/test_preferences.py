@@ -237,6 +237,12 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
     was_a_setting = lambda made_by: made_by["preferences"].update(source=made_by["options"].pop("source") + "a")  # noqa: E731
     refused.append(("source", lambda: again(was_a_setting), ["(options.source)"]))
     refused.append(("rows", lambda: again(max_rows=20), ["(options.max_rows)"]))
+
+    def other_prompts():
+        (folder / "report.json").write_text(json.dumps(report | {"rows": "of other prompts"}))
+        prepare(NAME, folder, **pairs | dict(preferences__path=str(folder)))
+
+    refused.append(("prompts", other_prompts, ["other prompts"]))
     refused.append(("section", lambda: again(lambda made_by: made_by.update(sample=5)), ["report.json", "'sample'"]))
     assert_refused(refused)
 

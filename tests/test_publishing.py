@@ -149,7 +149,9 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     adapters = {"adapter_config.json", "adapter_model.safetensors", LORA}
     assert names == {"README.md", "reward.png", "samples.png", *adapters}
     assert "nothing was uploaded" in out
-    assert 'load_lora_weights("me/red")' in (run / "best" / "README.md").read_text()
+    card = (run / "best" / "README.md").read_text()
+    assert 'load_lora_weights("me/red")' in card
+    assert "Mean over 4 test prompts" in card
 
 
 def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):

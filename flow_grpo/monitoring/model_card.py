@@ -111,6 +111,7 @@ def write_card(run: report.Recorded, folder: Path, place: str) -> None:
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         config=config,
+        num_tested=num_tested(run),
         pictures=[folder / name for name in PICTURES if (folder / name).is_file()],
         facts=facts(run, folder),
         settings=public_settings(run),
@@ -141,6 +142,12 @@ def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, 
         values = first.get(f"test/{name}", math.nan), last[prefix + name]
         rows.append((name, with_error(values[0], before), with_error(values[1], after)))
     return [row for row in rows if row[0] != "std_error"]
+
+
+def num_tested(run: report.Recorded) -> str:
+    """How many test prompts the run was evaluated on; the most there can be where it is older than run.json."""
+    counts = [start["num_tested"] for start in provenance.starts(run.folder) if "num_tested" in start]
+    return str(counts[-1]) if counts else f"at most {run.config.eval.num_prompts}"
 
 
 def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
