@@ -40,9 +40,9 @@ VAE_BATCH, VAE_LR, KL_WEIGHT, EDGE_WEIGHT, OBJECT_WEIGHT = 64, 2e-3, 1e-4, 1.0, 
 BATCH, LR, WARMUP_STEPS, EMA_DECAY, PROMPT_DROPOUT = 512, 1e-3, 200, 0.999, 0.1
 
 
-def build_tokenizer(prompts: list[str]) -> Qwen2Tokenizer:
+def build_tokenizer(prompts: list[str], pipeline_class: type = QwenImagePipeline) -> Qwen2Tokenizer:
     """A byte-level BPE to which every word of the template and of `prompts` is one token."""
-    bare = QwenImagePipeline(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
+    bare = pipeline_class(**dict.fromkeys(pipeline_class._get_signature_types()))
     template, cut = bare.prompt_template_encode, bare.prompt_template_encode_start_idx
     texts = [template.format(prompt) for prompt in (NO_PROMPT, *prompts)]
 

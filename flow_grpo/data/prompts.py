@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo.base import rng, shipped
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.prompt import Prompt, picture_size
 from flow_grpo.base.quoting import quoted
 
 
@@ -60,7 +60,7 @@ def load_file(path: Path) -> list[Prompt]:
     UserError: an empty file, or a malformed line; names file and line."""
     lines = read_lines(path)
     parse = _parse_json if path.suffix == ".jsonl" else _parse_text
-    prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    prompts = [parse(line, f"{path}, line {number}", path.parent) for number, line in enumerate(lines, start=1)]
     if not prompts:
         raise UserError(f"{path} is empty: it needs one prompt a line")
     return prompts
@@ -94,17 +94,30 @@ def parse_line(line: str, place: str) -> Any:
     return value
 
 
-def _parse_json(line: str, place: str) -> Prompt:
+def _parse_json(line: str, place: str, folder: Path) -> Prompt:
     metadata = parse_line(line, place)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
         raise UserError(f'{place}: needs an object with a "prompt" string, has {quoted(line)}')
     tag = metadata.get("tag", "")
+    sources = source_paths(metadata, place, folder)
     if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
         raise UserError(f'{place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
-    return Prompt(_parse_text(metadata["prompt"], place).text, metadata)
+    return Prompt(_parse_text(metadata["prompt"], place, folder).text, metadata, sources)
 
 
-def _parse_text(line: str, place: str) -> Prompt:
+def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Path, ...]:
+    """The files of "sources", images to be edited, as they are named from `folder`. Raises UserError unless each is a
+    picture there; names `place`."""
+    names = metadata.get("sources", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'{place}: "sources" is {quoted(names)}; it must be a list of names of image files')
+    paths = tuple(folder / name for name in names)
+    for path in paths:
+        picture_size(path)
+    return paths
+
+
+def _parse_text(line: str, place: str, folder: Path) -> Prompt:
     if not line.strip():
         raise UserError(f"{place}: empty prompt")
     return Prompt(line.strip())

@@ -16,7 +16,9 @@ class Condition:
     text_embeds: Tensor  # [B, L, D], the text encoder's last states
     pooled: Tensor | None = None  # [B, D'], for models that take the prompt as one vector, too
     mask: Tensor | None = None  # [B, L] bool, False for the padding at the end; None = all tokens are seen
-    image_latents: Tensor | None = None  # [B, ...], of an image to be edited; for models that take one
+    source_1: Tensor | None = None  # [B, c, h, w], latents of the first image to be edited; for models that take one
+    source_2: Tensor | None = None
+    source_3: Tensor | None = None
     negative: "Condition | None" = None  # B rows of its own shapes: what guidance leads away from
 
     @property
@@ -29,6 +31,11 @@ class Condition:
         """Of a row's fields, the negative's included. Only conditions of the same shapes can be joined."""
         own = tuple((name, tensor.shape[1:]) for name, tensor in self.tensors().items())
         return own, self.negative and self.negative.shapes
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """Latents of the images to be edited, [B, c, h, w] each."""
+        return [source for source in (self.source_1, self.source_2, self.source_3) if source is not None]
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}

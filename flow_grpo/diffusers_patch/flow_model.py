@@ -16,11 +16,10 @@ from torch import Tensor
 from flow_grpo.base import checksums, rng, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
-
-TEXT_PARTS = "text_encoder*", "tokenizer*", "processor*"  # folders of what makes an embedding
 
 
 class Network(torch.nn.Module):
@@ -48,6 +47,8 @@ class FlowModel(ABC):
     PICTURES: ClassVar[bool] = False  # whether latents are [B, C, h, w]; else tokens [B, N, C]
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
     CUTS_PADDING: ClassVar[bool] = False  # whether text that is padding is masked, so that it may be cut
+    MOST_SOURCES: ClassVar[int] = 0  # images to be edited that a prompt may have; where not 0, it has one or more
+    ENCODERS: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*", "processor*")  # folders of what `encode` uses
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
@@ -99,13 +100,13 @@ class FlowModel(ABC):
             folder = snapshot_download(folder, allow_patterns=["transformer/*"])
         return Path(folder, "transformer")
 
-    @staticmethod
-    def text_version(folder: str, memory: Path | None = None) -> dict[str, str]:
+    @classmethod
+    def text_version(cls, folder: str, memory: Path | None = None) -> dict[str, str]:
         """What tells text encoders from others: their files' digests (see checksums), or a hub id's commit."""
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
-        paths = [path for part in TEXT_PARTS for path in Path(folder).glob(f"{part}/**/*")]
+        paths = [path for part in cls.ENCODERS for path in Path(folder).glob(f"{part}/**/*")]
         files = sorted(path for path in paths if path.is_file())
         names = [str(path.relative_to(folder)) for path in files]
         return dict(zip(names, checksums.file_digests(files, memory)))
@@ -119,6 +120,13 @@ class FlowModel(ABC):
         """Raises UserError for an image that the model cannot draw. Needs no weight."""
         if size.frames != 1:
             raise UserError(f"{self.NAME} draws single images, not {size.frames} frames")
+
+    def check_sources(self, prompts: list[Prompt]) -> None:
+        """Raises UserError for a prompt whose number of source images the model does not take. Needs no weight."""
+        for prompt in prompts:
+            if not min(self.MOST_SOURCES, 1) <= len(prompt.sources) <= self.MOST_SOURCES:
+                takes = f"1 to {self.MOST_SOURCES} source images" if self.MOST_SOURCES else "no source image"
+                raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {len(prompt.sources)}")
 
     @abstractmethod
     def check(self, prompts: list[Prompt], width: int | None) -> None:
@@ -139,6 +147,7 @@ class FlowModel(ABC):
                 and without one where lengths differ.
             guided: also encode the negative prompt, where guidance is a second forward.
         """
+        self.check_sources(prompts)
         self.check(prompts, width)
         with_negative = guided and self.NEGATIVE_PROMPT is not None
         negatives = [replace(prompt, text=self.NEGATIVE_PROMPT) for prompt in prompts if with_negative]

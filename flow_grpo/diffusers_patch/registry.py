@@ -26,6 +26,14 @@ MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowM
         "QwenImage",
         (Weights("Qwen/Qwen-Image", "Apache-2.0", 57), Weights("Qwen/Qwen-Image-2512", "Apache-2.0", 57)),
     ),
+    "QwenImageEditPlusPipeline": Entry(
+        "qwenimage_edit",
+        "QwenImageEdit",
+        (
+            Weights("Qwen/Qwen-Image-Edit-2511", "Apache-2.0", 57),
+            Weights("Qwen/Qwen-Image-Edit-2509", "Apache-2.0", 57),
+        ),
+    ),
     "StableDiffusion3Pipeline": Entry(
         "sd3",
         "StableDiffusion3",

@@ -44,7 +44,7 @@ class SamplingJob:
 @torch.no_grad()
 def pipeline_with_logprob(
     pipeline: DiffusionPipeline,
-    prompts: str | list[str] | Condition,
+    prompts: str | list[str | Prompt] | Condition,
     generators: torch.Generator | list[torch.Generator],
     *,
     window: range,
@@ -63,7 +63,7 @@ def pipeline_with_logprob(
     Raises UserError, before anything is encoded, for a value that cannot be meant.
 
     Args:
-        prompts: one text, B texts, or B rows of a model's `encode`.
+        prompts: one text, B texts, B Prompts, which may have images to be edited, or B rows of a model's `encode`.
         generators: one CPU generator for all, or B; each draws its image's noise, then its steps' in order.
         window: the noisy steps, within range(num_steps); range(0) for a deterministic image.
         noise_level: eta of the noisy steps; `sde_type` as in sde_step_with_logprob.
@@ -83,7 +83,7 @@ def pipeline_with_logprob(
 @torch.no_grad()
 def pipeline_with_logprob_perstep(
     pipeline: DiffusionPipeline,
-    prompts: str | list[str] | Condition,
+    prompts: str | list[str | Prompt] | Condition,
     generators: torch.Generator | list[torch.Generator],
     *,
     steps: range,
@@ -128,7 +128,7 @@ def _check_counts(counts: dict[str, int]) -> None:
 
 def _checked_job(
     model: FlowModel,
-    prompts: str | list[str] | Condition,
+    prompts: str | list[str | Prompt] | Condition,
     generators: torch.Generator | list[torch.Generator],
     params: SamplingParams,
     size: Size,
@@ -152,7 +152,8 @@ def _checked_job(
         raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
     params.check_noisy(steps)
     if not isinstance(prompts, Condition):
-        prompts = model.encode([Prompt(text) for text in prompts], guided=model.is_guided(params.guidance_scale))
+        prompts = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = model.encode(prompts, guided=model.is_guided(params.guidance_scale))
     return SamplingJob(model, prompts, generators, params, size)
 
 

@@ -44,8 +44,13 @@ class QwenImage(FlowModel):
         """Raises UserError for a prompt of more than `width` tokens, or more than the pipeline reads."""
         pipeline = self.pipeline
         template, drop = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-        length = lambda text: len(pipeline.tokenizer(template.format(text)).input_ids) - drop  # noqa: E731
+        before = self.before_text(prompts)
+        length = lambda text: len(pipeline.tokenizer(template.format(before + text)).input_ids) - drop  # noqa: E731
         loading.check_lengths(prompts, length, width if (width or TEXT_TOKENS) < TEXT_TOKENS else None, TEXT_TOKENS)
+
+    def before_text(self, prompts: list[Prompt]) -> str:
+        """What the text encoder reads between its template and a prompt."""
+        return ""
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The last states of the text encoder, without those of the template."""
@@ -61,14 +66,18 @@ class QwenImage(FlowModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        transformer, grid = self.transformer, self.grid(size)
+        return self.transformed(x, t, condition, [(size.frames, *self.grid(size))])
+
+    def transformed(self, x: Tensor, t: Tensor, condition: Condition, grids: list[tuple[int, int, int]]) -> Tensor:
+        """A forward of tokens of images one after another, of which `grids` are the frames, rows and columns."""
+        transformer = self.transformer
         dtype = transformer.img_in.weight.dtype
         return transformer(
             hidden_states=x.to(dtype),
             timestep=t / 1000,
             encoder_hidden_states=condition.text_embeds.to(dtype),
             encoder_hidden_states_mask=condition.mask,
-            img_shapes=[[(size.frames, *grid)]] * len(x),
+            img_shapes=[grids] * len(x),
             return_dict=False,
         )[0].float()
 
@@ -84,9 +93,14 @@ class QwenImage(FlowModel):
         return decoded(self.pipeline, latents, size)
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
-        z = (vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std
-        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
+        z = encoded(self.pipeline, images)
+        return self.pipeline._pack_latents(z, *z.shape)
+
+
+def encoded(pipeline, images: Tensor) -> Tensor:
+    """Most likely latents [B, c, h, w] f32 of images [B, 3, H, W] in [-1, 1]."""
+    vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
+    return ((vae.encode(images[:, :, None].to(vae.dtype)).latent_dist.mode().float() - mean) / std)[:, :, 0]
 
 
 def normalisation(vae) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,139 @@
+"""Pictures of shapes, edits of them, and what they become: what the tiny editing model learns from, and its data set.
+
+    python tools/draw_edits.py dataset/edits
+
+Legend: B pictures, M = MAX_OBJECTS, V = 11 edits of an object: a colour, removal, or a direction.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from draw_shapes import GAP, Layout, PromptTable, render, sample_layouts
+from torch import Tensor
+
+from flow_grpo.base import rng
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES, WORDINGS
+from flow_grpo.data.shapes import COLORS, MAX_OBJECTS, SHAPES
+
+EDITS = [(action, to) for action, values in VALUES.items() for to in values]
+ACTION = torch.tensor([[*VALUES].index(action) for action, _ in EDITS])  # [V]
+NAMES = [" ".join(filter(None, (color, kind))) for kind in SHAPES for color in (None, *COLORS)]
+SPLITS = {"train": (176, 960), "validation": (16, 64), "test": (64, 128)}  # pictures, prompts
+
+
+class Edits(NamedTuple):
+    """Of B pictures."""
+
+    object: Tensor  # [B] int64, below M
+    edit: Tensor  # [B] int64, below V
+    named: Tensor  # [B] int64, 1 where the instruction says the object's colour
+    wording: Tensor  # [B] int64, below 2
+
+
+def texts() -> list[str]:
+    """All instructions, in the order of `text_index`."""
+    return [
+        WORDINGS[action][wording].format(object=name, to=to)
+        for wording in range(2)
+        for name in NAMES
+        for action, to in EDITS
+    ]
+
+
+def text_index(layout: Layout, edits: Edits) -> Tensor:
+    """[B] int64, which of `texts`."""
+    row = torch.arange(len(edits.object), device=edits.object.device)
+    kind, color = layout.kind[row, edits.object], layout.color[row, edits.object]
+    name = kind * (len(COLORS) + 1) + (color + 1) * edits.named
+    return (edits.wording * len(NAMES) + name) * len(EDITS) + edits.edit
+
+
+def sample_sources(num: int, generator: torch.Generator) -> Layout:
+    """Two or three objects of different classes."""
+    device = generator.device
+    kind = torch.rand(num, MAX_OBJECTS, generator=generator, device=device).argsort(1)
+    count = torch.randint(2, 4, (num, 1), generator=generator, device=device)
+    present, nothing = torch.arange(MAX_OBJECTS, device=device) < count, torch.full_like(kind, -1)
+    table = PromptTable(kind, nothing, present, nothing[:, 0])
+    return sample_layouts(table, torch.arange(num, device=device), generator)
+
+
+def possible(layout: Layout) -> Tensor:
+    """Which edits each object can take, [B, M, V] bool: a colour that it has not, and ways that are free."""
+    device = layout.kind.device
+    recolor = layout.color[..., None] != torch.arange(len(COLORS), device=device)
+    moved = layout.center[:, :, None] + MOVE * torch.tensor([*DIRECTIONS.values()], device=device)  # [B, M, 4, 2]
+    edge = (layout.radius + GAP / 2)[..., None, None]
+    inside = ((moved >= edge) & (moved <= 1 - edge)).all(-1)
+    gap = (moved[:, :, :, None] - layout.center[:, None, None]).norm(dim=-1)  # [B, M, 4, M]
+    gap = gap - layout.radius[:, :, None, None] - layout.radius[:, None, None]
+    other = layout.present[:, None, None] & ~torch.eye(MAX_OBJECTS, dtype=torch.bool, device=device)[:, None]
+    free = inside & ((gap >= GAP) | ~other).all(-1)
+    return torch.cat([recolor, torch.ones_like(recolor[..., :1]), free], 2) & layout.present[..., None]
+
+
+def sample_edits(layout: Layout, generator: torch.Generator) -> Edits:
+    """Actions equally often, where they are possible, of any object."""
+    device, num = generator.device, len(layout.kind)
+    action = torch.randint(len(VALUES), (num, 1, 1), generator=generator, device=device)
+    able = possible(layout)
+    wanted = able & (ACTION.to(device) == action)
+    able = torch.where(wanted.any(2, keepdim=True).any(1, keepdim=True), wanted, able)
+    chosen = torch.multinomial(able.flatten(1).float(), 1, generator=generator)[:, 0]
+    named, wording = torch.randint(2, (2, num), generator=generator, device=device)
+    return Edits(chosen // len(EDITS), chosen % len(EDITS), named, wording)
+
+
+def apply(layout: Layout, edits: Edits) -> Layout:
+    """What the pictures become."""
+    device, row = layout.kind.device, torch.arange(len(layout.kind), device=layout.kind.device)
+    color, center, present = layout.color.clone(), layout.center.clone(), layout.present.clone()
+    recolor, (remove, move) = edits.edit < len(COLORS), (edits.edit == len(COLORS), edits.edit > len(COLORS))
+    color[row[recolor], edits.object[recolor]] = edits.edit[recolor]
+    present[row[remove], edits.object[remove]] = False
+    way = torch.tensor([*DIRECTIONS.values()], device=device)[edits.edit[move] - len(COLORS) - 1]
+    center[row[move], edits.object[move]] += MOVE * way
+    return layout._replace(color=color, center=center, present=present)
+
+
+def metadata_of(layout: Layout, edits: Edits, sources: list[str]) -> list[dict]:
+    """Of B prompts, as the data set has them."""
+    rows, instructions = [], texts()
+    for number, text in enumerate(text_index(layout, edits).tolist()):
+        columns = (column[number].tolist() for column in layout)
+        objects = [
+            {"class": SHAPES[kind], "color": [*COLORS][color], "center": [round(c, 3) for c in center]}
+            | {"radius": round(radius, 3)}
+            for kind, color, center, radius, present in zip(*columns)
+            if present
+        ]
+        action, to = EDITS[edits.edit[number]]
+        edit = {"object": edits.object[number].item(), "action": action} | ({"to": to} if to else {})
+        prompt = {"tag": action, "prompt": instructions[text], "sources": [sources[number]]}
+        rows.append(prompt | {"objects": objects, "edit": edit})
+    return rows
+
+
+def write(folder: Path) -> None:
+    """The data set: a file of prompts for each split, and the pictures, which prompts share."""
+    (folder / "sources").mkdir(parents=True, exist_ok=True)
+    for split, (num_pictures, num_prompts) in SPLITS.items():
+        generator = rng.generator(0, "edits", split)
+        layout = sample_sources(num_pictures, generator)
+        names = [f"sources/{split}_{number:03d}.png" for number in range(num_pictures)]
+        for name, picture in zip(names, to_pictures(render(layout))):
+            picture.save(folder / name, optimize=True)
+        which = torch.arange(num_prompts) % num_pictures
+        layout = Layout(*(column[which] for column in layout))
+        rows = metadata_of(layout, sample_edits(layout, generator), [names[number] for number in which])
+        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args().folder)
