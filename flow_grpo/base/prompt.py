@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def _source_digest(source: Source) -> bytes:
     return hashlib.blake2b(repr((source.mode, source.size)).encode() + source.tobytes(), digest_size=16).digest()
 
 
-@lru_cache(maxsize=None)
+@cache
 def picture_size(path: Path) -> tuple[int, int]:
     """Width and height of a file, upright. Raises UserError for one that is no picture. Reads its header."""
     try:
