@@ -111,4 +111,4 @@ def smoke(config):
 def is_here(reward):
     """Whether a reward needs neither weights from the hub nor a server: one of one's own may need anything."""
     ours = (shipped.PACKAGE / "rewards" / f"{reward}.py").exists()
-    return not ours or reward in ("shapes", "ocr", "jpeg_compressibility")
+    return not ours or reward in ("shapes", "edits", "ocr", "jpeg_compressibility")

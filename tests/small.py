@@ -1,5 +1,6 @@
 """Runs small enough for tests, and what they logged."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ from flow_grpo.settings import checks, config_files, table
 ROOT = Path(__file__).parents[1]
 CHECKS = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}  # by algorithm
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
+SOURCES = sorted((ROOT / "dataset/edits/sources").glob("test_*.png"))
 MODELS = {name: model_classes.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
 # of `config_of`: it evaluates little, writes little, and saves at the end alone
@@ -32,9 +34,10 @@ FEW = dict(eval__num_prompts=4, lora__rank=4, lora__alpha=8, save_freq=0)
 CLOCKS = ("written_at", "time/", "images_per_s", "memory/")  # figures that no two runs share
 
 
-def as_prompts(texts):
-    """Prompts of these texts."""
-    return [Prompt(text) for text in texts]
+def as_prompts(texts, name="qwenimage"):
+    """Prompts of these texts, each with a source image where the model takes some."""
+    sources = SOURCES if MODELS[name].MOST_SOURCES else [None] * len(SOURCES)
+    return [Prompt(text, {}, (source,) if source else ()) for text, source in zip(texts, itertools.cycle(sources))]
 
 
 def generators(count):
@@ -112,12 +115,15 @@ def make_shallow(folder):
     few_prompts(folder / "prompts", splits=("train", "test", "validation"))
 
 
-def few_prompts(folder, count=24, splits=("train", "test")):
-    """A dataset of some prompts of shapes, spread over its files."""
+def few_prompts(folder, count=24, splits=("train", "test"), name="qwenimage"):
+    """A dataset of some prompts of shapes, spread over its files, with source images where the model takes some."""
     folder.mkdir()
+    sources = [{"sources": [str(path)]} for path in SOURCES] if MODELS[name].MOST_SOURCES else [{}]
     for split in splits:
-        lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines(keepends=True)
-        (folder / f"{split}_metadata.jsonl").write_text("".join(lines[:: len(lines) // count][:count]))
+        lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines()
+        rows = zip(lines[:: len(lines) // count][:count], itertools.cycle(sources))
+        text = "".join(json.dumps(json.loads(line) | source) + "\n" for line, source in rows)
+        (folder / f"{split}_metadata.jsonl").write_text(text)
     return str(folder)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 TINY, CPU = "flow_grpo/assets/tiny_qwenimage", torch.device("cpu")
-PROMPTS = as_prompts(["a photo of a red circle", "two blue squares"])
+TEXTS = "a photo of a red circle", "two blue squares"
+PROMPTS = as_prompts(TEXTS)
 
 
 def assert_same(ours, theirs):
@@ -29,16 +31,16 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_encoded_by_whoever_the_umask_lets(name, guided, tmp_path):
-    model = loaded(name)
-    cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 24, CPU)
-    assert cache.missing([*PROMPTS, PROMPTS[0]]) == PROMPTS
+    model, prompts = loaded(name), as_prompts(TEXTS, name)
+    cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 32, CPU)
+    assert cache.missing([*prompts, prompts[0]]) == prompts
 
     def encode(prompt):
-        return model.encode([prompt], width=24, guided=guided)
+        return model.encode([prompt], width=32, guided=guided)
 
-    cache.fill(PROMPTS, encode)
-    assert cache.missing(PROMPTS) == []
-    for prompt in PROMPTS:
+    cache.fill(prompts, encode)
+    assert cache.missing(prompts) == []
+    for prompt in prompts:
         assert_same(cache.read(prompt), encode(prompt))
     (plain := tmp_path / "plain").touch()
     assert {file.stat().st_mode for file in cache.folder.glob("*.safetensors")} == {plain.stat().st_mode}
@@ -121,24 +123,25 @@ def test_what_was_not_written_for_a_prompt_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].NEGATIVE_PROMPT is not None])
 def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_path):
-    model, asked = loaded(name), []
+    model, asked, prompts = loaded(name), [], as_prompts(TEXTS, name)
+    prompts = [replace(prompt, sources=prompts[0].sources) for prompt in prompts]  # the encoder of texts sees them, too
 
     def encode(prompt):
         asked.append(prompt)
-        return model.encode([prompt], width=24, guided=True)
+        return model.encode([prompt], width=32, guided=True)
 
-    cache = Cache(str(tmp_path / "cache"), {}, 24, CPU)
-    cache.fill(PROMPTS, encode)
-    assert cache.missing(PROMPTS) == []
+    cache = Cache(str(tmp_path / "cache"), {}, 32, CPU)
+    cache.fill(prompts, encode)
+    assert cache.missing(prompts) == []
     (negative,) = cache.folder.glob("negative_*")
     negative.unlink()
-    assert cache.missing(PROMPTS) == PROMPTS[:1]
-    cache.fill(PROMPTS[:1], encode)
+    assert cache.missing(prompts) == prompts[:1]
+    cache.fill(prompts[:1], encode)
     for embed in (remembered(cache.read), remembered(encode)):
-        one, two = (embed(prompt) for prompt in PROMPTS)
+        one, two = (embed(prompt) for prompt in prompts)
         assert one.negative is two.negative
-        assert_same(one, encode(PROMPTS[0]))
-        assert embed(PROMPTS[0]) is one
+        assert_same(one, encode(prompts[0]))
+        assert embed(prompts[0]) is one
 
 
 def test_what_a_kill_left_behind_is_no_embedding_and_goes_an_hour_later(tmp_path):

@@ -5,26 +5,29 @@ SD3.5 and FLUX.1 are tiny random pipelines.
 
 import inspect
 import json
+from dataclasses import replace
 from functools import partial
 
 import evaluate
 import pytest
 import torch
 import warm
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from huggingface_hub import constants
+from PIL import Image
 from rounding import rounding
 from safetensors.torch import load_file
 from small import MODELS, ROOT, as_prompts, few_prompts, file_of, generators, lines_of, loaded, prepare, train
 from test_ranks import on_two_ranks
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.prompt import texts_of
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading, registry
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
-PROMPTS = as_prompts(["a red circle", "a photo of a blue square and a green cross", "two blue squares"])
-UNEQUAL = as_prompts(["a red circle", "two blue squares " * 12, "a green cross " * 25])
+TEXTS = "a red circle", "a photo of a blue square and a green cross", "two blue squares"
+UNEQUAL = "a red circle", "two blue squares " * 12, "a green cross " * 25
 SIBLINGS = {"flux": dict(guidance_embeds=False), "sd3": dict(dual_attention_layers=())}  # FLUX.1-schnell, SD3.5-large
 SIBLINGS |= {"qwenimage_21": dict(causal_condition=False)}
 SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
@@ -33,8 +36,25 @@ SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     """Settings of a run on few prompts, of which JPEG's bytes are the reward: no two images score alike."""
-    data = few_prompts(tmp_path_factory.mktemp("few") / "prompts", splits=("train", "test", "validation"))
+    how, folder = dict(splits=("train", "test", "validation")), tmp_path_factory.mktemp("few")
+    data = few_prompts(folder / "prompts", **how)
+    few_prompts(folder / "prompts_edits", name="qwenimage_edit", **how)
     return dict(dataset=data, num_epochs=1, reward_fn={"jpeg_compressibility": 1.0})
+
+
+def of_model(few, name):
+    """These settings, of a tiny model: with prompts that it takes."""
+    how = dict(model=registry.tiny_folder(name))
+    if MODELS[name].MOST_SOURCES:
+        how |= dict(dataset=few["dataset"] + "_edits", text_tokens=40)
+    return few | how
+
+
+@pytest.fixture(autouse=True)
+def small_sources(monkeypatch):
+    """Sources of diffusers' own pipeline are as small as those of the tiny model."""
+    for name in ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE"):
+        monkeypatch.setattr(pipeline_qwenimage_edit_plus, name, SIZE.height * SIZE.width)
 
 
 @pytest.fixture(params=MODELS)
@@ -50,7 +70,7 @@ def other_shift(model):
     model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=other, shift=1.0)
 
 
-def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
+def drawn_by_diffusers(model, size, guidance_scale, prompts):
     """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone: each prompt by
     itself, since Qwen-Image-2.1's image lies behind the longest one of a batch. What is transparent is white."""
     guidance = dict(guidance_scale=guidance_scale)
@@ -60,7 +80,8 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts=PROMPTS):
             guidance["negative_prompt"] = model.NEGATIVE_PROMPT
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
     noise = model.noise(size, generators(len(prompts))).split(1)
-    images = [model.pipeline(prompt=p.text, latents=x, **guidance).images for p, x in zip(prompts, noise)]
+    asked = [dict(prompt=p.text) | (dict(image=p.pictures()) if p.sources else {}) for p in prompts]
+    images = [model.pipeline(**prompt, latents=x, **guidance).images for prompt, x in zip(asked, noise)]
     color, alpha = torch.cat(images).split([3, images[0].shape[1] - 3], 1)
     return color * alpha + (1 - alpha) if alpha.numel() else color
 
@@ -75,11 +96,12 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
             other_shift(model)
     how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, vae_batch_size=2, guidance_scale=guidance_scale)
     how |= dict(height=size.height, width=size.width)
-    found = pipeline_with_logprob(model.pipeline, texts_of(PROMPTS), generators(3), **how)
+    prompts = as_prompts(TEXTS, model.NAME)
+    found = pipeline_with_logprob(model.pipeline, prompts, generators(3), **how)
     assert found.images.shape == (3, 3, size.height, size.width)
     assert found.trace == []
     # guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8
-    expected = drawn_by_diffusers(model, size, guidance_scale).float()
+    expected = drawn_by_diffusers(model, size, guidance_scale, prompts).float()
     torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
@@ -87,8 +109,9 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].CUTS_PADDING])
 def test_prompts_of_unequal_lengths_are_diffusers_own_whatever_they_are_padded_to(name, width):
     model = loaded(name, torch_dtype=torch.float64)
-    expected = drawn_by_diffusers(model, SIZE, 4.0, UNEQUAL).float()
-    condition = model.encode(UNEQUAL, width=width)
+    prompts = as_prompts(UNEQUAL, name)
+    expected = drawn_by_diffusers(model, SIZE, 4.0, prompts).float()
+    condition = model.encode(prompts, width=width)
     how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=4.0, **SIDES)
     found = pipeline_with_logprob(model.pipeline, condition, generators(3), **how)
     torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
@@ -101,7 +124,7 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other):
     own = model.pipeline.scheduler
     before, ours = str(vars(own)), model.schedule(STEPS, Size(64, 96))
     assert str(vars(own)) == before
-    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", height=64, width=96)
+    drawn_by_diffusers(model, Size(64, 96), 1.0, as_prompts(TEXTS[:1], model.NAME))
     assert torch.equal(ours.sigmas, own.sigmas)
     assert torch.equal(ours.timesteps, own.timesteps)
 
@@ -110,15 +133,16 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other):
 def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model):
     x, t, rows = model.noise(SIZE, generators(3)), torch.tensor([900.0, 500.0, 100.0]), []
     model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
-    condition, close = model.encode(PROMPTS, width=20), dict(rtol=0, atol=rounding(size=16 * 4))
+    prompts = as_prompts(TEXTS, model.NAME)
+    condition, close = model.encode(prompts, width=32), dict(rtol=0, atol=rounding(size=16 * 4))
     found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
     assert rows == [3] * sum(1 + model.is_guided(g) for g in (1.0, 4.0)), "a second forward only for guidance"
     for row in range(3):
         part = slice(row, row + 1)
-        alone = model.velocity(x[part], t[part], model.encode(PROMPTS[part], width=20), 4.0, SIZE)
+        alone = model.velocity(x[part], t[part], model.encode(prompts[part], width=32), 4.0, SIZE)
         torch.testing.assert_close(alone, other[part], **close)
     if model.CUTS_PADDING:
-        torch.testing.assert_close(model.velocity(x, t, model.encode(PROMPTS), 4.0, SIZE), other, **close)
+        torch.testing.assert_close(model.velocity(x, t, model.encode(prompts), 4.0, SIZE), other, **close)
     swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
     assert (found - other).abs().max() > 1e-4
     assert (found - swapped).abs().max() > 1e-4
@@ -134,17 +158,18 @@ def test_features_hold_the_images_layout(model):
 
 
 def test_a_prompt_of_too_many_tokens_is_named(model):
-    for call in (lambda width: model.check(PROMPTS, width), lambda width: model.encode(PROMPTS, width=width)):
+    prompts = as_prompts(TEXTS, model.NAME)
+    for call in (lambda width: model.check(prompts, width), lambda width: model.encode(prompts, width=width)):
         with pytest.raises(ValueError, match=r"tokens than config.text_tokens = 2; the longest has \d+: 'a photo"):
             call(2)
-    long = as_prompts(["red " * 9000])
+    long = as_prompts(["red " * 9000], model.NAME)
     with pytest.raises(ValueError, match="that its pipeline reads"):
         model.encode(long)
 
 
 def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would_ignore():
-    model, t = loaded("flux2_klein"), torch.full((len(PROMPTS),), 500.0)
-    x, condition = model.noise(SIZE, generators(3)), model.encode(PROMPTS, width=20)
+    model, t = loaded("flux2_klein"), torch.full((len(TEXTS),), 500.0)
+    x, condition = model.noise(SIZE, generators(3)), model.encode(as_prompts(TEXTS), width=20)
     guided = model.velocity(x, t, condition, 4.0, SIZE)
     model.pipeline.register_to_config(is_distilled=True)
     assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
@@ -171,18 +196,41 @@ def test_qwenimage_21_takes_sigmas_of_its_weights_at_their_number_alone():
     model = loaded("qwenimage_21")
     model.pipeline.register_to_config(sample_sigmas=[1.0, 0.9, 0.3])
     ours = model.schedule(3, SIZE)
-    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=STEPS, output_type="latent", **SIDES)
+    model.pipeline(prompt=TEXTS[0], num_inference_steps=STEPS, output_type="latent", **SIDES)
     assert torch.equal(ours.sigmas, model.pipeline.scheduler.sigmas)
     with pytest.raises(UserError, match="for 3 steps, not 4"):
         model.schedule(STEPS, SIZE)
 
 
 @torch.no_grad()
+def test_three_sources_of_shapes_of_their_own_are_seen_as_by_diffusers():
+    model = loaded("qwenimage_edit", torch_dtype=torch.float64)
+    weight = model.pipeline.text_encoder.model.visual.merger.mlp[-1].weight
+    weight.normal_(0, 0.1, generator=generators(1)[0])  # the tiny tower sees nothing
+    pixels = torch.randint(0, 256, (3, 90, 120, 3), generator=generators(1)[0], dtype=torch.uint8).numpy()
+    first, second, third = (Image.fromarray(picture) for picture in pixels)
+    sources = first, second.crop((0, 0, 45, 90)), third.crop((0, 0, 120, 40))
+    prompts = [Prompt("a red circle", {}, sources), Prompt("a red circle", {}, sources[::-1])]
+    condition = model.encode(prompts[:1])
+    assert [tuple(source.shape[2:]) for source in condition.sources] == [(8, 8), (12, 4), (4, 12)]
+    how = dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=4.0, **SIDES)
+    found = pipeline_with_logprob(model.pipeline, condition, generators(1), **how)
+    expected = drawn_by_diffusers(model, SIZE, 4.0, prompts[:1]).float()
+    torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
+    assert not torch.equal(condition.text_embeds, model.encode([replace(prompts[0], sources=(first,) * 3)]).text_embeds)
+    for wrong in (prompts, [Prompt("a red circle")], [Prompt("a red circle", {}, (first,) * 4)]):
+        with pytest.raises(UserError, match="source"):
+            model.check_sources(wrong)
+    with pytest.raises(UserError, match="no source image"):
+        loaded("qwenimage").encode(prompts)
+
+
+@torch.no_grad()
 def test_qwenimage_21_rounds_the_timestep_as_its_pipeline_does():
     model, seen = loaded("qwenimage_21", torch_dtype=torch.bfloat16), []
     model.transformer.time_text_embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model.pipeline(prompt=PROMPTS[0].text, num_inference_steps=20, output_type="latent", **SIDES)
-    x, condition = model.noise(SIZE, generators(1)), model.encode(PROMPTS[:1], guided=False)
+    model.pipeline(prompt=TEXTS[0], num_inference_steps=20, output_type="latent", **SIDES)
+    x, condition = model.noise(SIZE, generators(1)), model.encode(as_prompts(TEXTS[:1]), guided=False)
     for t in model.schedule(20, SIZE).timesteps:
         model.velocity(x, t[None], condition, 1.0, SIZE)
     assert torch.equal(torch.stack(seen[:20]), torch.stack(seen[20:]))
@@ -208,7 +256,8 @@ RUNS = {  # each type of noise, both rollouts and both objectives
 def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, tmp_path, monkeypatch):
     """With guidance, but where each of two conditions would be traced, and prompts of unequal lengths in each batch."""
     variants, how = RUNS[kind]
-    how = few | dict(model=registry.tiny_folder(name), eval_freq=0, sample__guidance_scale=2.0) | how
+    how = dict(eval_freq=0, sample__guidance_scale=2.0) | how
+    how = of_model(few, name) | how
     how |= dict(sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)
     if "cache_dir" in how:
         how["cache_dir"] = str(tmp_path / "cache")
@@ -227,14 +276,14 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_diffusers_and_evaluate_py_read_what_a_run_leaves(name, few, tmp_path):
-    how = dict(model=registry.tiny_folder(name), train__learning_rate=1e-2, train__ema_interval=1)
-    folder = train("shapes_qwenimage", tmp_path / "runs", **few | how)
+    how = dict(train__learning_rate=1e-2, train__ema_interval=1)
+    folder = train("shapes_qwenimage", tmp_path / "runs", **of_model(few, name) | how)
     evaluate.main(evaluate.parser().parse_args([str(folder), "--weights", "last", "--out", str(tmp_path / "out")]))
     (row,) = json.loads((tmp_path / "out" / "scores.json").read_text())["rows"]
     tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
     assert row["all"]["avg"]["mean"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
     pipeline, size = loaded(name).pipeline, dict(num_steps=STEPS, noise_level=0.0, **SIDES)
-    draw = partial(pipeline_with_logprob, pipeline, texts_of(PROMPTS), window=range(0), **size)
+    draw = partial(pipeline_with_logprob, pipeline, as_prompts(TEXTS, name), window=range(0), **size)
     before = draw(generators(3)).images
     pipeline.load_lora_weights(folder)
     assert (draw(generators(3)).images - before).abs().max() > 1e-3
@@ -276,12 +325,18 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 SIZES = Size(64, 96), Size(96, 64)
 PAIRS = ("flux", ""), ("sd3", "_pr"), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
 PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"), ("qwenimage_21", "_pr"), ("qwenimage_21", "_nft"))
+PAIRS += (
+    ("qwenimage_edit", ""),
+    ("qwenimage_edit", "_pr"),
+    ("qwenimage_edit", "_nft"),
+    ("qwenimage_edit", "_dpo,online"),
+)
 
 
 @pytest.mark.parametrize(("model", "kind", "size"), [(*pair, SIZES[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)
 def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, few, shallow, tmp_path):
     """At one of two sizes. Each model with each algorithm, on squares: the twins, above."""
-    how = few | dict(model=shallow["model"] if model == "qwenimage" else registry.tiny_folder(model))
+    how = of_model(few, model) | (dict(model=shallow["model"]) if model == "qwenimage" else {})
     how |= dict(height=size.height, width=size.width, sample__guidance_scale=2.0)
     how |= dict(preferences__min_margin=0.0) if "_dpo" in kind else {}
     if kind == "_dpo":

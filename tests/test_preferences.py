@@ -173,10 +173,11 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
     model, light = loaded(name), MODELS[name].without_weights(registry.tiny_folder(name))
-    text = model.encode(as_prompts(["a photo of a red circle"]), width=20, guided=False)
+    (prompt,) = as_prompts(["a photo of a red circle"], name)
+    text = model.encode([prompt], width=32, guided=False)
     latents = model.encode_images(torch.rand(3, 3, size.height, size.width), batch_size=2)
     found = {"latents": latents} | text.tensors()
-    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == light.row_shapes(size, 20)
+    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == light.row_shapes(size, 32, prompt)
     like = model.noise(size, [rng.generator(0, "x")])
     assert latents.shape[1:] == like.shape[1:]
 

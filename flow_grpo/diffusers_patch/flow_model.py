@@ -178,8 +178,9 @@ class FlowModel(ABC):
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Of one row of a Condition with `width` tokens, by field."""
 
-    def row_shapes(self, size: Size, width: int) -> dict[str, tuple[int, ...]]:
-        """Of one image and its prompt, as encode_images and encode make them. Needs no weight."""
+    def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
+        """Of one image and its prompt, as encode_images and encode make them; `prompt` is an example, for models that
+        take sources. Needs no weight."""
         return dict(latents=self.latent_shape(size)) | self.text_shapes(width)
 
     def noise(self, size: Size, generators: list[torch.Generator]) -> Tensor:

@@ -47,8 +47,8 @@ def _check_connection(folder: str) -> None:
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
     folder = shipped.find(folder)
-    names = [name for name in pipeline_class.load_config(folder) if not name.startswith("_")]
-    heavy = [name for name in names if not name.startswith(WITHOUT_WEIGHTS)]
+    parts = [name for name, value in pipeline_class.load_config(folder).items() if isinstance(value, list | tuple)]
+    heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
     return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
 
 

@@ -195,6 +195,7 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
             chooses = prompts.Split("validation", prompts.load_prompts(config.dataset, "validation"))
     scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
+    light.check_sources(scored)
     light.check(scored, config.text_tokens)
     return Prompts(train, chooses, test, drawn)
 
@@ -243,6 +244,7 @@ def _open_cache(
     memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
     version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
+    version |= dict(vae_precision=config.vae_precision) if family.MOST_SOURCES else {}
     cache = embedding_cache.Cache(config.cache_dir, version, config.text_tokens, device)
     drawn = [
         texts.train[pick]

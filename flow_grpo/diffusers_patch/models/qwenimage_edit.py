@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage, encoded
@@ -76,27 +77,35 @@ class QwenImageEdit(QwenImage):
     def check_sources(self, prompts: list[Prompt]) -> None:
         """Raises UserError also for prompts whose sources differ in number or shape, which could share no forward."""
         super().check_sources(prompts)
-        of_shape = {self._sizes(prompt, "source_pixels"): prompt for prompt in prompts}
+        of_shape = {
+            (self._sizes(prompt, "source_pixels"), self._sizes(prompt, "seen_pixels")): prompt for prompt in prompts
+        }
         if len(of_shape) > 1:
-            examples = " and ".join(f"{shape} of {prompt.text!r}" for shape, prompt in [*of_shape.items()][:2])
+            examples = " and ".join(
+                f"{sizes} of {quoted(of_shape[sizes, seen].text)}" for sizes, seen in [*of_shape][:2]
+            )
             raise UserError(f"sources of all prompts must have one number and shape (width, height), not {examples}")
 
     def _sizes(self, prompt: Prompt, pixels: str) -> tuple[tuple[int, int], ...]:
-        """Width and height of the prompt's sources at so many pixels; the name of a setting of the pipeline."""
+        """Width and height of the prompt's sources at so many pixels, a setting of the pipeline's."""
         area = self.pipeline.config[pixels]
         return tuple(calculate_dimensions(area, width / height) for width, height in prompt.source_sizes())
 
     def before_text(self, prompts: list[Prompt]) -> str:
-        """Of sources that take the most tokens."""
-        processor, most = self.pipeline.processor, ""
-        for sizes in {self._sizes(prompt, "seen_pixels") for prompt in prompts}:
-            counts = processor._get_num_multimodal_tokens([size[::-1] for size in sizes])["num_image_tokens"]
-            pictures = (
-                f"Picture {number}: <|vision_start|>{processor.image_token * count}<|vision_end|>"
-                for number, count in enumerate(counts, start=1)
-            )
-            most = max(most, "".join(pictures), key=len)
-        return most
+        """The sources, which all prompts have alike."""
+        processor, sizes = self.pipeline.processor, self._sizes(prompts[0], "seen_pixels") if prompts else ()
+        counts = processor._get_num_multimodal_tokens([size[::-1] for size in sizes])["num_image_tokens"]
+        tokens = (f"<|vision_start|>{processor.image_token * count}<|vision_end|>" for count in counts)
+        return "".join(f"Picture {number}: {picture}" for number, picture in enumerate(tokens, start=1))
+
+    def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
+        """Also of the sources of such prompts as this one."""
+        channels, factor = self.transformer_config["in_channels"] // 4, self.pipeline.vae_scale_factor
+        sources = {
+            f"source_{number}": (channels, height // factor, width_ // factor)
+            for number, (width_, height) in enumerate(self._sizes(prompt, "source_pixels") if prompt else (), start=1)
+        }
+        return super().row_shapes(size, width, prompt) | sources
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The last states of the text encoder, which sees the sources, and the sources' latents."""
