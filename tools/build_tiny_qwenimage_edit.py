@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,12 +44,12 @@ from flow_grpo.diffusers_patch.models.qwenimage import encoded
 from flow_grpo.diffusers_patch.models.qwenimage_edit import ImageProcessor, QwenImageEdit, QwenImageEditPlusPipeline
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.rewards import edits as edits_reward
 
 SIZE = Size(RESOLUTION, RESOLUTION)
 PIXELS = RESOLUTION**2  # of a source
 TINY_QWENIMAGE = Path(shipped.find("flow_grpo/assets/tiny_qwenimage"))
-MODULES = "vae", "transformer"  # of a folder, in bfloat16
 
 
 def build_pipeline(seed: int) -> QwenImageEditPlusPipeline:
@@ -80,15 +81,15 @@ def build_pipeline(seed: int) -> QwenImageEditPlusPipeline:
         seen_pixels=PIXELS,
     )
     pipeline.register_to_config(processor=("transformers", "Qwen2VLProcessor"))  # as it is published
-    pipeline.vae.requires_grad_(False)
+    convolve_in_2d(pipeline.vae.requires_grad_(False))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def save(pipeline: QwenImageEditPlusPipeline, folder: Path) -> None:
     """The pipeline on disk, with a transformer in bfloat16 and, beside the tiny Qwen-Image, a link for its VAE."""
-    halves = {name: copy.deepcopy(getattr(pipeline, name)).to(torch.bfloat16) for name in MODULES}
-    copied = QwenImageEditPlusPipeline(**(pipeline.components | halves), source_pixels=PIXELS, seen_pixels=PIXELS)
+    parts = pipeline.components | dict(transformer=copy.deepcopy(pipeline.transformer).to(torch.bfloat16))
+    copied = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
     copied.register_to_config(processor=("transformers", "Qwen2VLProcessor"))
     copied.save_pretrained(folder)
     for file in (folder / "vae").iterdir():
@@ -121,31 +122,43 @@ def flow_matching_loss(model: QwenImageEdit, x_0: Tensor, condition: Condition, 
 
 
 @torch.no_grad()
-def batch(model: QwenImageEdit, embeds: Tensor, mask: Tensor, generator: torch.Generator) -> tuple[Tensor, Condition]:
-    """x_0 of edited pictures, and the sources and instructions that they are edits of. Some have no instruction."""
-    layout = sample_sources(BATCH, generator)
-    edits = sample_edits(layout, generator)
-    text = text_index(layout, edits)
-    dropped = torch.rand(BATCH, generator=generator, device=text.device) < PROMPT_DROPOUT
-    text = text.masked_fill(dropped, len(embeds) - 1)
-    pictures = torch.cat([render(apply(layout, edits)), render(layout)]) * 2 - 1
-    edited, source = encoded(model.pipeline, pictures).chunk(2)
-    x_0 = model.pipeline._pack_latents(edited, *edited.shape)
-    return x_0, Condition(embeds[text], mask=mask[text], source_1=source)
+def pairs(model: QwenImageEdit, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Latents [num, c, h, w] of edited pictures and of their sources, and the numbers [num] of the instructions."""
+    batches = []
+    for _ in range(num // BATCH):
+        layout = sample_sources(BATCH, generator)
+        edits = sample_edits(layout, generator)
+        pictures = torch.cat([render(apply(layout, edits)), render(layout)]) * 2 - 1
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            latents = encoded(model.pipeline, pictures)
+        batches.append((*latents.chunk(2), text_index(layout, edits)))
+    return tuple(torch.cat(column) for column in zip(*batches))
 
 
-def transformer_steps(model: QwenImageEdit, generator: torch.Generator):
+def batches(model: QwenImageEdit, num_pairs: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
+    """Endless x_0 of edited pictures, and the sources and instructions that they are edits of. Some have none."""
+    (embeds, mask), device = embeddings(model), model.device
+    edited, sources, instructions = pairs(model, num_pairs, generator)
+    while True:
+        row = torch.randint(len(edited), (BATCH,), generator=generator, device=device)
+        dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
+        text, x_0 = instructions[row].masked_fill(dropped, len(embeds) - 1), edited[row]
+        x_0 = model.pipeline._pack_latents(x_0, *x_0.shape)
+        yield x_0, Condition(embeds[text], mask=mask[text], source_1=sources[row])
+
+
+def transformer_steps(model: QwenImageEdit, num_pairs: int, generator: torch.Generator):
     """Train the transformer, endlessly: yields (steps done, loss, EMA transformer) after every step."""
-    device, transformer, (embeds, mask) = model.device, model.transformer, embeddings(model)
+    device, transformer = model.device, model.transformer
     ema = copy.deepcopy(transformer).requires_grad_(False)
     if device.type == "cuda":
         torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
         transformer.compile_repeated_blocks(dynamic=False)
     weights, averages = list(transformer.parameters()), list(ema.parameters())
-    optimizer, step = torch.optim.AdamW(weights, lr=LR, fused=device.type == "cuda"), 0
-    while step := step + 1:
+    optimizer = torch.optim.AdamW(weights, lr=LR, fused=device.type == "cuda")
+    for step, (x_0, condition) in enumerate(batches(model, num_pairs, generator), start=1):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = flow_matching_loss(model, *batch(model, embeds, mask, generator), generator)
+            loss = flow_matching_loss(model, x_0, condition, generator)
         optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
         optimizer.zero_grad()
         loss.backward()
@@ -171,7 +184,7 @@ def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_sc
 
 def train(model: QwenImageEdit, prompts: list[Prompt], args, generator: torch.Generator) -> None:
     """For args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    start, next_evaluation, steps = time.monotonic(), args.eval_every_s, transformer_steps(model, generator)
+    start, next_evaluation, steps = time.monotonic(), args.eval_every_s, transformer_steps(model, args.pairs, generator)
     for step, loss, ema in steps:
         if step == 1:
             start = time.monotonic()
@@ -194,13 +207,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairs", type=int, default=65_536, help="pictures and their edits to train on")
     parser.add_argument("--transformer_s", type=float, default=120)
     parser.add_argument("--eval_every_s", type=float, default=12)
     return parser
 
 
 def main(args) -> None:
-    device = torch.device(args.device)
+    torch.backends.cudnn.benchmark, device = True, torch.device(args.device)
     generator = torch.Generator(device).manual_seed(args.seed)
     model = QwenImageEdit(build_pipeline(args.seed).to(device), device)
     train(model, load_prompts("dataset/edits", "test"), args, generator)
