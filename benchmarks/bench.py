@@ -40,7 +40,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.monitoring import model_card
-from flow_grpo.run import loop, optimization
+from flow_grpo.run import loop, update
 from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
@@ -101,7 +101,7 @@ class Work:
     def __init__(self, script, full_weights: bool, limit_gib: float):
         self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
         self.trained, self.add_gradients = 3 if full_weights else 2, script.add_gradients
-        self.start, self.first_update_s, self.move_weights = time.perf_counter(), None, optimization.move_weights
+        self.start, self.first_update_s, self.move_weights = time.perf_counter(), None, update.move_weights
 
     def counting(self, family: type[FlowModel]) -> type[FlowModel]:
         """The model, whose forwards are counted."""
@@ -144,7 +144,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, config.lora.rank == 0, limit_gib)
-    optimization.move_weights = work.timed_step
+    update.move_weights = work.timed_step
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.cache_dir = shared_folder() if config.cache_dir else ""

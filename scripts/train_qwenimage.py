@@ -13,28 +13,37 @@ from flow_grpo.settings import checks, command_line
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage", checks.GRPO)
 
+import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import losses, windows
+from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.objectives import OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
+from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
-from flow_grpo.run.log_probs import recompute_log_probs, record_ratios, reference_steps, score_steps
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import backward, optimizer_step, updates
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
+from flow_grpo.run.update import (
+    backward,
+    optimizer_step,
+    recompute_log_probs,
+    record_ratios,
+    reference_steps,
+    score_steps,
+    updates,
+)
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with SDE steps inside the window, ODE steps outside it; the noisy steps, and images being scored."""
 
     def window_of(batch: Batch) -> range:
-        return windows.window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
+        return window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
     stored, submitted = [], []
     noises = rewards.scout(run, epoch, window_of)  # where sample.scouts_per_image asks for it
@@ -42,6 +51,20 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch))
     return concat(stored), submitted
+
+
+def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: int) -> range:
+    """The noisy steps of a block of whole groups (prompts.Batch), in an epoch that began after so many optimizer steps:
+    at random as in Flow-GRPO-Fast, or moving on as in MixGRPO."""
+    if sample.sde_window_size == 0:
+        return range(sample.num_steps - 1)
+    first, last = sample.sde_window_range
+    if sample.sde_window_interval:
+        start = first + updates // sample.sde_window_interval % (last - first)
+        return range(start, min(start + sample.sde_window_size, last))
+    generator = rng.generator(seed, "window", epoch, block)
+    start = int(torch.randint(first, last - sample.sde_window_size + 1, (), generator=generator))
+    return range(start, start + sample.sde_window_size)
 
 
 def add_gradients(run: Run, rows: Minibatch) -> None:

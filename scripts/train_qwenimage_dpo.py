@@ -30,10 +30,10 @@ from flow_grpo.evaluation.evaluation import spread, turns
 from flow_grpo.run import rewards, sampling
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import backward, optimizer_step
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
+from flow_grpo.run.update import backward, optimizer_step
 from flow_grpo.weights import dropout
 
 HELD_OUT_PAIRS = 256  # that are judged, evenly spread

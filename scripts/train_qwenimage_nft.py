@@ -26,11 +26,11 @@ from flow_grpo.base import rng
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
-from flow_grpo.run.optimization import backward, optimizer_step, updates
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
+from flow_grpo.run.update import backward, optimizer_step, updates
 from flow_grpo.weights import dropout
 
 OLD = "old"  # the policy that samples: an average of the trained one's past

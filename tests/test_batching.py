@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from ml_collections import ConfigDict
+from train_qwenimage import window_at
 
 from config import grpo, nft
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches
-from flow_grpo.algorithms.windows import draw_window, window_at
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import epoch_batches, epoch_prompts, load_prompts
 
@@ -107,10 +107,10 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
         plan_batches(config, 8)
 
 
-def places(interval, updates, first_last=(0, 8), **how):
+def places(interval, updates, first_last=(0, 8), epoch=0, block=0, **how):
     sample = dict(num_steps=10, sde_window_size=4, sde_window_range=first_last, sde_window_interval=interval)
     sample = ConfigDict(sample | how)
-    return [window_at(sample, 0, 0, 0, update) for update in updates]
+    return [window_at(sample, 0, epoch, block, update) for update in updates]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_progressive_window_moves_on_by_one_is_cut_off_at_the_end_and_starts_a
 
 
 def test_random_is_uniform_over_the_places_that_fit_and_goes_by_epoch_and_block_not_by_updates():
-    windows = [draw_window(0, epoch, block, 4, (0, 8)) for epoch in range(100) for block in range(10)]
+    windows = [places(0, [0], epoch=epoch, block=block)[0] for epoch in range(100) for block in range(10)]
     assert all(len(window) == 4 for window in windows)
     counts = [sum(window.start == start for window in windows) for start in range(5)]
     assert sum(counts) == 1000

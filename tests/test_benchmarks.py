@@ -14,7 +14,7 @@ from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.run import optimization
+from flow_grpo.run import update
 from flow_grpo.settings import checks, config_files
 from flow_grpo.weights import policies
 
@@ -36,7 +36,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(tmp_path, monkeypatch):
     how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2)
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
-    monkeypatch.setattr(optimization, "move_weights", optimization.move_weights)  # to be put back
+    monkeypatch.setattr(update, "move_weights", update.move_weights)  # to be put back
     figures = bench.epoch_metrics("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
@@ -44,10 +44,10 @@ def test_the_work_of_an_epoch_is_counted_by_phase(tmp_path, monkeypatch):
     condition, size = model.encode(as_prompts(["a"]), width=config.text_tokens), training_size(config)
     row = row_flops(model, condition, size) + row_flops(model, condition.negative, size)
     trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
-    rollout = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
-    update = figures["update_tflops"] * figures["time/update_s"] * 1e12
-    assert rollout == pytest.approx(trunks * (2 + branches * (3 + 2)) * row, rel=1e-3)
-    assert update == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
+    rollout_flops = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
+    update_flops = figures["update_tflops"] * figures["time/update_s"] * 1e12
+    assert rollout_flops == pytest.approx(trunks * (2 + branches * (3 + 2)) * row, rel=1e-3)
+    assert update_flops == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
 @pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *LATER])

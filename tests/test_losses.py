@@ -35,7 +35,7 @@ from flow_grpo.algorithms.losses import (
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
-from flow_grpo.run.optimization import learning_rate
+from flow_grpo.run.update import learning_rate
 from flow_grpo.settings.table import BY_KEY
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from small import config_of, lines_of, train
+from train_qwenimage import window_at
 
-from flow_grpo.algorithms import windows
 from flow_grpo.run import rewards, sampling, startup
 from flow_grpo.settings import checks
 
@@ -23,7 +23,7 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
     run = startup.start(config_of("shapes_qwenimage", tmp_path, **how), checks.GRPO)
 
     def window_of(batch):
-        return windows.window_at(run.config.sample, run.config.seed, 0, batch.block, updates=0)
+        return window_at(run.config.sample, run.config.seed, 0, batch.block, updates=0)
 
     picked = torch.tensor(rewards.scout(run, 0, window_of)).view(3, 4)
     scouts = list(sampling.sample_scouts(run, 0, window_of))

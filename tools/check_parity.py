@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo.algorithms import windows
 from flow_grpo.algorithms.rollout import Rollout
 from flow_grpo.base import rng
 from flow_grpo.base.quoting import markdown_table
@@ -31,7 +30,7 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
 from flow_grpo.run import sampling, startup
-from flow_grpo.run.log_probs import score_steps
+from flow_grpo.run.update import score_steps
 from flow_grpo.settings import checks, command_line
 from flow_grpo.weights import fsdp_utils, policies
 
@@ -200,7 +199,9 @@ def planned(run, epoch: int, rollout: Rollout) -> Tensor:
     if run.plan.num_branches > 1:
         return timesteps[: rollout.num_steps].expand(len(rollout.images), -1)
     blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.images]
-    noisy_steps = [windows.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks]
+    noisy_steps = [
+        train_qwenimage.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks
+    ]
     return torch.stack([timesteps[list(window)][: rollout.num_steps] for window in noisy_steps])
 
 

@@ -1,1 +1,1 @@
-"""What the papers say: losses, advantages, windows, batches, and the records between rollout and update."""
+"""What the papers say: losses, advantages, batches, and the records between rollout and update."""

@@ -7,7 +7,7 @@ from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
-from flow_grpo.run import evaluate, optimization
+from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
 from flow_grpo.weights import fsdp_utils, lora_files
@@ -75,7 +75,7 @@ def _judge(run: Run, epoch: int) -> health.Verdict:
 
 def _lower_learning_rate(run: Run) -> str:
     run.learning_rate_factor /= 2
-    return f"it halves the learning rate, to {optimization.learning_rate(run):.3g}"
+    return f"it halves the learning rate, to {update.learning_rate(run):.3g}"
 
 
 def _stop(run: Run) -> str:

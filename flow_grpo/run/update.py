@@ -1,0 +1,192 @@
+"""The update: the stored steps under the present policy, from the loss of a minibatch to an optimizer step, and the
+checks before it moves any weight."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flow_grpo.algorithms import losses, ratio_statistics
+from flow_grpo.algorithms.rollout import Minibatch, Rollout, TrainedRows, shuffled_updates
+from flow_grpo.base import distributed
+from flow_grpo.base.quoting import quoted
+from flow_grpo.data import prompts
+from flow_grpo.data.preferences import Pairs
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.run import save
+from flow_grpo.run.run import Run
+from flow_grpo.weights import fsdp_utils, offload
+
+
+@torch.no_grad()
+def recompute_log_probs(run: Run, rollout: Rollout) -> None:
+    """As train.old_log_prob asks: replace the rollout's log-probs by the training forward's; log the difference."""
+    if run.config.train.old_log_prob == "rollout":
+        return
+    stored, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.num_steps
+    with run.board.timed("update"):
+        for rows in torch.arange(num_rows).split(run.plan.batch_size):
+            with run.exact():
+                step = score_steps(run, rollout.take(rows, num_rows))
+            row_index = rows.to(stored.device)
+            rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
+            rollout.means.flatten(0, 1)[row_index] = step.mean.detach()[:: rollout.num_outcomes]
+    gaps = distributed.gather((rollout.log_probs - stored).abs().flatten())
+    run.epoch_metrics["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
+    run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
+
+
+def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
+    """The minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar; logs advantages."""
+    train = run.config.train
+    for inner_epoch in range(train.inner_epochs):
+        shuffled = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
+        for minibatches in run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch):
+            for advantages in (rows.advantages for rows in minibatches):
+                run.meter.add(advantage_abs_mean=advantages.abs(), advantage_positive_share=advantages > 0)
+            yield minibatches
+
+
+def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
+    """The stored outcomes under the reference; None, and no forward, where train.beta is 0.
+
+    Call it before `score_steps`: full weights are swapped in place, which no waiting graph would survive.
+    """
+    if run.reference is None:
+        return None
+    scale = run.reference.guidance(run.config.sample.guidance_scale)
+    with torch.no_grad(), run.reference.applied():
+        return score_steps(run, rows, scale)
+
+
+def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
+    """The stored outcomes under the policy that the transformer carries: one forward for R rows, R * J log-probs.
+
+    An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
+    kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
+    """
+    size, outcomes = run.plan.batch_size, run.plan.num_branches
+    row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
+    latents, timesteps = rows.latents[row], rows.timesteps[row]
+    velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
+    if outcomes > 1:
+        latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
+    step = sde_step_with_logprob(
+        run.scheduler,
+        velocity,
+        timesteps,
+        latents,
+        noise_level=run.config.sample.noise_level,
+        sde_type=run.config.sample.sde_type,
+        prev_sample=rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1),
+    )
+    return SDEStep(*(part[: len(rows.log_probs)] for part in step))
+
+
+@torch.no_grad()
+def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
+    """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step, by denoising step.
+    log_ratio [R * J] is the objective's own, beyond [R * J] outside of its trust region (None = of train.clip_range).
+    """
+    gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
+    ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
+    if run.on_policy:
+        number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
+        run.gaps.add(number.repeat_interleave(run.plan.num_branches), log_ratio, gap, clip_range)
+
+
+def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
+    """Add the gradient of a minibatch's part of the update's mean. loss [R * J]: what is masked or filtered counts as
+    rows.loss_weight says. log_ratios [R * J]: to name the row if one is wrong."""
+    loss = loss * rows.loss_weight
+    log_ratios = None if log_ratios is None else log_ratios.detach()
+    run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
+    (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
+    run.meter.add(loss=loss)
+
+
+def optimizer_step(run: Run) -> None:
+    """Average over ranks, clip by the norm over all of them, step, average the weights, log. A ParityError or, where a
+    loss or gradient is not finite, a FloatingPointError comes before any weight is moved."""
+    if run.on_policy:
+        _check_parity(run)
+    parameters = run.parameters
+    fsdp_utils.average_gradients(parameters)
+    grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
+    if not grad_norm.isfinite():  # of all ranks: they decide alike
+        _raise_not_finite(run, grad_norm)
+    move_weights(run)
+    run.optimizer.zero_grad()
+    run.step += 1
+    run.on_policy = False
+    run.ema.update(run.step)
+    if run.reference:
+        run.reference.follow(run.step)
+    run.trained_rows.clear()
+    metrics = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
+    run.board.log("update", run.meter.pop(distributed.over_ranks) | metrics, epoch=run.epoch, step=run.step)
+
+
+def move_weights(run: Run) -> None:
+    """The optimizer's step, at the present rate."""
+    offloads = run.config.fsdp.offload == "optimizer"
+    if offloads:
+        offload.reload_optimizer_state(run.optimizer)
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run)
+    run.optimizer.step()
+    if offloads:
+        offload.offload_optimizer_state(run.optimizer)
+
+
+def learning_rate(run: Run) -> float:
+    """Of the next update: the configured one, what its schedule leaves, and what health.action leaves."""
+    config, train = run.config, run.config.train
+    num_updates = config.num_epochs * train.inner_epochs * train.updates_per_epoch
+    share = losses.learning_rate_share(run.step, num_updates, train.learning_rate_schedule, train.warmup_updates)
+    return train.learning_rate * share * run.learning_rate_factor
+
+
+def _check_parity(run: Run) -> None:
+    """Log how far the first ratios of the epoch are from 1. Beyond train.parity_limit, all ranks end the run by a
+    ParityError, with the epochs before this one saved: nothing after it would be training."""
+    train = run.config.train
+    metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
+    run.epoch_metrics |= metrics
+    problems = ratio_statistics.exceeded(gap, train.parity_limit) if gap else []
+    if not problems:
+        return
+    worst = [(part.log_ratios.abs().max().item(), part) for part in run.trained_rows]
+    size, part = max(worst, key=lambda pair: pair[0])
+    image, _ = part.row_id(part.log_ratios.abs().argmax())
+    _, image = max(distributed.gather_objects([(size, image)]))
+    if run.epoch > run.saved_epoch:
+        save.save(run)
+    raise ratio_statistics.ParityError(
+        f"epoch {run.epoch + 1}: the update disagrees with the rollout before the first optimizer step. Log-ratios are "
+        f"{', '.join(problems)}; the largest is at denoising step {gap.step} of {_image_name(run, image)}. "
+        f"tools/check_parity.py names the cause; docs/design/parity.md has the ways out. This was found in update "
+        f"{run.step + 1}{save.state_after_failure(run)}"
+    )
+
+
+def _raise_not_finite(run: Run, grad_norm: Tensor) -> None:
+    """Raises FloatingPointError with image and step of the first row whose loss is not finite, or for the gradient."""
+    for part in run.trained_rows:
+        bad = (~part.loss.isfinite()).nonzero().flatten()
+        if len(bad):
+            image, step = part.row_id(bad[0])
+            raise FloatingPointError(
+                f"the loss is {part.loss[bad[0]].item()} for {_image_name(run, image)}, trained step {step}, in update "
+                f"{run.step + 1}{save.state_after_failure(run)}"
+            )
+    raise FloatingPointError(
+        f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{save.state_after_failure(run)}"
+    )
+
+
+def _image_name(run: Run, image: int) -> str:
+    """An image of the epoch, by its global number and its prompt."""
+    plan, dataset = run.plan, run.train_prompts
+    picks = prompts.epoch_prompts(len(dataset), plan.num_groups, run.config.seed, run.epoch)
+    return f"image {image} ({quoted(dataset[picks[image // plan.group_size]].text)})"
