@@ -5,7 +5,8 @@
 The VAE is the tiny Qwen-Image's, to which the folder links. The text encoder stays as it was drawn: its tower for
 pictures gives the same for all, so that an instruction is encoded once. The transformer is trained by flow matching
 (arXiv:2210.02747) for a given time. Every evaluation prints strict accuracy on the test prompts as a JSON line and
-writes the pipeline to a folder of its own. Shipped is one at about 0.4, as flow_grpo/assets/tiny_qwenimage_edit.
+writes the pipeline to a folder of its own. Shipped is one at 0.23, after 3,404 steps (215 s of an H100), as
+flow_grpo/assets/tiny_qwenimage_edit.
 """
 
 import argparse
