@@ -89,6 +89,8 @@ def test_an_evaluation_is_acted_upon_once_however_long_the_next_one_takes():
         epochs.append(health.Epoch(i, **bad))
         epochs[-1] = epochs[-1]._replace(acted=health.judge(epochs, LIMITS).act)
     assert [epoch.number for epoch in epochs if epoch.acted] == [20]
+    replayed = [epoch.number for count, epoch in enumerate(epochs) if health.judge(epochs[: count + 1], LIMITS).alarms]
+    assert replayed == [20]  # as a page of the run shows it
 
 
 def test_epochs_in_a_row_without_a_signal_are_counted():

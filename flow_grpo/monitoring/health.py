@@ -128,6 +128,7 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
     Args:
         limits: config.health; 0 = no limit.
     """
+    epochs = [*epochs[:-1], epochs[-1]._replace(acted=False)]  # what is done about it comes after
     signs = {name: sign(epochs) for name, sign in SIGNS.items()}
     signs = {name: sign for name, sign in signs.items() if sign is not None}
     alarms = [

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -118,6 +119,7 @@ def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
             axes = figure.add_axes(place)  # a layout engine takes half the time
             kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
             draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
+            axes.legend(frameon=False, fontsize=7, handlelength=3)
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
         figure.savefig(file)
     return True
@@ -216,8 +218,6 @@ def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> No
             axes.fill_between(epochs, values - errors, values + errors, color=colour, alpha=0.15, linewidth=0)
     if limit is not None:
         axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
-    if len(lines) > 1:
-        axes.legend(frameon=False, fontsize=7, handlelength=3)
     axes.set_xlabel("epoch", labelpad=1)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.ticklabel_format(axis="y", useOffset=False)
@@ -227,10 +227,22 @@ def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> No
 
 def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
     """The same as an <svg> element whose text is text."""
-    settings = STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.2))
-        draw_lines(figure.add_axes((0.2, 0.17, 0.77, 0.78)), lines, limit)  # a layout engine takes half the page's time
+        draw_lines(figure.add_axes((0.2, 0.17, 0.77, 0.72)), lines, limit)  # a layout engine takes half the page's time
+        return _svg(figure)
+
+
+def svg_key(number: int) -> str:
+    """The line of the run of this number, for a key of the panels."""
+    colour, dashes, marker = LINES[number % len(LINES)]
+    figure = Figure(figsize=(0.5, 0.14))
+    figure.add_artist(Line2D([0, 0.5, 1], [0.5] * 3, linestyle=dashes, marker=marker, markevery=[1], color=colour))
+    return _svg(figure)
+
+
+def _svg(figure: Figure) -> str:
+    with matplotlib.rc_context(STYLE | {"svg.fonttype": "none", "svg.hashsalt": "flow_grpo"}):
         stream = io.StringIO()
         figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return stream.getvalue()[stream.getvalue().index("<svg") :]

@@ -267,6 +267,7 @@ def page(runs: Sequence[Recorded]) -> str:
     return environment.from_string(template.read_text()).render(
         title=" · ".join(run.label for run in runs),
         summary=summary(runs),
+        key=[(plots.svg_key(number), run.label) for number, run in enumerate(runs)] if len(runs) > 1 else [],
         groups=panels(runs),
         alarms=[sentence for run in runs for sentence in alarms(run)],
         constants=constants(runs),
