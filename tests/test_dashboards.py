@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import math
 import sys
 import time
 from datetime import UTC, datetime
@@ -111,27 +110,6 @@ def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
     board.finish()
     words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm")
     assert b"tk_secret" not in wandb_file(tmp_path, *words)
-
-
-PARITY = {f"parity/step_{step}_{name}": step / 8 for step in (1, 3) for name in ("clip_fraction", "gap_max")}
-
-
-@pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
-def test_figures_of_each_denoising_step_are_one_histogram_over_steps(tmp_path, board):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    numbers, arrays = trackers.grouped(PARITY | {"parity/gap_max": 0.5, "loss": 1.0, "step": 3, "epoch": 2})
-    assert numbers == {"parity/gap_max": 0.5, "train/loss": 1.0, "step": 3, "epoch": 2}
-    assert {name: array.tolist() for name, array in arrays.items()} == {
-        f"parity/{name}_by_step": [0, 0.125, 0, 0.375] for name in ("clip_fraction", "gap_max")
-    }
-    broken = {"parity/step_0_gap_max": math.nan, "parity/step_999_gap_max": math.inf}
-    for tracker in (*board.trackers, trackers.TensorBoard(tmp_path, ConfigDict(CONFIG), "red")):
-        tracker.log(broken | {"step": 1}, 0)
-        tracker.log(PARITY | {"step": 2}, 1)
-        tracker.close()
-    stored = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Histograms("parity/gap_max_by_step")[-1]
-    assert stored.histogram_value.bucket == [0, 0.125, 0, 0.375]
 
 
 def test_wandb_sends_what_config_alert_says(tmp_path, board):

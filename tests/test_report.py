@@ -176,7 +176,6 @@ def test_a_name_has_the_row_that_fits_it_best():
         "reward/ocr_group_std": "reward/<name>_group_std",
         "health/reward_drop": "health/<limit>",
         "test/shapes_accuracy/colors": "test/<name>/<tag>",
-        "parity/step_3_clip_fraction": "parity/step_<n>_<name>",
     }
     assert {name: explain(name)[0] for name in rows} == rows
     assert explain("rewards") is None

@@ -56,42 +56,32 @@ def record(
         meter.add_max(**{"parity/log_prob_abs_diff_max": gap.abs()})
 
 
-class StepGaps:
-    """The same disagreement by denoising step, over an epoch's rows that were met before any update."""
+class FirstRatios:
+    """The log-ratios of an epoch's rows that were met before any update, which should be 0."""
 
     def __init__(self, num_steps: int, device):
-        # Sums of: rows, |gap|, |ratio - 1|, clipped, |log-ratio|. Maxima of: |gap|, |log-ratio|.
-        self.sums = torch.zeros(num_steps, 5, dtype=torch.float64, device=device)
-        self.maxima = torch.zeros(num_steps, 2, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # rows, |log-ratio|, clipped
+        self.maxima = torch.zeros(num_steps, dtype=torch.float64, device=device)  # |log-ratio|, of each denoising step
 
     @torch.no_grad()
-    def add(self, steps: Tensor, log_ratio: Tensor, gap: Tensor, clip_range: float) -> None:
+    def add(self, steps: Tensor, log_ratio: Tensor, clip_range: float) -> None:
         """All [rows]; steps int64. No host sync."""
-        log_ratio, gap = log_ratio.double(), gap.double().abs()
-        off = (log_ratio.exp() - 1).abs()
-        columns = torch.ones_like(gap), gap, off, (off > clip_range).double(), log_ratio.abs()
-        self.sums.index_add_(0, steps, torch.stack(columns, 1))
-        largest = torch.stack([gap, log_ratio.abs()], 1)
-        self.maxima.scatter_reduce_(0, steps[:, None].expand_as(largest), largest, "amax")
+        log_ratio = log_ratio.double()
+        clipped = (log_ratio.exp() - 1).abs() > clip_range
+        self.sums += torch.stack([torch.ones_like(log_ratio), log_ratio.abs(), clipped.double()]).sum(1)
+        self.maxima.scatter_reduce_(0, steps, log_ratio.abs(), "amax")
 
-    def pop(self, reduce: Callable, clip_range: float) -> tuple[dict[str, float], Disagreement | None]:
-        """Metrics of each step that has rows and what they amount to (None without rows, or without a clip_range, its
-        unit), and a new beginning. `reduce`: (sums, maxima) -> the same over all ranks."""
+    def pop(self, reduce: Callable, clip_range: float) -> Disagreement | None:
+        """What they amount to, and a new beginning; None without rows, or without a clip_range, its unit.
+        `reduce`: (sums, maxima) -> the same over all ranks."""
         sums, maxima = (part.to("cpu", copy=True) for part in reduce(self.sums, self.maxima))
         self.sums.zero_()
         self.maxima.zero_()
-        metrics = {}
-        for step, ((rows, gap, off, clipped, _), (largest, _)) in enumerate(zip(sums.tolist(), maxima.tolist())):
-            if rows:
-                of_step = dict(log_prob_abs_diff_mean=gap / rows, log_prob_abs_diff_max=largest)
-                of_step |= dict(ratio_minus_one_e4=1e4 * off / rows, clip_fraction=clipped / rows)
-                metrics |= {f"parity/step_{step}_{name}": value for name, value in of_step.items()}
-        if not metrics or not clip_range:
-            return metrics, None
-        rows, _, _, clipped, log_ratio = sums.sum(0).tolist()
-        largest, step = maxima[:, 1].max(0)
-        mean = log_ratio / rows / clip_range
-        return metrics, Disagreement(largest.item() / clip_range, mean, clipped / rows, step.item())
+        rows, log_ratio, clipped = sums.tolist()
+        if not rows or not clip_range:
+            return None
+        largest, step = maxima.max(0)
+        return Disagreement(largest.item() / clip_range, log_ratio / rows / clip_range, clipped / rows, step.item())
 
 
 def exceeded(found: Disagreement, limit: float) -> list[str]:

@@ -86,9 +86,6 @@ METRICS = {  # a name that ends in <...> stands for every name that begins with 
     "parity/log_prob_abs_diff_mean": Metric("mean gap of log-probs, update to rollout", "0 in float32", "nat"),
     "parity/log_prob_abs_diff_max": Metric("the largest such gap", "0; train.parity_limit ends the run", "nat"),
     "parity/ratio_minus_one_e4": Metric("mean absolute ratio - 1 before any update", "0 in float32", "1e-4"),
-    "parity/step_<n>_<name>": Metric(
-        "the same of denoising step n in an epoch's first update, and its clip_fraction", "0 in float32"
-    ),
     "parity/recomputed_abs_diff_mean": Metric(
         "mean gap of recomputed log-probs to the rollout's (train.old_log_prob recompute)", "0 in float32", "nat"
     ),

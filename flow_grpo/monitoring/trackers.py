@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import textwrap
 import uuid
 from pathlib import Path
@@ -17,23 +16,11 @@ from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
 
 AXES = ("epoch", "step")  # of curves, without a group
-BY_STEP = re.compile(r"parity/step_(\d+)_(.+)")
-MOST_STEPS = 512  # bars of a histogram that wandb takes
 
 
-def grouped(record: dict[str, float]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Numbers of a line of metrics.jsonl as trackers show them, those without a group under train/; and what is known
-    of each denoising step, an array over steps (0 where nothing is) in place of a number for each."""
-    numbers, by_step = {}, {}
-    for name, value in record.items():
-        if match := BY_STEP.fullmatch(name):
-            by_step.setdefault(f"parity/{match[2]}_by_step", {})[int(match[1])] = value
-        else:
-            numbers[name if "/" in name or name in AXES else f"train/{name}"] = value
-    return numbers, {
-        name: np.array([values.get(step, 0.0) for step in range(min(max(values) + 1, MOST_STEPS))])
-        for name, values in by_step.items()
-    }
+def grouped(record: dict[str, float]) -> dict[str, float]:
+    """Numbers of a line of metrics.jsonl as trackers show them: those without a group under train/."""
+    return {name if "/" in name or name in AXES else f"train/{name}": value for name, value in record.items()}
 
 
 def public(config: ConfigDict) -> dict[str, Any]:
@@ -67,11 +54,7 @@ class Wandb:
 
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""
-        import wandb
-
-        numbers, arrays = grouped(record)
-        bars = {name: wandb.Histogram(np_histogram=(a, np.arange(len(a) + 1))) for name, a in arrays.items()}
-        self.run.log(numbers | bars, step=line)
+        self.run.log(grouped(record), step=line)
 
     def log_images(
         self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
@@ -108,13 +91,10 @@ class TensorBoard:
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl."""
         step = int(record["step"])
-        writer, (numbers, arrays) = self._opened(step), grouped(record)
-        for name, value in numbers.items():
+        writer = self._opened(step)
+        for name, value in grouped(record).items():
             if name != "step":
                 writer.add_scalar(name, value, step)
-        for name, array in arrays.items():
-            ends, sums = range(1, len(array) + 1), (array.sum(), array.sum(), (array**2).sum())
-            writer.add_histogram_raw(name, 0, len(array), *sums, [*ends], array.tolist(), step)
 
     def log_images(
         self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int

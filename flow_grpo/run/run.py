@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import batch_plan
-from flow_grpo.algorithms.ratio_statistics import StepGaps
+from flow_grpo.algorithms.ratio_statistics import FirstRatios
 from flow_grpo.algorithms.rollout import TrainedRows
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
@@ -56,7 +56,7 @@ class Run:
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable[[Prompt], Condition]  # of one prompt, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
-    gaps: StepGaps  # of log-probs, rollout to update, in this epoch
+    first_ratios: FirstRatios  # of this epoch  <- record_ratios, optimizer_step
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume

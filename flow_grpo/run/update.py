@@ -85,14 +85,15 @@ def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) 
 
 @torch.no_grad()
 def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
-    """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step, by denoising step.
+    """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step also keep what
+    `optimizer_step` compares with train.parity_limit.
     log_ratio [R * J] is the objective's own, beyond [R * J] outside of its trust region (None = of train.clip_range).
     """
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
     ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
     if run.on_policy:
         number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
-        run.gaps.add(number.repeat_interleave(run.plan.num_branches), log_ratio, gap, clip_range)
+        run.first_ratios.add(number.repeat_interleave(run.plan.num_branches), log_ratio, clip_range)
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
@@ -148,11 +149,10 @@ def learning_rate(run: Run) -> float:
 
 
 def _check_parity(run: Run) -> None:
-    """Log how far the first ratios of the epoch are from 1. Beyond train.parity_limit, all ranks end the run by a
+    """Where the first ratios of the epoch are further from 1 than train.parity_limit, all ranks end the run by a
     ParityError, with the epochs before this one saved: nothing after it would be training."""
     train = run.config.train
-    metrics, gap = run.gaps.pop(distributed.over_ranks, train.clip_range)
-    run.epoch_metrics |= metrics
+    gap = run.first_ratios.pop(distributed.over_ranks, train.clip_range)
     problems = ratio_statistics.exceeded(gap, train.parity_limit) if gap else []
     if not problems:
         return
