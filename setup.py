@@ -29,7 +29,7 @@ setup(
         "ocr": OCR,
         "hpsv2": ["open_clip_torch>=3.3,<4"],
         "tensorboard": TENSORBOARD,
-        # A beta, two of whose inner functions are called, and a library that it uses and whose epilogues we write.
+        # A beta, two of whose inner functions are called, and a library that it uses.
         "flash4": ["flash-attn-4[cu13]==4.0.0b36", "quack-kernels==0.6.5"],
         "test": [
             "pytest>=9,<10",

@@ -29,7 +29,7 @@ from flow_grpo.base import distributed
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.kernels import compilation, fused_mlp
+from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.settings.table import BY_KEY
 from flow_grpo.weights import policies
@@ -90,9 +90,7 @@ def inputs(model, rows: int, size: Size, width: int, masked: bool):
 def fresh(model, activation_memory: float = 1.0) -> None:
     """Compiled for what comes, whatever came before."""
     torch._dynamo.reset()
-    processor = model.transformer.transformer_blocks[0].attn.processor
-    fuse_gelu = fused_mlp.available(getattr(processor, "attention", ""), model.device)
-    compilation.compile_units(model.transformer, QwenImage.SHARD_UNITS, activation_memory, fuse_gelu)
+    compilation.compile_units(model.transformer, QwenImage.SHARD_UNITS, activation_memory)
 
 
 def forward(model, merged, factor: int, size: Size, rows: int, width: int, masked: bool) -> dict:

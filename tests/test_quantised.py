@@ -134,9 +134,10 @@ def test_scored_forwards_stay_exact_and_images_change_a_little(plain, others, sh
 
     def reward(base, weights):
         how = dict(model=shallow["model"], base_precision=base, sample__rollout_weights=weights, lora__rank=32)
-        folder = train("shapes_qwenimage_pr", tmp_path / f"{base} {weights}", **FOR_A_RUN | how, sample__batch_size=8)
+        how |= dict(sample__batch_size=8, train__beta=0.01)
+        folder = train("shapes_qwenimage_pr", tmp_path / f"{base} {weights}", **FOR_A_RUN | how)
         first = lines_of(folder, "update")[0]
-        assert first["parity/log_prob_abs_diff_max"] == 0 < first["grad_norm"]
+        assert first["parity/log_prob_abs_diff_max"] == first["kl_reference"] == 0 < first["grad_norm"]
         return lines_of(folder, "epoch")[0]["reward/avg"]
 
     expected = reward(*plain)

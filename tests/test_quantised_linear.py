@@ -1,21 +1,13 @@
-"""Layers of 8 and 4 bits a weight: what they compute, what a copy with an adapter holds, and feed-forwards of them.
-
-The kernel that computes GELU inside a product takes a GPU and its package.
-"""
-
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
+"""Layers of 8 and 4 bits a weight: what they compute, what a copy with an adapter holds, and feed-forwards of them."""
 
 import pytest
 import torch
 from diffusers.models.attention import FeedForward
 from peft import LoraConfig, inject_adapter_in_model
-from small import FEW, lines_of, train
 from torch import nn
 from torch.nn import functional as F
 
-from flow_grpo.kernels import compilation, fused_mlp, quantised_linear
+from flow_grpo.kernels import compilation, quantised_linear
 from flow_grpo.kernels.quantised_linear import (
     LARGEST,
     NF4_LEVELS,
@@ -169,65 +161,21 @@ def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
     growth = (copy.scale / base.scale).log2()
     assert (growth >= 0).all()
     assert torch.equal(growth, growth.round())
-    torch.testing.assert_close(copy.longest, weight_of(copy).double().norm(dim=1).max().float()[None])
 
 
-def layers(biggest=1.0, biases=1.0):
-    """A feed-forward's two, of 8 bits; `biggest`: a factor of one row of the first."""
+def layers(biases=1.0):
+    """A feed-forward's two, of 8 bits."""
     weights = draw(INNER, WIDTH) / 8, draw(WIDTH, INNER, seed=1) / 8
-    weights[0][5] *= biggest
     return [rounding(weight, biases * draw(len(weight))) for weight in weights]
 
 
-def exact(x, first, last):
-    """In float64, of the weights as they are stored."""
-    for layer in (first, last):
-        x = F.linear(x.double(), weight_of(layer).double(), layer.bias.double())
-        x = F.gelu(x, approximate="tanh") if layer is first else x
-    return x
-
-
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("outlier", [1.0, 100.0])
-@pytest.mark.parametrize("biggest", [1.0, 30.0])
-def test_the_error_of_a_fused_feed_forward_is_that_of_rounding_in_turn(size, outlier, biggest):
-    first, last = layers(biggest=biggest)
-    x = draw(*ROWS, WIDTH, seed=5) * size
-    x[..., 3] *= outlier
-    reference, found = exact(x, first, last), fused_mlp.feed_forward(x, first, last)
-    in_turn = last(F.gelu(first(x), approximate="tanh"))
-    assert found.dtype == last.dtype
-    errors = [(out.double() - reference).norm() / reference.norm() for out in (found, in_turn)]
-    assert errors[0] < 0.045  # of two roundings to 4 bits
-    if biggest == 1:  # else a row's largest decides, which is 448 in turn, without an error
-        assert errors[0] < 1.1 * errors[1]
-    assert torch.equal(fused_mlp.feed_forward(x.flip(0, 1), first, last), found.flip(0, 1))  # each row by itself
-
-
-def test_no_number_is_cut_off_however_a_row_lies():
-    """Each row of x points along a row of W, where the bound is tight; and rows of zeros stay zeros."""
-    first, last = layers()
-    x = F.normalize(weight_of(first))[:160, None].expand(-1, 2, -1) * torch.tensor([1.0, 1e4])[:, None]
-    reference = exact(x, first, last)
-    assert ((fused_mlp.feed_forward(x, first, last) - reference).norm(dim=-1) < 0.08 * reference.norm(dim=-1)).all()
-    assert not fused_mlp.feed_forward(torch.zeros(*ROWS, WIDTH), *layers(biases=0.0)).any()
-
-
-def feed_forward(first, last, **how):
+def feed_forward(first, last):
     """Of these layers, with the class that it has in compiled blocks; its own forward is not compiled."""
     module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
     module.net[0].proj, module.net[2] = first, last
     torch._dynamo.reset()
-    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",), **how)
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     return module
-
-
-def fused():
-    """With adapters that are off, as those of policies.MergedWeights."""
-    pair = [adapted(layer).only for layer in layers()]
-    for layer in pair:
-        layer._disable_adapters = True
-    return feed_forward(*pair, fuse_gelu=True)
 
 
 @torch.no_grad()
@@ -255,106 +203,6 @@ def test_a_feed_forward_of_another_kind_is_left_as_it_is(kind):
     module = FeedForward(16, 16, **dict(activation_fn="gelu-approximate") | kind)
     compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
     assert type(module) is FeedForward
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """Whether the fused one was: a list that grew with each call would have graphs compiled anew for each."""
-    called, whole = type("Called", (), dict(at_all=False))(), fused_mlp.feed_forward
-
-    def noting(*inputs):
-        called.at_all = True
-        return whole(*inputs)
-
-    monkeypatch.setattr(fused_mlp, "feed_forward", noting)
-    return called
-
-
-def test_the_fused_one_is_taken_where_any_rounding_will_do_and_adapters_are_off(taken):
-    module, x = fused(), draw(*ROWS, WIDTH, seed=7)
-
-    def takes(x, module=module):
-        taken.at_all = False
-        module(x)
-        return taken.at_all
-
-    with torch.no_grad():
-        assert takes(x)
-        assert not takes(x, feed_forward(*layers()))  # which was not asked for
-        assert not takes(x.flatten()[: 127 * WIDTH].view(1, 127, WIDTH))  # few rows, whose products have all bits
-        assert not takes(x.flatten(0, 1))  # one vector per image
-        for layer in (module.net[0].proj, module.net[2]):
-            for owner, name in ((layer, "_disable_adapters"), (layer.base_layer, "rounds_x")):
-                setattr(owner, name, False)
-                assert not takes(x)
-                setattr(owner, name, True)
-        assert takes(x)
-    assert not takes(x)  # a gradient is asked for
-
-
-def on_cpu(*inputs):
-    """What the kernel would compute, for a GPU without the package and for sides that its tiles do not suit."""
-    return fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).to(inputs[0].device)
-
-
-def test_a_run_takes_the_fused_one_for_images_and_not_for_log_probs_or_losses(shallow, tmp_path, taken, monkeypatch):
-    """Else the first ratios would not be 1, and the reference would not be the policy that it is at first."""
-    monkeypatch.setattr(fused_mlp, "available", lambda attention, device: True)
-    monkeypatch.setattr(fused_mlp, "_kernels", lambda: SimpleNamespace(gelu_of_product=on_cpu))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
-    how = FEW | shallow | dict(num_epochs=1, eval_freq=0, sample__batch_size=8, train__beta=0.01, compile=True)
-    how |= dict(base_precision="fp8_weights", sample__rollout_weights="merged_fp8")
-    first = lines_of(train("shapes_qwenimage", tmp_path, **how), "update")[0]
-    assert taken.at_all
-    assert first["parity/log_prob_abs_diff_max"] == 0
-    assert first["kl_reference"] == 0
-
-
-@torch.no_grad()
-def test_compiled_it_is_one_operation_and_a_product():
-    module, x, graphs = fused(), draw(*ROWS, WIDTH, seed=7), []
-    compiled = torch.compile(module.forward, backend=lambda graph, inputs: graphs.append(graph) or graph)
-    assert torch.equal(compiled(x), fused_mlp.feed_forward(x, *layers()))
-    (graph,) = graphs
-    operation = getattr(torch.ops.flow_grpo, f"gelu_of_product_{fused_mlp.VERSION}")
-    (node,) = [node for node in graph.graph.nodes if node.target in (operation, operation.default)]
-    assert len(node.meta["example_value"]) == 144  # 140 rows, in multiples of 16, which cuBLAS asks for
-    first, _ = layers()
-    inputs = *quantise(draw(16, WIDTH)), first.rows, first.scale, first.bias, torch.linspace(1, 20, 16)[:, None]
-    checks = "test_autograd_registration", "test_faketensor"  # the schema's compares numbers, and not those of 8 bits
-    torch.library.opcheck(fused_mlp.gelu_of_product, inputs, test_utils=checks)
-
-
-def test_it_is_used_with_flash_attention_4_on_hopper_alone_and_with_its_package(monkeypatch):
-    """quack-kernels raises a TypeError where it lies outside a folder named site-packages."""
-    gpu = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(fused_mlp, "_kernels", lambda: fused_mlp)
-    for capability, attentions in (((10, 0), []), ((9, 0), ["flash_4"])):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert [name for name in ("flash_4", "") if fused_mlp.available(name, gpu)] == attentions
-        assert not fused_mlp.available("flash_4", torch.device("cpu"))
-    monkeypatch.setattr(fused_mlp, "_kernels", lambda: Path(None))
-    with pytest.warns(UserWarning, match="TypeError"):
-        assert not fused_mlp.available("flash_4", gpu)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel takes a GPU")
-@pytest.mark.parametrize("num_rows", [1152, 144])
-def test_the_kernel_computes_what_the_operation_says(num_rows):
-    pytest.importorskip("quack", reason="takes the extra flash4")
-    rows, scale = quantise(draw(num_rows, 3072).cuda())
-    weight, of_weight = quantise(draw(12288, 3072, seed=1).cuda() / 55)
-    bias, factor = draw(12288, seed=2).cuda(), torch.linspace(1, LARGEST / 30, num_rows, device="cuda")[:, None]
-    inputs = rows, scale, weight, of_weight, bias, factor
-    found = fused_mlp.gelu_of_product(*inputs).float()
-    expected = fused_mlp.gelu_of_product(*(x.cpu() for x in inputs)).float().cuda()
-    sums = 2**-6 * factor  # whose 14 bits are those of a row's largest part
-    assert ((found - expected).abs() <= expected.abs() * 2**-3 + sums).all()
-    assert (found - expected).norm() < 0.03 * expected.norm()
-    order = torch.randperm(num_rows, device="cuda")
-    moved = fused_mlp.gelu_of_product(rows[order], scale[order], weight, of_weight, bias, factor[order])
-    assert torch.equal(moved.float(), found[order])
 
 
 DTYPES = [torch.bfloat16, torch.float8_e4m3fn]

@@ -12,9 +12,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
 
-from flow_grpo.kernels import fused_mlp, lora_linear, stochastic_rounding
+from flow_grpo.kernels import lora_linear, stochastic_rounding
 from flow_grpo.kernels.lora_linear import AdaptedLinear
-from flow_grpo.kernels.quantised_linear import FEW_ROWS, EightBitLinear
+from flow_grpo.kernels.quantised_linear import EightBitLinear
 
 # No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
 # hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
@@ -22,23 +22,20 @@ OPTIONS = dict(deterministic=True)
 LOWEST_GELU = -0.172  # below the least of its values, in any rounding
 
 
-def compile_units(
-    transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0, fuse_gelu: bool = False
-) -> None:
+def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
     """Compile the forwards of modules of these classes, on the first one of each shape and mode. One graph serves all
     modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
 
     Args:
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
-        fuse_gelu: whether GELU is computed inside 8-bit products (`fused_mlp`) where no log-prob and no loss is.
     """
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     stochastic_rounding.compile_for_gpus()
     functorch.activation_memory_budget = activation_memory
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
-    _simplify(modules, _FusedFeedForward if fuse_gelu else _FeedForward)
+    _simplify(modules)
     for module in modules:
         forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
@@ -46,11 +43,11 @@ def compile_units(
         modules[0].forward = _wanting_gradients(modules[0].forward)
 
 
-def _simplify(units: list[nn.Module], feed_forward: type[FeedForward]) -> None:
+def _simplify(units: list[nn.Module]) -> None:
     """Write operations of diffusers in a way that compiles to fewer instructions."""
     for module in (module for unit in units for module in unit.modules()):
         if isinstance(module, FeedForward) and _is_plain(module):
-            module.__class__ = feed_forward  # a functools.partial of each module would be compiled for each
+            module.__class__ = _FeedForward  # a functools.partial of each module would be compiled for each
         elif lora_linear.suits(module):
             module.__class__ = AdaptedLinear
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
@@ -76,26 +73,10 @@ class _FeedForward(FeedForward):
         return last(gelu(x), largest=largest)
 
 
-class _FusedFeedForward(_FeedForward):
-    """The same but for rounding, in two kernels, where no log-prob and no loss is computed, and adapters are off."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = self.net[0].proj, self.net[2]
-        adapted = any(isinstance(layer, BaseTunerLayer) and not layer.disable_adapters for layer in layers)
-        suit = all(map(_rounds_x, layers))
-        if torch.is_grad_enabled() or adapted or not suit or x.ndim < 3 or x[..., 0].numel() < FEW_ROWS:
-            return super().forward(x)
-        return fused_mlp.feed_forward(x, *(_base(layer) for layer in layers))
-
-
 def _rounds_x(layer: nn.Module) -> bool:
     """Whether a linear layer, adapted or not, multiplies rows of 8 bits."""
-    base = _base(layer)
+    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     return isinstance(base, EightBitLinear) and base.rounds_x
-
-
-def _base(layer: nn.Module) -> nn.Module:
-    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -66,13 +66,12 @@ class EightBitLinear(QuantisedLinear):
     """
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """Rows, scales, and the norm of the longest row, which bounds what a product can become."""
+        """Rows, and a scale of each."""
         if self.in_features % 16 or self.out_features % 16:
             raise UserError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
         return dict(
             rows=torch.empty(self.shape, dtype=E4M3, device=device),
             scale=torch.empty(self.out_features, 1, device=device),
-            longest=torch.empty(1, device=device),
         )
 
     def store(self, weight: Tensor) -> None:
@@ -92,7 +91,6 @@ class EightBitLinear(QuantisedLinear):
     def _set(self, rows: Tensor, scale: Tensor) -> None:
         self.rows.copy_(rows)
         self.scale.copy_(scale)
-        self.longest.copy_((torch.linalg.vector_norm(rows.float(), dim=1, keepdim=True) * scale).max())
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""

@@ -20,7 +20,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import evaluates, part_of
-from flow_grpo.kernels import compilation, flash_attention, fused_mlp
+from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, say
 from flow_grpo.monitoring.metrics import Meter
@@ -213,8 +213,7 @@ def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | 
     if config.compile or attention:
         model.fuse(attention)
     if config.compile:
-        fuse_gelu = "fp8" in config.sample.rollout_weights and fused_mlp.available(attention, model.device)
-        compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1, fuse_gelu)
+        compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1)
         loading.compile_decoder(model.pipeline)
 
 

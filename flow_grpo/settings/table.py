@@ -86,7 +86,7 @@ SETTINGS = (
             choices=("fp32", "bf16"), resumable=True),
     Setting("attention", "",
             'Attention of Qwen-Image on a GPU; "" = torch\'s; "flash_4" = FlashAttention-4, faster under masks, with '
-            "repeatable gradients. With compile, on H100 and H200, it also fuses GELU into 8-bit products.",
+            "repeatable gradients.",
             choices=("", "flash_4"), resumable=True, when=(("precision", "bf16"), ("lora.rank",))),
     Setting("compile", False, "Compile transformer blocks and the decoder; the first start is slow.", resumable=True),
     Setting("vae_batch_size", 32, "Images per VAE decode.", unit="images", min=1, max=10**5, resumable=True),
