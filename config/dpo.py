@@ -41,6 +41,13 @@ def pickscore_sd3_dpo():
     return config
 
 
+def edits_qwenimage_edit_dpo():
+    """Offline DPO on the shipped tiny editing model, from pairs of its own images."""
+    config = grpo.tiny_edit(shapes_qwenimage_dpo())
+    config.preferences.path = "runs/preferences_edits_qwenimage_edit"
+    return config
+
+
 def forward(config):
     """What every run shares: settings of noisy steps stay at their defaults, since nothing reads them."""
     config.algorithm = DPO
@@ -66,7 +73,7 @@ def smoke(config):
     return config
 
 
-RUNS = (shapes_qwenimage_dpo, pickscore_qwenimage_dpo, pickscore_sd3_dpo)
+RUNS = (shapes_qwenimage_dpo, pickscore_qwenimage_dpo, pickscore_sd3_dpo, edits_qwenimage_edit_dpo)
 VARIANTS = (online, smoke)
 
 

@@ -4,6 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+from config import variants
 from config.variants import dppo, eight_bit_base, fast, flash, four_bit_base, guard, large_gpu, long, mixgrpo, smoke
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.config_files import select
@@ -168,6 +169,41 @@ def pickscore_qwenimage_21_pr():
     return branching(qwenimage_21_512(default_config()))
 
 
+def edits_qwenimage_edit():
+    """Flow-GRPO with a windowed SDE on the shipped tiny editing model and its task."""
+    return tiny_edit(shapes_qwenimage())
+
+
+def edits_qwenimage_edit_pr():
+    """Per-step branch exploration on the shipped tiny editing model."""
+    return tiny_edit(shapes_qwenimage_pr())
+
+
+def editreward_qwenimage_edit():
+    """Flow-GRPO on Qwen-Image-Edit-2511, 512 px, with Qwen-Image's settings and EditReward. No setting is published."""
+    return qwenimage_edit(pickscore_qwenimage())
+
+
+def editreward_qwenimage_edit_pr():
+    """TempFlow-GRPO on Qwen-Image-Edit-2511, 512 px."""
+    return qwenimage_edit(pickscore_qwenimage_pr())
+
+
+def tiny_edit(config):
+    """What every run of the tiny editing model changes."""
+    config.model, config.dataset = registry.tiny_folder("qwenimage_edit"), "dataset/edits"
+    config.reward_fn, config.text_tokens = {"edits": 1.0}, variants.TASKS[config.model].text_tokens
+    return config
+
+
+def qwenimage_edit(config):
+    """What every run of Qwen-Image-Edit changes. A source takes about 200 tokens of text, and of the transformer as
+    many as an image of 1024 x 1024 pixels."""
+    config.model, config.dataset = registry.hub_id("qwenimage_edit"), "dataset/editing"
+    config.reward_fn, config.text_tokens = {"editreward": 1.0}, 512
+    return config
+
+
 def qwenimage_512(config):
     """What every run of the 20 B Qwen-Image shares."""
     config = large(config, registry.hub_id("qwenimage"))
@@ -310,6 +346,7 @@ RUNS = (
     *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
     *(pickscore_flux2_klein, pickscore_flux2_klein_pr, pickscore_flux2_klein_9b, pickscore_flux2_klein_9b_pr),
     *(pickscore_qwenimage_21, pickscore_qwenimage_21_pr),
+    *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
 )
 # in this order, whatever the command line's is
 VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)

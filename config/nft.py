@@ -94,6 +94,16 @@ def pickscore_qwenimage_21_nft():
     return forward(grpo.qwenimage_21_512(default_config()))
 
 
+def edits_qwenimage_edit_nft():
+    """DiffusionNFT on the shipped tiny editing model."""
+    return grpo.tiny_edit(shapes_qwenimage_nft())
+
+
+def editreward_qwenimage_edit_nft():
+    """DiffusionNFT on Qwen-Image-Edit-2511, 512 px, without guidance."""
+    return grpo.qwenimage_edit(pickscore_qwenimage_nft())
+
+
 def forward(config):
     """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.algorithm, config.sample.sde_window_size = NFT, 0
@@ -144,7 +154,7 @@ RUNS = (
     *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
     *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
     *(pickscore_flux2_klein_nft, pickscore_flux2_klein_9b_nft),
-    pickscore_qwenimage_21_nft,
+    *(pickscore_qwenimage_21_nft, edits_qwenimage_edit_nft, editreward_qwenimage_edit_nft),
 )
 BASES = eight_bit_base, variants.four_bit_base
 VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, dgpo, elbo, variants.smoke)

@@ -4,11 +4,26 @@ A function here takes a config and returns it. `VARIANTS` of a file lists those 
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base import shipped
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.table import default_config
+
+
+class Task(NamedTuple):
+    """What a shipped model has learned."""
+
+    reward: str
+    dataset: str
+    text_tokens: int
+
+
+TASKS = {  # by folder; the other tiny models have learned nothing
+    registry.tiny_folder("qwenimage"): Task("shapes", "dataset/shapes", default_config().text_tokens),
+    registry.tiny_folder("qwenimage_edit"): Task("edits", "dataset/edits", 25),
+}
 
 
 def long(config):
@@ -86,18 +101,20 @@ def dppo(config):
 def smoke(config):
     """The same algorithm in seconds: two epochs, two prompts, fewer steps. What is not on this machine is replaced."""
     tiny = default_config()
-    if not Path(shipped.find(config.dataset)).is_dir():
-        config.dataset, config.text_tokens = tiny.dataset, tiny.text_tokens
     if not Path(shipped.find(config.model)).is_dir():
         config.model = registry.tiny_like(config.model)
         for key in ("height", "width", "precision", "vae_precision", "attention", "compile", "cache_dir"):
             config[key] = tiny[key]
         config.sample.text_multiple = tiny.sample.text_multiple
         config.fsdp.activation_checkpointing = round(config.fsdp.activation_checkpointing)  # 0.5 becomes 0
+    task = TASKS.get(config.model, Task("", tiny.dataset, tiny.text_tokens))
+    if not Path(shipped.find(config.dataset)).is_dir():
+        config.dataset, config.text_tokens = task.dataset, task.text_tokens
+    learned = task.reward if config.dataset == task.dataset else ""
+    others = {known.reward for known in TASKS.values()} - {learned}
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
-    draws_shapes = (config.model, config.dataset) == (tiny.model, tiny.dataset)
-    if not config.reward_fn or ("shapes" in config.reward_fn and not draws_shapes):
-        config.reward_fn = dict(tiny.reward_fn) if draws_shapes else {"jpeg_compressibility": 1.0}
+    if not config.reward_fn or others & {*config.reward_fn}:
+        config.reward_fn = {learned or "jpeg_compressibility": 1.0}
     config.num_epochs, config.save_freq, config.eval_freq = 2, 1, 1
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 2, 4, 4
     config.sample.num_steps, config.eval.num_steps, config.eval.num_prompts = 4, 4, 8

@@ -122,7 +122,9 @@ def check(config, source: str):
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if source:
-        return light, image_pairs.open_rows(source)
+        rows = image_pairs.open_rows(source)
+        light.check_sources([prompt_of(row) for row in (rows if isinstance(rows, list) else rows[0:1])])
+        return light, rows
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
         raise UserError(
             f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
@@ -131,6 +133,7 @@ def check(config, source: str):
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
     rewards.check_prompts(config.reward_fn, rows)
+    light.check_sources(rows)
     light.check(rows, config.text_tokens)
     return light, rows
 
@@ -180,7 +183,7 @@ def from_images(config, family, device) -> tuple[Make, Check]:
     def load_row(row: dict):
         try:
             pair = image_pairs.load_pair(row, training_size(config))
-            model.check([Prompt(row["prompt"])], config.text_tokens)
+            model.check([prompt_of(row)], config.text_tokens)
         except Dropped as why:
             return str(why)
         except UserError:
@@ -195,15 +198,20 @@ def from_images(config, family, device) -> tuple[Make, Check]:
         if not rows:
             return Made({}, reasons, {})
         images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
-        asked = [Prompt(row["prompt"].strip()) for row in rows]
-        embeds = model.encode(asked, width=config.text_tokens, guided=False)
+        texts = [prompt_of(row) for row in rows]
+        embeds = model.encode(texts, width=config.text_tokens, guided=False)
         winners, losers = (model.encode_images(side, config.vae_batch_size) for side in images)
         ones = torch.ones(len(rows))
         scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
         pairs = preferences.Pairs(winners, losers, ones, embeds, ones)
-        return Made(columns(asked, *scores, pairs, ones.bool()), reasons, {})
+        return Made(columns(texts, *scores, pairs, ones.bool()), reasons, {})
 
     return make, lambda scores: None
+
+
+def prompt_of(row: dict) -> Prompt:
+    """What the images of a row were made by."""
+    return Prompt(row["prompt"].strip(), {}, row.get("sources", ()))
 
 
 def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
@@ -348,7 +356,8 @@ def main(config, options: Options = DEFAULTS):
     source, part_size = options.source, options.part_size
     make, check_scores = (from_images if source else from_rollouts)(config, type(light), ranks.device)
     size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
-    shapes = light.row_shapes(training_size(config), config.text_tokens)
+    first = prompt_of(rows[0:1][0]) if source else rows[0]
+    shapes = light.row_shapes(training_size(config), config.text_tokens, first)
     used = range(min(len(rows), options.max_rows or len(rows)))
     part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)

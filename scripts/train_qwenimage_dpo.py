@@ -68,6 +68,8 @@ def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
     light, size = model_classes.resolve(config).without_weights(config.model), training_size(config)
     light.check_size(size)
     folder, shapes = config.preferences.path, light.row_shapes(size, config.text_tokens)
+    if light.MOST_SOURCES:
+        shapes |= preferences.source_shapes(folder)
     files = preferences.open_pairs(folder, shapes, config.model, size)
     taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
     if len(files["train"]) < taken:

@@ -65,7 +65,9 @@ VARIANTS = {
 }
 COMBINATIONS = [(run, variant) for file in FILES for run in runs_of(file) for variant in VARIANTS[file]]
 COMBINATIONS = [
-    pair for pair in COMBINATIONS if pair[0] != "shapes_qwenimage_nft" or pair[1] not in BASES
+    (run, variant)
+    for run, variant in COMBINATIONS
+    if run not in ("shapes_qwenimage_nft", "edits_qwenimage_edit_nft") or variant not in BASES
 ]  # no adapter
 
 

@@ -269,7 +269,7 @@ def test_every_script_config_and_make_target_that_is_named_exists():
     for script in re.findall(r"`(train_\w+?)(?:\.py)?`", NAMED):
         assert (ROOT / "scripts" / f"{script}.py").exists(), script
     runs = {run.__name__ for module in make_docs.CONFIGS.values() for run in module.RUNS}
-    assert set(re.findall(r"\b(?:shapes|pickscore)_\w+", NAMED)) == runs
+    assert set(re.findall(r"\b(?:shapes|pickscore|edits|editreward)_\w+", NAMED)) == runs
     makefile = (ROOT / "Makefile").read_text()
     lists = re.findall(r"^(?:QUICK|ON_GPU) := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     files = [f"tests/test_{name}.py" for names in lists for name in names.replace("\\", " ").split()]

@@ -21,7 +21,12 @@ from flow_grpo import rewards
 from flow_grpo.rewards import aesthetic, clip_model, clipscore, hpsv2, jpeg_compressibility, pickscore
 
 PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
-OPTIONAL = {"imagereward": "ImageReward", "hpsv2": "open_clip", "hpsv3": "hpsv3"}  # reward -> what it imports
+OPTIONAL = {
+    "imagereward": "ImageReward",
+    "hpsv2": "open_clip",
+    "hpsv3": "hpsv3",
+    "editreward": "EditReward",
+}  # reward -> what it imports
 
 
 @pytest.fixture(scope="module")
@@ -215,5 +220,6 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, predic
     for name, package in OPTIONAL.items():
         if not find_spec(package):
             load = importlib.import_module(f"flow_grpo.rewards.{name}").load
-            rows.append((name, lambda load=load: load("cpu"), [name, package, "pip install "]))
+            needed = ("folder", "file.yaml") if name == "editreward" else ()
+            rows.append((name, lambda load=load, needed=needed: load("cpu", *needed), [name, package, "pip install "]))
     assert_refused(rows)

@@ -1,6 +1,7 @@
 """Rewards in threads and servers: same scores, hidden latency, and servers that misbehave."""
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -20,10 +21,12 @@ import serve_reward
 import torch
 import warm
 from hostile import http_server, says
+from PIL import Image
 from small import ENV, as_prompts, config_of
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.reward_server import requests, serve
 from flow_grpo.reward_server.requests import Limits, Memory
 from flow_grpo.reward_server.server import make_app
@@ -247,6 +250,40 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt():
     with http_server(answer) as (url, _):
         assert judged(url, prompts=("a red circle", "b", "c")) == pytest.approx([1.0, 0.4, 0.4])
     assert asked == [("/v1/chat/completions", "qwen", "data:image/png;base64,iVBORw0K")] * 3
+
+
+def test_a_judge_sees_what_was_edited_before_what_it_became():
+    def answer(handler, body, number):
+        (*pictures, question) = json.loads(body)["messages"][0]["content"]
+        sizes = [Image.open(io.BytesIO(base64.b64decode(p["image_url"]["url"].split(",")[1]))).size for p in pictures]
+        asked.append((sizes, "stayed" in question["text"] and "make it red" in question["text"]))
+        hostile.send(handler, chat("Rating: 7"))
+
+    asked, prompts = [], [Prompt("make it red", {}, (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9))))]
+    with http_server(answer) as (url, _):
+        args = {"vlm_judge": dict(url=url, model="qwen")}
+        pool = Pool(CPU, {"vlm_judge": 1.0}, (), settings(args=args))
+        assert pool.submit(images(1), prompts).result()["avg"].item() == pytest.approx(0.7)
+    assert asked == [([(30, 20), (8, 9), (16, 16)], True)]
+
+
+def test_a_server_scores_with_the_sources_that_a_thread_has():
+    def score(images, prompts, metadata, sources):
+        seen.append([len(row) for row in sources])
+        return torch.stack([image.mean() - sum(source.mean() for source in row) for image, row in zip(images, sources)])
+
+    pictures, seen = [Image.new("RGB", (size, 8), color) for size, color in ((8, "red"), (9, "white"))], []
+    prompts = [Prompt("a", {}, tuple(pictures)), Prompt("b", {}, (pictures[1],)), Prompt("a", {}, tuple(pictures))]
+    expected = images(3).mean((1, 2, 3)) - torch.tensor([4 / 3, 1, 4 / 3])
+    with listening(score) as url:
+        torch.testing.assert_close(pool_of(url).submit(images(3), prompts).result()["avg"], expected)
+    rewards.register("sourced", score)
+    try:
+        found = Pool(CPU, {"sourced": 1.0}, (), settings()).submit(images(3), prompts).result()["avg"]
+    finally:
+        del rewards.REGISTERED["sourced"]
+    torch.testing.assert_close(found, expected)
+    assert seen == [[2, 1, 2]] * 2
 
 
 def test_a_judge_that_does_not_say_a_number_is_an_error():

@@ -1,21 +1,21 @@
 """Pairs of image files that someone has compared: pairs.jsonl with a folder of images, or Pick-a-Pic's parquet files.
 
 A row is a dict with "prompt", "winner" and "loser" (bytes or path of an image), and "winner_score" and "loser_score"
-where they are known.
+where they are known, and "sources" (paths) where the images are edits.
 """
 
 import io
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.quoting import quoted
 from flow_grpo.data.preferences import open_parquet
-from flow_grpo.data.prompts import parse_line, read_lines
+from flow_grpo.data.prompts import parse_line, read_lines, source_paths
 from flow_grpo.diffusers_patch.size import Size
 
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
@@ -45,12 +45,12 @@ def read_jsonl(path: Path) -> list[dict]:
             scores = [row.get(f"{side}_score") for side in ("winner", "loser")]
             if not all(score is None or isinstance(score, int | float) for score in scores):
                 raise TypeError("a score is no number")
-            rows.append(
-                row | {side: path.parent / row[side] for side in ("winner", "loser")} | {"prompt": str(row["prompt"])}
-            )
+            sides = {side: path.parent / row[side] for side in ("winner", "loser")}
+            rows.append(row | sides | {"prompt": str(row["prompt"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             needs = 'needs an object with "prompt", "winner" and "loser", and numbers for scores'
             raise UserError(f"{path}, line {number}: {needs}, has {quoted(line)}") from error
+        rows[-1]["sources"] = source_paths(row, f"{path}, line {number}", path.parent)
     return rows
 
 
@@ -108,4 +108,4 @@ def load_image(stored: bytes | Path, size: Size) -> Tensor:
     except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Dropped("unreadable image") from error
     picture = ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    return from_picture(picture)

@@ -27,6 +27,7 @@ SPLITS = ("train", "validation")
 ARROW = {"float32": pa.float32(), "bfloat16": pa.uint16()}  # parquet has no bfloat16: its bits
 LATENTS = ("winner_latents", "loser_latents")
 COLUMNS = {name: name for name in TENSORS} | {"text_embeds": "text"}  # of a Condition's fields
+SOURCES = tuple(name for name in TENSORS if name.startswith("source_"))
 ROW_GROUP_BYTES = 2**18  # a pair is read with its row group
 
 
@@ -127,6 +128,14 @@ def _write(path: Path, table: pa.Table) -> None:
         table, scratch, row_group_size=rows, compression="none", use_dictionary=False, write_page_checksum=True
     )
     scratch.replace(path)
+
+
+def source_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Of the sources that a folder's first pair has."""
+    for path in sorted(Path(folder).glob("*.parquet"))[:1]:
+        fields = open_parquet(path).schema_arrow
+        return {field.name: tuple(field.type.shape) for field in fields if field.name in SOURCES}
+    return {}
 
 
 def hold_out(folder: Path, prompt: str) -> None:

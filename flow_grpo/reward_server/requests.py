@@ -56,6 +56,7 @@ class Job:
     images: list[Tensor]
     prompts: list[str]
     metadata: list[dict]
+    sources: list[list[Tensor]]  # what each prompt edits
     done: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # its scores
 
 
@@ -70,9 +71,9 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
     """
     try:
         async with asyncio.timeout(limits.read_s):
-            text, files = await _read_body(request, limits, memory)
-        memory.take(request, JSON_COST * len(text) + IMAGE_COST * sum(map(len, files)))
-        return Job(*await asyncio.wrap_future(threads.submit(_parse, text, files)))
+            text, files, sources = await _read_body(request, limits, memory)
+        memory.take(request, JSON_COST * len(text) + IMAGE_COST * sum(map(len, files + sources)))
+        return Job(*await asyncio.wrap_future(threads.submit(_parse, text, files, sources)))
     except TimeoutError as error:
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
@@ -81,8 +82,8 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
         raise HTTPException(422, f"{type(error).__name__}: {error}"[:500]) from error
 
 
-async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[str, list[bytes]]:
-    """The JSON of a multipart request, and its images; their bytes are taken before the first of them is read."""
+async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[str, list[bytes], list[bytes]]:
+    """The JSON of a multipart request, its images, and what they were made of; bytes are taken before one is read."""
     if "transfer-encoding" in request.headers or "content-length" not in request.headers:
         raise HTTPException(411, "a request has a Content-Length")
     num_bytes = int(request.headers["content-length"])
@@ -90,10 +91,13 @@ async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[
         raise HTTPException(413, f"at most {limits.max_body_bytes} bytes")
     memory.take(request, num_bytes)
     async with request.form(max_files=limits.max_images, max_fields=8, max_part_size=MAX_JSON_BYTES) as form:
-        return form["request"], [await part.read() for part in form.getlist("images")]
+        files = [[await part.read() for part in form.getlist(name)] for name in ("images", "sources")]
+        return form["request"], *files
 
 
-def _parse(text: str, files: list[bytes]) -> tuple[list[Tensor], list[str], list[dict]]:
+def _parse(
+    text: str, files: list[bytes], sources: list[bytes]
+) -> tuple[list[Tensor], list[str], list[dict], list[list[Tensor]]]:
     body = json.loads(text)
     prompts, metadata = body["prompts"], body.get("metadata") or [{}] * len(files)
     if not isinstance(prompts, list) or not files or not len(files) == len(prompts) == len(metadata):
@@ -104,4 +108,13 @@ def _parse(text: str, files: list[bytes]) -> tuple[list[Tensor], list[str], list
     images = [unpack_image(file) for file in files]
     if len({image.shape for image in images}) > 1:
         raise ValueError("the images of a request have one size")
-    return images, prompts, metadata
+    decoded = [unpack_image(file) for file in sources]
+    return images, prompts, metadata, _shared(decoded, body.get("sources"), len(prompts))
+
+
+def _shared(sources: list[Tensor], numbers: list[list[int]] | None, count: int) -> list[list[Tensor]]:
+    """The sources of each of so many prompts, by their numbers; none without numbers."""
+    numbers = [[] for _ in range(count)] if numbers is None else numbers
+    if len(numbers) != count or not all(type(n) is int and 0 <= n < len(sources) for row in numbers for n in row):
+        raise ValueError(f"sources of {len(numbers)} prompts, not of {count}, or numbers beyond {len(sources)} sources")
+    return [[sources[number] for number in row] for row in numbers]

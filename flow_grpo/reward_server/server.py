@@ -59,10 +59,10 @@ class Rewarder:
             job.done.set_result({name: values[rows] for name, values in scores.items()})
 
     def _call(self, jobs: list[Job]) -> dict[str, list[float]]:
-        images, prompts, metadata = (
-            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata")
+        images, prompts, metadata, sources = (
+            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata", "sources")
         )
-        scores = scores_of(self.name, self.score, torch.stack(images), prompts, metadata)
+        scores = scores_of(self.name, self.score, torch.stack(images), prompts, metadata, sources)
         return {name: values.tolist() for name, values in scores.items()}
 
     def is_allowed(self, request: Request) -> bool:

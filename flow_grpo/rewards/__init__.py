@@ -4,7 +4,8 @@ the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `regis
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
 the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
-cannot score. `score` may be a coroutine function (async def). labels(images, metadata), if it has that, says what a
+cannot score. `score` may be a coroutine function (async def). One that has a parameter `sources` gets the images that
+each prompt edits, a list of [3, h, w] in [0, 1]. labels(images, metadata), if it has that, says what a
 prompt's images may differ in, as a dict of [B] int64, -1 = none: evaluations log its entropy.
 """
 

@@ -41,18 +41,30 @@ def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     return output if isinstance(output, dict) else {"score": output}
 
 
+def takes_sources(score: Callable) -> bool:
+    """Whether a `score` looks at the images that were to be edited, too."""
+    return "sources" in inspect.signature(score).parameters
+
+
 def scores_of(
-    name: str, score: Callable, images: Tensor, prompts: list[str], metadata: list[dict]
+    name: str,
+    score: Callable,
+    images: Tensor,
+    prompts: list[str],
+    metadata: list[dict],
+    sources: list[list[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """What a reward's `score` says, by name, each [B] float32 on the CPU.
 
     Args:
+        sources: of each prompt, [3, h, w] in [0, 1] each; for a `score` that takes them.
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
 
     Raises:
         UserError: not one finite number per image, or no "score" among them.
     """
-    scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata))))
+    more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
+    scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more)))
     if "score" not in scores:
         raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
     scores = {key: checked(name, values, prompts) for key, values in scores.items()}

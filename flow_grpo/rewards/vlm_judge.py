@@ -26,6 +26,13 @@ TEMPLATE = """Here is an image that was made for the following description.
 How well does the image show what the description says? Look at every object, its number, its colour, its place, and at
 text if any is asked for. Answer with one line, "Rating: N", where N is a whole number from 0 (shows nothing of it) to
 10 (shows all of it)."""
+EDIT_TEMPLATE = """The last image was made of what comes before it, by the following instruction.
+
+{prompt}
+
+How well was the instruction followed, and has everything else stayed as it was? Answer with one line, "Rating: N",
+where N is a whole number from 0 (nothing was done, or it is another image) to 10 (all that was asked for, and only
+that)."""
 PATTERN = r"Rating:\s*(\d+(?:\.\d+)?)"
 
 
@@ -33,7 +40,7 @@ def load(
     device: torch.device,
     url: str | list,
     model: str,
-    template: str = TEMPLATE,
+    template: str = "",
     pattern: str = PATTERN,
     lowest: float = 0.0,
     highest: float = 10.0,
@@ -45,7 +52,7 @@ def load(
     Args:
         url: of the server, without /v1.
         model: the name it serves the model under.
-        template: the question; {prompt} stands for the image's prompt.
+        template: the question; {prompt} stands for the image's prompt. "" = TEMPLATE, for edits EDIT_TEMPLATE.
         pattern: regular expression whose first group is the number; its last match counts.
         lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
         server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
@@ -54,15 +61,16 @@ def load(
         UserError: a template without {prompt}, a pattern without a group, an empty scale.
     """
     find = _compiled(pattern)
-    if "{prompt}" not in template or find.groups < 1 or not lowest < highest:
+    if (template and "{prompt}" not in template) or find.groups < 1 or not lowest < highest:
         raise UserError(
             f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
             f"lowest < highest ({lowest}, {highest})"
         )
     judge, parse = Server(url, **server), partial(rating, find=find, lowest=lowest, highest=highest)
 
-    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        questions = [question(image, template.replace("{prompt}", text)) for image, text in zip(images, prompts)]
+    def score(images: Tensor, prompts: list[str], metadata: list, sources: list | None = None) -> Tensor:
+        rows = zip(images, prompts, sources or [[]] * len(prompts))
+        questions = [question([*own, image], text, template) for image, text, own in rows]
         settings = dict(model=model, temperature=0.0, max_tokens=max_tokens)
         sent = [judge.post("/v1/chat/completions", parse, json=settings | message) for message in questions]
         return torch.tensor([future.result() for future in sent])
@@ -77,11 +85,12 @@ def _compiled(pattern: str) -> re.Pattern:
         raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
 
 
-def question(image: Tensor, text: str) -> dict:
-    """The messages of a chat request."""
-    picture = "data:image/png;base64," + base64.b64encode(wire.pack_image(image, "png")).decode()
-    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": text}]
-    return {"messages": [{"role": "user", "content": content}]}
+def question(images: list[Tensor], prompt: str, template: str) -> dict:
+    """The messages of a chat request about the last image, which may have been made of the others."""
+    encoded = [base64.b64encode(wire.pack_image(image, "png")).decode() for image in images]
+    pictures = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in encoded]
+    text = (template or (EDIT_TEMPLATE if images[1:] else TEMPLATE)).replace("{prompt}", prompt)
+    return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]}
 
 
 def rating(body: bytes, find: re.Pattern, lowest: float, highest: float) -> float:

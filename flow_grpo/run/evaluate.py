@@ -5,6 +5,8 @@ import math
 import torch
 from ml_collections import ConfigDict
 
+from flow_grpo.base.pixels import beside_sources
+from flow_grpo.base.prompt import texts_of
 from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import evaluation
@@ -65,11 +67,11 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     logged = _logged(run, "eval", figures)
     logged |= {f"eval/{name}_masked_share": share for name, share in masked.items()}
     run.board.log("eval", logged, epoch=epoch, step=run.step)
-    texts, rewards = [split.prompts[i].text for i in scores.images], scores.values["avg"][0, list(scores.images)]
-    images = torch.stack(list(scores.images.values()))
+    prompts, rewards = [split.prompts[i] for i in scores.images], scores.values["avg"][0, list(scores.images)]
+    images = beside_sources(torch.stack(list(scores.images.values())), prompts)
     all_texts, all_rewards = [prompt.text for prompt in split.prompts], scores.values["avg"].nanmean(0).tolist()
     by_prompt = dict(zip(all_texts, all_rewards, strict=True))
-    run.board.log_images(images, texts, rewards, epoch=epoch, step=run.step, scores=by_prompt)
+    run.board.log_images(images, texts_of(prompts), rewards, epoch=epoch, step=run.step, scores=by_prompt)
     return figures
 
 

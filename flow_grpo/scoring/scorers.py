@@ -14,12 +14,13 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import RunFailed, UserError
+from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
-from flow_grpo.rewards.scores import scores_of
+from flow_grpo.rewards.scores import scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 
@@ -73,6 +74,13 @@ def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[st
     names = dict.fromkeys([*names, *(name for part in parts for name in part)])
     missing = [torch.full_like(next(iter(part.values())), torch.nan) for part in parts]
     return {name: torch.cat([part.get(name, nan) for part, nan in zip(parts, missing)]) for name in names}
+
+
+def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
+    """The images that each of B prompts edits, [3, h, w] in [0, 1] each; prompts with the same ones share them."""
+    unique = {prompt.digest: prompt for prompt in prompts}
+    sources = {digest: [from_picture(picture) for picture in prompt.pictures()] for digest, prompt in unique.items()}
+    return [sources[prompt.digest] for prompt in prompts]
 
 
 def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | RemoteScorer":
@@ -145,7 +153,8 @@ class LocalScorer(Scorer):
                 images.record_stream(torch.cuda.current_stream())
             try:
                 metadata = [prompt.metadata for prompt in prompts]
-                return scores_of(self.name, self.score, images, texts_of(prompts), metadata)
+                sources = sources_of(prompts) if takes_sources(self.score) else None
+                return scores_of(self.name, self.score, images, texts_of(prompts), metadata, sources)
             except Exception as error:
                 if not self.settings.max_masked_share or len(prompts) == 1:
                     raise
@@ -176,9 +185,14 @@ class RemoteScorer(Scorer):
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
-        request, files = json.dumps(content), [wire.pack_image(image, "npy") for image in images.cpu()]
-        key = hashlib.blake2b(b"".join([request.encode(), *files]), digest_size=16).hexdigest()
-        uploads = [("images", (f"{i}.npy", file)) for i, file in enumerate(files)]
+        sources, files = sources_of(prompts), {"images": [wire.pack_image(image, "npy") for image in images.cpu()]}
+        if any(sources):  # which images of a group share
+            unique = {id(source): source for row in sources for source in row}
+            content["sources"] = [[[*unique].index(id(source)) for source in row] for row in sources]
+            files["sources"] = [wire.pack_image(source, "npy") for source in unique.values()]
+        request, everything = json.dumps(content), [file for part in files.values() for file in part]
+        key = hashlib.blake2b(b"".join([request.encode(), *everything]), digest_size=16).hexdigest()
+        uploads = [(part, (f"{i}.npy", file)) for part in files for i, file in enumerate(files[part])]
 
         def parse(body: bytes) -> dict[str, Tensor]:
             return wire.read_scores(body, len(prompts), self.bounds)

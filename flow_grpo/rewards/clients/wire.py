@@ -1,7 +1,8 @@
 """Images and scores on their way between a run and a reward server. Nothing here can run code that was sent.
 
 A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and per image a part "images", an
-.npy file of [3, H, W] float32 in [0, 1]. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
+.npy file of [3, H, W] float32 in [0, 1]. Where prompts edit images, {"sources": [[0], [0], [1]]} says which of the
+parts "sources", such files too, each prompt edits. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
 """
 
 import io
