@@ -60,7 +60,9 @@ RUNS = (
     Trained("branches", "per-step branches", PR, "config/grpo.py:shapes_qwenimage_pr", {}, 10, 5, 72),
     Trained("nft", "DiffusionNFT, all weights", NFT, NFT_SHAPES, {}, 6, 1.2, 288),
     Trained("nft_own", "the same + flow matching", NFT, NFT_SHAPES, OWN, 6, 1.2, 288),
-    Trained("nft_lora", "the same, LoRA", NFT, NFT_SHAPES, LORA_OWN, 6, 1.2, 288),
+    Trained("elbo", "policy gradient of the ELBO", NFT, f"{NFT_SHAPES},elbo", {}, 6, 1.2, 288),
+    Trained("elbo_own", "the same + flow matching", NFT, f"{NFT_SHAPES},long,elbo", {}, 6, 1.2, 288),
+    Trained("nft_lora", "DiffusionNFT + flow matching, LoRA", NFT, NFT_SHAPES, LORA_OWN, 6, 1.2, 288),
     Trained("dpo_online", "DPO, online", DPO, f"{DPO_SHAPES},online", {}, 8, 1.5, 128),
     Trained("dpo", "DPO, offline", DPO, DPO_SHAPES, {}, 4, 0.7, 128),
 )

@@ -11,8 +11,9 @@ from flow_grpo.monitoring.plots import read_metrics
 
 FIGURE = "shapes_accuracy"  # strict accuracy
 TEST, EVAL, BEST = f"test/{FIGURE}", f"eval/{FIGURE}", f"test_best/{FIGURE}"
+VARIETY = "test/variety"
 PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")  # training, without evaluation and saving
-HEAD = ["run", "seeds", "last", "best by validation", "highest", "images", "forwards", "training s"]
+HEAD = ["run", "seeds", "last", "best by validation", "highest", "variety", "images", "forwards", "training s"]
 
 
 class Seed(NamedTuple):
@@ -22,6 +23,7 @@ class Seed(NamedTuple):
     num_epochs: int
     accuracies: list[float]  # of its tests
     best: float | None  # test accuracy of the weights that the validation prompts chose; None without a line for it
+    variety: list[float]  # of its tests, over the base's
     images: float
     forwards: float
     seconds: float
@@ -60,6 +62,7 @@ def seed_of(folder: Path) -> Seed:
         num_epochs=len(epochs),
         accuracies=[accuracy for _, accuracy in sorted(tests.items())],
         best=_best(lines, tests),
+        variety=[line[VARIETY] for line in lines if line["kind"] == "test" and VARIETY in line],
         images=max((line.get("images", 0.0) for line in epochs), default=0.0),
         forwards=sum(line.get("forwards", 0.0) for line in epochs),
         seconds=sum(line.get(phase, 0.0) for line in epochs for phase in PHASES),
@@ -79,7 +82,8 @@ def table(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str
     rows = [_run_row(title, {seed: seed_of(out / f"{name}_seed{seed}") for seed in seeds}) for name, title in runs]
     pairs = seed_of(out / "pairs")
     if pairs.num_epochs:
-        rows.append(["pairs for offline DPO, made once", *"----", f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"])
+        totals = f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"
+        rows.append(["pairs for offline DPO, made once", *"-----", *totals])
     of_what = "Strict accuracy on the test prompts, without guidance, averaged weights: mean over seeds"
     return f"{of_what} (lowest to highest).\n\n{markdown_table(HEAD, rows)}\n"
 
@@ -90,6 +94,7 @@ def _run_row(title: str, seeds: dict[int, Seed]) -> list[str]:
         [seed.accuracies[-1] for seed in tested],
         [seed.best for seed in tested if seed.best is not None],
         [max(seed.accuracies) for seed in tested],
+        [seed.variety[-1] for seed in tested if seed.variety],
     ]
     spreads = [f"{fmean(c):.3f} ({min(c):.3f} to {max(c):.3f})" if c else "-" for c in columns]
     totals = [[seed.images for seed in tested], [seed.forwards for seed in tested], [seed.seconds for seed in tested]]

@@ -120,10 +120,10 @@ def test_the_table_has_the_numbers_worked_out_by_hand(tmp_path):
     made_up(tmp_path)
     text = learn_record.table(tmp_path, [("grpo", "one"), ("nft", "two")], (1, 2, 3))
     state = "1 of 3; seed 2 ended early, after 3 epochs; seed 3 missing"
-    spreads = ["0.600 (0.500 to 0.700)", "0.475 (0.400 to 0.550)", "0.650 (0.600 to 0.700)"]
+    spreads = ["0.600 (0.500 to 0.700)", "0.475 (0.400 to 0.550)", "0.650 (0.600 to 0.700)", "-"]
     assert cells(text, "one") == [state, *spreads, "35", "140", "10"]
-    assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"------"]
-    assert cells(text, "pairs for offline DPO, made once")[4:] == ["800", "-", "12"]
+    assert cells(text, "two") == ["0 of 3; seed 1 missing; seed 2 missing; seed 3 missing", *"-------"]
+    assert cells(text, "pairs for offline DPO, made once")[5:] == ["800", "-", "12"]
 
 
 def test_every_run_has_a_row(tmp_path):

@@ -33,9 +33,11 @@ def pipeline_name(folder: str) -> str:
 def _check_connection(folder: str) -> None:
     """Raises UserError for a hub id that is not in the cache where the hub does not answer: a download would try for 30
     seconds. What the hub answers to a name, the download says."""
-    if Path(folder).exists() or isinstance(try_to_load_from_cache(folder, DiffusionPipeline.config_name), str):
+    if Path(folder).exists():
         return
     try:
+        if isinstance(try_to_load_from_cache(folder, DiffusionPipeline.config_name), str):
+            return
         get_hf_file_metadata(hf_hub_url(folder, DiffusionPipeline.config_name))
     except (HfHubHTTPError, HFValidationError):
         return
