@@ -259,6 +259,7 @@ def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
         ("--list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
         ("--config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
         ("--config config/grpo.py:shapes_qwenimage,mixgpro", 2, ["'mixgpro'", "mixgrpo"]),
+        ("--config config/grpo.py:", 2, ["config/grpo.py:", "--list"]),
         ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),
         ("--config.sample.batch_size=7", 2, ["[1, 2, 4, 8, 16"]),
         ("--config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),

@@ -73,8 +73,10 @@ def _answer(words: str) -> str:
 def load(text: str) -> ConfigDict:
     """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file, or one
     without get_config(), or whose get_config() looks at no variants."""
-    file, _, name = text.partition(":")
+    file, colon, name = text.partition(":")
     path = find(file, name)
+    if colon and not name:
+        raise UserError(f"{text} names no run; --list shows all of {file}")
     get_config = getattr(module_of(path), "get_config", None)
     if get_config is None:
         raise UserError(f"{path} has no get_config(name); docs/howto/own_config.md shows a whole file")
