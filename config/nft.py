@@ -95,8 +95,10 @@ def pickscore_qwenimage_21_nft():
 
 
 def edits_qwenimage_edit_nft():
-    """DiffusionNFT on the shipped tiny editing model."""
-    return grpo.tiny_edit(shapes_qwenimage_nft())
+    """DiffusionNFT on the shipped tiny editing model, which guidance hardly helps: its reference has none."""
+    config = grpo.tiny_edit(shapes_qwenimage_nft())
+    config.train.reference_guidance_scale = 0.0
+    return config
 
 
 def editreward_qwenimage_edit_nft():

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -257,20 +258,26 @@ def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list
     if generator.device.type == "cuda":
         torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
         pipe.transformer.compile_repeated_blocks(dynamic=False)
+    for line, transformer in evaluations(transformer_steps(pipe, train, generator), args):
+        current = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
+        current.set_progress_bar_config(disable=True)
+        images = {f"cfg_{scale}": sample(current, held_out, args.seed, scale) for scale in (1, 4)}
+        accuracies = {name: accuracy(drawn, held_out) for name, drawn in images.items()}
+        save(current, args.out / f"step_{line['steps']:06d}")
+        print(json.dumps(dict(part="transformer") | line | accuracies), flush=True)
+
+
+def evaluations(steps: Iterator, args) -> Iterator[tuple[dict[str, float], torch.nn.Module]]:
+    """What is evaluated of (step, loss, EMA transformer), every args.eval_every_s and after args.transformer_s,
+    compilation aside: what a JSON line says of it, and the transformer, rounded."""
     start, next_evaluation = time.monotonic(), args.eval_every_s
-    for step, loss, ema in transformer_steps(pipe, train, generator):
+    for step, loss, ema in steps:
         if step == 1:
             start = time.monotonic()
         seconds = time.monotonic() - start
         if seconds < min(next_evaluation, args.transformer_s):
             continue
-        current = QwenImagePipeline(**(pipe.components | {"transformer": rounded(copy.deepcopy(ema))}))
-        current.set_progress_bar_config(disable=True)
-        images = {f"cfg_{scale}": sample(current, held_out, args.seed, scale) for scale in (1, 4)}
-        accuracies = {name: accuracy(drawn, held_out) for name, drawn in images.items()}
-        save(current, args.out / f"step_{step:06d}")
-        line = dict(part="transformer", seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4))
-        print(json.dumps(line | accuracies), flush=True)
+        yield dict(seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4)), rounded(copy.deepcopy(ema))
         if seconds >= args.transformer_s:
             return
         next_evaluation = time.monotonic() - start + args.eval_every_s

@@ -12,7 +12,6 @@ flow_grpo/assets/tiny_qwenimage_edit.
 import argparse
 import copy
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from build_tiny_qwenimage import (
     WARMUP_STEPS,
     build_text_encoder,
     build_tokenizer,
-    rounded,
+    evaluations,
 )
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from draw_edits import apply, render, sample_edits, sample_sources, text_index, texts
@@ -185,22 +184,12 @@ def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_sc
 
 def train(model: QwenImageEdit, prompts: list[Prompt], args, generator: torch.Generator) -> None:
     """For args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    start, next_evaluation, steps = time.monotonic(), args.eval_every_s, transformer_steps(model, args.pairs, generator)
-    for step, loss, ema in steps:
-        if step == 1:
-            start = time.monotonic()
-        seconds = time.monotonic() - start
-        if seconds < min(next_evaluation, args.transformer_s):
-            continue
-        parts = model.pipeline.components | dict(transformer=rounded(copy.deepcopy(ema)))
+    for line, transformer in evaluations(transformer_steps(model, args.pairs, generator), args):
+        parts = model.pipeline.components | dict(transformer=transformer)
         current = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
         accuracies = {f"cfg_{g}": accuracy(QwenImageEdit(current, model.device), prompts, args.seed, g) for g in (1, 4)}
-        save(current, args.out / f"step_{step:06d}")
-        line = dict(seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4))
+        save(current, args.out / f"step_{line['steps']:06d}")
         print(json.dumps(line | accuracies), flush=True)
-        if seconds >= args.transformer_s:
-            return
-        next_evaluation = time.monotonic() - start + args.eval_every_s
 
 
 def parser() -> argparse.ArgumentParser:

@@ -84,8 +84,10 @@ def tiny_folder(name: str) -> str:
 
 
 def tiny_like(model: str) -> str:
-    """The shipped folder of what config.model names: of published weights the same model's, else Qwen-Image's."""
-    alike = [name for name in names() if any(weights.hub_id == model for weights in entry(name).weights)]
+    """The shipped folder of what config.model names: of one itself and of published weights the same model's, else
+    Qwen-Image's."""
+    known = {name: (tiny_folder(name), *(weights.hub_id for weights in entry(name).weights)) for name in names()}
+    alike = [name for name in known if model in known[name]]
     return tiny_folder((alike or names())[0])
 
 

@@ -7,10 +7,9 @@ edit was made: neither the source alone nor a picture without it earns anything.
 from typing import Any
 
 import numpy as np
-import torch
 
 from flow_grpo.data.edits import DIRECTIONS, MOVE, check_metadata
-from flow_grpo.rewards.shapes import Detection, detect
+from flow_grpo.rewards.shapes import Detection, scorer
 
 RANGE = (0.0, 1.0)
 NEAR = 0.08  # of the picture's side, between the centres of what is taken for one object
@@ -37,17 +36,13 @@ def _stands(detections: list[Detection], entry: dict[str, Any]) -> bool:
 
 
 def _moved(detections: list[Detection], entry: dict[str, Any], direction: tuple[int, int]) -> bool:
-    """Whether `entry` lies further that way, and nowhere else."""
+    """Whether `entry` lies further that way."""
     for seen in detections:
-        along, aside = (abs(np.subtract(seen.center, entry["center"]) @ np.array(axis)) for axis in _axes(direction))
-        forward = np.subtract(seen.center, entry["center"]) @ np.array(direction) > 0
-        if _alike(seen, entry) and forward and along >= LEAST_MOVE and aside <= ASIDE:
+        offset = np.subtract(seen.center, entry["center"])
+        along, aside = offset @ np.array(direction), abs(offset @ np.array(direction[::-1]))
+        if _alike(seen, entry) and along >= LEAST_MOVE and aside <= ASIDE:
             return True
     return False
-
-
-def _axes(direction: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    return direction, direction[::-1]
 
 
 def _made(detections: list[Detection], entry: dict[str, Any], edit: dict[str, Any]) -> bool:
@@ -78,10 +73,4 @@ def check_prompts(prompts: list[str], metadata: list[dict[str, Any]]) -> None:
 
 def load(device):
     """Returns the scorer: images [B, 3, H, W] in [0, 1] -> {"score": [B] f32, "accuracy": [B] f32}."""
-
-    def score(images, prompts, metadata):
-        grades = [grade(seen, data) for seen, data in zip(detect(images), metadata, strict=True)]
-        scores, accuracy = torch.tensor(grades).view(-1, 2).unbind(1)
-        return {"score": scores, "accuracy": accuracy}
-
-    return score
+    return scorer(grade)

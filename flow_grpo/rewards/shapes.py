@@ -7,6 +7,7 @@ A picture that is no square is looked at in the middle of one, undistorted: its 
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -303,6 +304,11 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
 
 def load(device):
     """Returns the scorer: images [B, 3, H, W] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
+    return scorer(grade)
+
+
+def scorer(grade: Callable[[list[Detection], dict], tuple[float, float]]) -> Callable:
+    """The scorer of a `grade` of (detections, metadata) -> (score, accuracy)."""
 
     def score(images, prompts, metadata):
         grades = [grade(seen, data) for seen, data in zip(detect(images), metadata, strict=True)]
