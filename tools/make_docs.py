@@ -133,11 +133,6 @@ def measured_runs() -> str:
     return table(["smallest card", "run", "GiB of each", "images/s of each, on an H200", "images per epoch"], rows)
 
 
-def metrics_table() -> str:
-    rows = [[f"`{name}`", metric.unit, metric.meaning, metric.expect] for name, metric in metrics.METRICS.items()]
-    return table(["name", "unit", "meaning", "what to expect"], rows)
-
-
 def settings_tables() -> str:
     head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
     for section, title in settings.SECTIONS.items():
@@ -173,7 +168,7 @@ def code(file: str, *names: str) -> str:
 MAKERS = {
     "settings": settings_tables,
     "measured": measured_runs,
-    "metrics": metrics_table,
+    "metrics": lambda: metrics.TABLE.read_text().rstrip(),
     "experiments": experiments,
     "variants": variants,
     "rewards": reward_files,

@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -44,14 +43,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
 from flow_grpo.monitoring import health, metrics, plots
 
-GROUPS = {  # title -> what the names of its curves look like
-    "Reward and evaluation": rf"(reward|eval|test|validation)/(?!.*{plots.SPREADS})[^/]+$",
-    "Signal within groups": rf"reward/.*{plots.SPREADS}",
-    "Update": "policy_loss|ratio_|clip_fraction_|approx_kl|kl_reference|(old|reference)_distance|"
-    "relative_velocity_norm|implicit_accuracy|winner_|loser_|grad_norm|weight_norm|learning_rate|advantage_",
-    "Health": "health/|parity/log_prob_abs_diff_max$",
-    "Speed and memory": "time/|images_per_s|memory/|batch_occupancy",
-}
+OWN = metrics.Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
 FIGURES = (".pdf", ".svg")
 BEST = 2  # among a run's scores
@@ -105,10 +97,12 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
-    chosen = {title: list(filter(re.compile(form).match, logged)) for title, form in GROUPS.items()}
     records = [record for run in runs for record in run.records]
-    chosen = {title: plots.rewards_alone(records, names) for title, names in chosen.items()}
-    chosen["Without a row in metrics.py"] = [name for name in logged if not metrics.explain(name)]
+    chosen = {metric.group: [] for metric in (*metrics.METRICS.values(), OWN)}
+    for name in plots.rewards_alone(records, logged):
+        _, metric = metrics.explain(name) or (name, OWN)
+        chosen[metric.group].append(name)
+    del chosen[metrics.NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
 
 
@@ -123,7 +117,7 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
     """One figure of all runs, and what the table of metrics says of it."""
-    key, metric = metrics.explain(name) or (name, metrics.Metric("logged by a script of your own", ""))
+    key, metric = metrics.explain(name) or (name, OWN)
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
