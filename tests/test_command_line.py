@@ -400,6 +400,9 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
     assert (run_folder / "source/epoch_000003/rates/low.py").read_text() == "RATE = 1e-5"
+    beside = {name.split("/")[0] for name in shipped.imported_beside(ROOT / "setup.py")}
+    assert "tests" in beside
+    assert not beside & {"flow_grpo", ".venv"}, "nothing that is shipped or installed"
     starts = provenance.starts(run_folder)
     assert [(start["epoch"], start["ranks"]) for start in starts] == [(0, 2), (3, 2)]
     assert all(start["start"] <= start["end"] for start in starts)

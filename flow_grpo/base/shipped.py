@@ -1,6 +1,7 @@
 """What the package ships, by the relative path that the published configs name: found from any directory; and what
 Python has imported that neither the package nor an installed one ships."""
 
+import os
 import re
 import sys
 import sysconfig
@@ -18,15 +19,16 @@ def find(path: str) -> str:
 def imported_beside(file: Path) -> dict[str, Path]:
     """What a user's file may depend on: modules that this process has imported from its folder, by their paths there,
     without the file itself, the running script and what is installed."""
-    file = file.resolve()
+    file, kinds = file.resolve(), ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = tuple(f"{folder}{os.sep}" for folder in (*map(sysconfig.get_path, kinds), PACKAGE))
     modules = [module for name, module in [*sys.modules.items()] if name != "__main__"]
-    paths = {Path(place) for module in modules if (place := getattr(module, "__file__", None))}
+    places = {str(place) for module in modules if (place := getattr(module, "__file__", None))}
+    paths = {Path(place) for place in places if not place.startswith(installed)}  # thousands start with it
     paths = {path.resolve() for path in paths if path.is_absolute() and path.is_file()} - {file}
-    installed = {Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")} | {PACKAGE}
     return {
         str(path.relative_to(file.parent)): path
         for path in sorted(paths)
-        if path.is_relative_to(file.parent) and not installed & {*path.parents}
+        if path.is_relative_to(file.parent) and not str(path).startswith(installed)
     }
 
 
