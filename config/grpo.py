@@ -349,7 +349,7 @@ RUNS = (
     *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
 )
 # in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, smoke)
+VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, variants.distill, smoke)
 
 
 def get_config(name="shapes_qwenimage"):

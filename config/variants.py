@@ -9,6 +9,7 @@ from typing import NamedTuple
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base import shipped
 from flow_grpo.diffusers_patch import registry
+from flow_grpo.settings import table
 from flow_grpo.settings.table import default_config
 
 
@@ -95,6 +96,16 @@ def guard(config):
 def dppo(config):
     """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
     config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
+    return config
+
+
+def distill(config):
+    """On-policy distillation (arXiv:2306.13649): noise in all steps, and an adapter that learns from `train.teachers`;
+    train_*_distill.py."""
+    config.algorithm, config.sample.sde_window_size = table.DISTILL, 0
+    defaults = default_config()
+    for key in table.ignored_by(table.DISTILL):
+        config.update_from_flattened_dict({key: table.value_of(defaults, key)})
     return config
 
 

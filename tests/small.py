@@ -24,7 +24,7 @@ from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import checks, config_files, table
 
 ROOT = Path(__file__).parents[1]
-CHECKS = {table.GRPO: checks.GRPO, table.PR: checks.PR, table.NFT: checks.NFT, table.DPO: checks.DPO}  # by algorithm
+CHECKS = {check.algorithm: check for check in (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL)}
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 SOURCES = sorted((ROOT / "dataset/edits/sources").glob("test_*.png"))
 MODELS = {name: model_classes.by_name(name) for name in registry.names()}

@@ -36,7 +36,7 @@ def other_value(setting):
     if setting.choices:
         return next(choice for choice in setting.choices if choice != setting.default)
     by_type = {bool: lambda old: not old, int: lambda old: old + 1, float: lambda old: old / 2 + 0.25}
-    by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4)}
+    by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4) if old else ("a",)}
     return by_type[type(setting.default)](setting.default)
 
 
@@ -59,7 +59,7 @@ BASES = ",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_bas
 FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
 GPUS = ",large_gpu", ",large_gpu,smoke"
 VARIANTS = {
-    "grpo": ("", ",smoke", ",guard", ",dppo", ",mixgrpo,flash", ",fast,smoke", *GPUS, *BASES),
+    "grpo": ("", ",smoke", ",guard", ",dppo", ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
     "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
 }
@@ -80,7 +80,8 @@ def test_every_run_passes_its_own_scripts_checks():
     """What DiffusionNFT learns from has exact products on every base."""
     for run, variant in COMBINATIONS:
         config = config_of(run + variant)
-        assert config.algorithm == (kind if (kind := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else "grpo")
+        kind = "distill" if "distill" in variant else run.rpartition("_")[2]
+        assert config.algorithm == (kind if kind in CHECKS else "grpo")
         assert config.name == (run + variant).replace(",", "_")
         if config.algorithm == "pr" and ("mixgrpo" in variant or "fast" in variant):
             with pytest.raises(ValueError, match="this script would ignore it"):

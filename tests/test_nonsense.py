@@ -17,6 +17,7 @@ RUNS = {
     table.PR: (grpo.get_config, "shapes_qwenimage_pr,smoke"),
     table.NFT: (nft.get_config, "shapes_qwenimage_nft,smoke"),
     table.DPO: (dpo.get_config, "shapes_qwenimage_dpo,online,smoke"),
+    table.DISTILL: (grpo.get_config, "shapes_qwenimage,distill,smoke"),
 }
 HUGE = 10**5000  # of more digits than Python writes out
 NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e38, 1e300, -1e300, 10**9, 2**63, -(2**64), HUGE)

@@ -302,13 +302,15 @@ def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
 
 def test_a_config_for_another_script_is_refused_with_that_scripts_name():
     runs = {table.GRPO: (grpo, WINDOW), table.PR: (grpo, BRANCHES), table.NFT: (nft, NFT), table.DPO: (dpo, DPO)}
+    runs[table.DISTILL] = grpo, f"{WINDOW},distill"
     rows = []
     for (kind, (file, name)), (other, script) in itertools.product(runs.items(), CHECKS.items()):
         if kind != other:
             check = lambda file=file, name=name, script=script: checks.check(file.get_config(name), script)  # noqa: E731
-            rows.append((f"{name} by {other}", check, [f"{name} is a config for {table.SCRIPTS[kind]}"]))
+            named = f"{file.get_config(name).name} is a config for {table.SCRIPTS[kind]}"
+            rows.append((f"{name} by {other}", check, [named]))
     assert_refused(rows)
-    assert len(rows) == 12
+    assert len(rows) == 20
 
 
 SERVING = [

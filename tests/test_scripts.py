@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import train_qwenimage
+import train_qwenimage_distill
 import warm
 from diffusers import QwenImagePipeline
 from small import ENV, ROOT, SCRIPTS, as_prompts, config_of, file_of, lines_of, loaded, train
@@ -94,6 +95,19 @@ def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, limit, 
     assert first["clip_fraction_high"] == first["clip_fraction_low"] == first["ratio_std"] == 0 < first["grad_norm"]
     assert second["ratio_std"] > 0
     assert second["clip_fraction_high"] + second["clip_fraction_low"] == share
+
+
+def test_a_student_has_nothing_to_learn_from_itself_and_comes_near_to_another(shallow, tmp_path):
+    def losses(**how):
+        how = shallow | dict(eval_freq=0, run_name="student", train__learning_rate=3e-3) | how
+        train_qwenimage_distill.main(config_of(f"{WINDOW},distill", tmp_path, **how))
+        return [line["policy_loss"] for line in lines_of(tmp_path / how["run_name"], "update")]
+
+    taught = dict(run_name="teacher", num_epochs=1, eval_freq=0, train__learning_rate=1e-2)
+    teacher = str(train(WINDOW, tmp_path, **shallow | taught))
+    assert losses(run_name="itself", num_epochs=1, lora__path=teacher, train__teachers=(teacher,))[0] == 0
+    found = losses(num_epochs=4, train__teachers=(teacher,))
+    assert max(found[-4:]) < 0.5 * min(found[:2])
 
 
 @pytest.mark.parametrize(

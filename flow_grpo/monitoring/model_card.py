@@ -123,6 +123,8 @@ def algorithm(config: ConfigDict) -> str:
     """The loss that trained it, and its paper; one that only a fork has, by its name."""
     if config.algorithm == table.DPO:
         return "Diffusion-DPO (arXiv:2311.12908)"
+    if config.algorithm == table.DISTILL:
+        return "on-policy distillation (arXiv:2306.13649)"
     key = "forward_objective" if config.algorithm == table.NFT else "objective"
     loss = table.BY_KEY[f"train.{key}"].choices.get(config.train[key])
     branches = " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)" if config.algorithm == table.PR else ""

@@ -158,7 +158,13 @@ def _check_speed(config: ConfigDict) -> None:
 
 
 def check_window(sample) -> None:
-    """Raises UserError unless the SDE window lies within the steps; train_*.py."""
+    """As `check_noisy_steps`, and images can be compared; train_*.py."""
+    check_noisy_steps(sample)
+    check_groups(sample)
+
+
+def check_noisy_steps(sample) -> None:
+    """Raises UserError unless the SDE window lies within the steps; train_*_distill.py."""
     if sample.num_branches != 1:
         raise UserError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
     first, last = sample.sde_window_range
@@ -169,7 +175,6 @@ def check_window(sample) -> None:
             f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
             f"(0, {sample.num_steps - 1}), since the last step is never noisy"
         )
-    check_groups(sample)
 
 
 def check_branches(sample) -> None:
@@ -201,3 +206,4 @@ GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
 PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
 NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
 DPO = Script(table.DPO, check_groups, table.ignored_by(table.DPO), plan_pairs)
+DISTILL = Script(table.DISTILL, check_noisy_steps, table.ignored_by(table.DISTILL))

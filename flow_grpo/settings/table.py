@@ -11,11 +11,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
-from flow_grpo.settings.setting import ALL, DPO, GRPO, NFT, PR, Setting
+from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, Setting
 
-SCRIPTS = {GRPO: "train_*.py", PR: "train_*_pr.py", NFT: "train_*_nft.py", DPO: "train_*_dpo.py"}
+SCRIPTS = {GRPO: "train_*.py"} | {name: f"train_*_{name}.py" for name in (PR, NFT, DPO, DISTILL)}
 ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
-RATIO = (GRPO, PR)  # with noise in the rollout, and ratios of probabilities in the loss
+RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
+NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
 TINY = 1e-6  # the least of a number above 0
 SECTIONS = {
     "": "The run",
@@ -130,9 +131,9 @@ SETTINGS = (
     Setting("sample.num_steps", 10, "Denoising steps of a rollout.", min=2, max=1000),
     Setting("sample.guidance_scale", 1.0, "Guidance scale; above 1 costs a second forward per step.", min=0, max=1000),
     Setting("sample.noise_level", 0.7, "Noise level eta of the SDE step; at most 1 for cps and cps_gaussian.",
-            min=0, max=10, used_by=RATIO),
+            min=0, max=10, used_by=NOISY),
     Setting("sample.sde_type", "sde", "Formula of a noisy step; cps_gaussian is cps with its true log-density.",
-            choices=("sde", "dance", "cps", "cps_gaussian"), used_by=RATIO),
+            choices=("sde", "dance", "cps", "cps_gaussian"), used_by=NOISY),
     Setting("sample.num_prompts_per_epoch", 16, "Prompts per epoch, on all GPUs together.", min=1, max=10**6),
     Setting("sample.num_images_per_prompt", 8, "Group size; in train_*_pr.py, trunks per prompt.", min=1, max=10**4),
     Setting("sample.batch_size", 16, "Rows per forward and GPU wherever a log-prob is computed: rollout and update.",
@@ -150,18 +151,19 @@ SETTINGS = (
     Setting("sample.scout_ratio", 0.4, "Fraction of the forwards of a scout after its noise; 0 = all of them.", min=0,
             max=1, used_by=(GRPO, NFT), when=(("sample.scouts_per_image",),)),
     Setting("sample.sde_window_size", 2, "Steps that are sampled with noise and trained; 0 = all but the last.",
-            unit="steps", min=0, used_by=(GRPO, NFT)),  # train_*_nft.py asks for 0
-    Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.", used_by=(GRPO,)),
+            unit="steps", min=0, used_by=(GRPO, NFT, DISTILL)),  # train_*_nft.py asks for 0
+    Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.",
+            used_by=(GRPO, DISTILL)),
     Setting("sample.sde_window_interval", 0, "0 = the window is at a random place in every batch; N = it moves on by "
             "one step every N updates, and from the end of the range back to its start.", unit="updates", min=0,
-            used_by=(GRPO,), when=(("sample.sde_window_size",),)),
+            used_by=(GRPO, DISTILL), when=(("sample.sde_window_size",),)),
     Setting("sample.same_latent", False, "Start a group from one noise: it is one image until the window.",
-            used_by=(GRPO,)),
+            used_by=(GRPO, DISTILL)),
     Setting("sample.num_branches", 1, "Noisy branches per step of a trunk, at least 2; 1 in the other scripts.", min=1,
             max=4096, used_by=ONLINE),
     Setting("sample.completion_batch_size", 0,
             "Rows per forward without a log-prob; 0 = sample.batch_size.",
-            unit="rows", min=0, max=4096, used_by=ONLINE, resumable=True),
+            unit="rows", min=0, max=4096, used_by=(*ONLINE, DISTILL), resumable=True),
     Setting("sample.flash_ratio", 0.0, "After the noise, compute only this fraction of the forwards; 0 = all of them.",
             min=0, max=1),
     Setting("sample.flash_solver", "dpm",
@@ -236,13 +238,16 @@ SETTINGS = (
             "a number below 1 = always this share.", min=0, max=2, used_by=(NFT,)),
     Setting("train.dpo_beta", 1000.0, "How sharply a pair's difference of velocity errors decides.", min=0,
             used_by=(DPO,)),
+    Setting("train.teachers", (), "Folders of the LoRA adapters that are learned from, such as best/ of other runs.",
+            used_by=(DISTILL,)),
     Setting("train.step_weight", "equal",
             "Weight of a step's loss: mean_one = transition_std / its mean over the trained steps, which "
             "TempFlow-GRPO's constants are; sqrt3 = sqrt(3) * transition_std; equal = 1.",
-            choices=("equal", "sqrt3", "mean_one"), used_by=RATIO),
+            choices=("equal", "sqrt3", "mean_one"), used_by=NOISY),
     Setting("train.timestep_fraction", 1.0,
             "Train int(this * num_steps) steps, the first ones, in train_*_nft.py random ones; never the last. "
-            "A window is trained whole.", min=TINY, max=1, used_by=ONLINE, when=(("sample.sde_window_size", 0),)),
+            "A window is trained whole.", min=TINY, max=1, used_by=(*ONLINE, DISTILL),
+            when=(("sample.sde_window_size", 0),)),
     Setting("train.ema_decay", 0.9, "Decay of the averaged weights: min((1 + n) / (10 + n), this) after n updates.",
             min=0, max=1),
     Setting("train.ema_interval", 8,

@@ -1,0 +1,102 @@
+"""On-policy distillation on Qwen-Image: an adapter learns from several teachers at the states that it reaches.
+
+    torchrun --nproc_per_node=8 scripts/train_qwenimage_distill.py \\
+        --config config/grpo.py:pickscore_qwenimage,distill --config.train.teachers="('runs/a/best', 'runs/b/best')"
+
+Idea: arXiv:2306.13649, with a denoising step in the place of a token. The rollout is Flow-GRPO's. Each of its noisy
+steps is a Gaussian under the student and under each teacher, of one std: the loss is the mean of their KL. Rewards are
+measured and not trained on. Teachers are adapters of the student's rank and alpha, such as other runs' best/.
+"""
+
+from flow_grpo.settings import checks, command_line
+
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/grpo.py:shapes_qwenimage,distill", checks.DISTILL)
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor
+from train_qwenimage import rollout
+
+from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.rollout import Minibatch
+from flow_grpo.base.errors import UserError
+from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.run import rewards
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.run import Run
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import start
+from flow_grpo.run.update import backward, optimizer_step, score_steps, updates
+from flow_grpo.weights import fsdp_utils, load_weights, policies
+from flow_grpo.weights.ema import Ema
+
+
+def check_teachers(config: ConfigDict) -> None:
+    """Raises UserError unless there are teachers, each of which the student could start from."""
+    if not config.train.teachers:
+        raise UserError(
+            "config.train.teachers is (); name folders of LoRA adapters to learn from, such as best/ of runs"
+        )
+    for folder in config.train.teachers:
+        as_start = config.copy_and_resolve_references()
+        as_start.lora.path = folder
+        try:
+            load_weights.check(as_start, model_classes.resolve(config))
+        except UserError as error:
+            raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
+
+
+def teacher(run: Run, folder: str) -> Ema:
+    """The policy that a LoRA folder holds, in the layout of the student's own adapter."""
+    policy = Ema(fsdp_utils.trainable_parameters(run.model.transformer))
+    with policy.applied():
+        fsdp_utils.fill(run.model.transformer, None, policies.stored_adapter(folder))
+    return policy
+
+
+@torch.no_grad()
+def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
+    """Where each teacher's steps from the stored latents lead on average, [R, ...]. Before the student's own forward:
+    weights are swapped in place, which no waiting graph would survive."""
+    means = []
+    for policy in teachers:
+        with policy.applied():
+            means.append(score_steps(run, rows).mean)
+    return means
+
+
+def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
+    """Of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
+    means = means_of(run, rows, teachers)
+    step = score_steps(run, rows)
+    kl = torch.stack([losses.gaussian_kl(step.mean, mean, step.transition_std) for mean in means]).mean(0)
+    run.meter.add(policy_loss=kl)
+    backward(run, rows.step_weights * kl, rows)
+
+
+def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> None:
+    check_teachers(config)
+    run = start(config, checks.DISTILL)
+    teachers = [teacher(run, folder) for folder in config.train.teachers]
+    for epoch in range(run.epoch, config.num_epochs):
+        evaluate(run, epoch)  # what is due by config.eval_freq
+        stored, submitted = rollout(run, epoch)
+        scores = rewards.wait(run, epoch, submitted)
+        stored.advantages, stored.loss_weight = rewards.advantages(run, scores)  # the loss has the weights alone
+        with run.board.timed("update"):
+            for minibatches in updates(run, stored):
+                for rows in minibatches:
+                    add_gradients(run, rows, teachers)
+                optimizer_step(run)
+        log_epoch(run, epoch)
+        if is_due(config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
+
+
+if __name__ == "__main__":
+    command_line.run(main, config)
