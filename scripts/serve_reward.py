@@ -51,14 +51,33 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
-def main(args: argparse.Namespace) -> None:
-    from flow_grpo.reward_server import serve  # imports torch
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    args = command_line.arguments(parser(), check)
 
-    token = read_token(args.token_file)
-    serve.main(args.name, args.host, args.port, token, args.device, args.options, args.batch_size)
+import asyncio
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from flow_grpo.reward_server import serve
+from flow_grpo.reward_server.requests import Limits
+from flow_grpo.reward_server.server import make_app
+from flow_grpo.rewards.scores import check_device
+
+
+def main(args: argparse.Namespace) -> None:
+    """Load the reward, print the server's address, serve until stopped. Raises UserError for a device that is not
+    there or an option that the reward does not take, before it is loaded."""
+    device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    check_device(device, "--device")
+    rewards.check_options(args.name, args.options)
+    score = rewards.load(args.name, torch.device(device), args.options)
+    app = make_app(args.name, score, Limits(batch_size=args.batch_size), read_token(args.token_file))
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve.listen(app, args.host, args.port, partial(serve.announce, args.name)))
 
 
 if __name__ == "__main__":
-    args = command_line.arguments(parser(), check)
     with command_line.sentences():
         main(args)

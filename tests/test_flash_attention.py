@@ -65,7 +65,7 @@ def test_values_and_gradients_are_those_of_masked_attention():
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_run_gives_it_to_every_block(compiles, monkeypatch):
     """On a CPU, where the operation needs no package."""
-    monkeypatch.setattr(flash_attention, "package_works", lambda *_: True)
+    monkeypatch.setattr(flash_attention, "usable", lambda attention: attention)
     config = config_of("shapes_qwenimage", precision="bf16", attention=NAME, lora__rank=4, compile=compiles)
     family = model_classes.of_folder(config.model)
     model = family.load(config.model, torch.device("cpu"), alone=True)

@@ -4,9 +4,7 @@ attention, which torch takes by itself, is slower under a mask, and sums the gra
 
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,23 +31,19 @@ def check_device(attention: str, device: torch.device) -> None:
 
 
 def usable(attention: str) -> str:
-    """config.attention, or "" with a warning where the package cannot be used."""
-    names = "_flash_attn_fwd", "_flash_attn_bwd"
-    what = f"config.attention {NAME!r} is not used, but torch's attention"
-    return "" if attention == NAME and not package_works(what, _kernels, *names) else attention
-
-
-def package_works(otherwise: str, load: Callable[[], ModuleType], *functions: str) -> bool:
-    """Whether these functions of a package can be used; a warning says `otherwise` and why. They are private to it, so
-    nothing is relied on: a package may fail in any way when it is imported."""
+    """config.attention, or "" with a warning where the package cannot be used. What is called is private to it, so
+    nothing is relied on: it may fail in any way when it is imported."""
+    if attention != NAME:
+        return attention
     try:
-        module = load()
-        problem = ", ".join(f"{module.__name__} has no {name}" for name in functions if not hasattr(module, name))
+        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_kernels(), name)]
+        problem = f"it has no {', '.join(missing)}" if missing else ""
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem and distributed.is_main():
-        warnings.warn(f"{otherwise}: {problem}; {INSTALL}", stacklevel=2)
-    return not problem
+        what = f"config.attention {NAME!r} is not used, but torch's attention"
+        warnings.warn(f"{what}: {problem}; {INSTALL}", stacklevel=2)
+    return "" if problem else NAME
 
 
 def _kernels():
