@@ -4,7 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
-from config import grpo, variants
+from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import DPO, default_config
 
@@ -14,7 +14,6 @@ def shapes_qwenimage_dpo():
     config = forward(default_config())
     config.preferences.path = "runs/preferences_shapes_qwenimage"
     config.num_epochs, config.eval_freq, config.save_freq = 60, 20, 20
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size, config.sample.flash_ratio = 64, 0.6
     config.train.learning_rate, config.train.dpo_beta = 1e-4, 100.0
     config.train.updates_per_epoch = 4
@@ -25,33 +24,32 @@ def shapes_qwenimage_dpo():
 
 def pickscore_qwenimage_dpo():
     """Offline DPO on Qwen-Image, 512 px."""
-    config = forward(grpo.qwenimage_512(default_config()))
+    config = forward(models.qwenimage())
     config.preferences.path = "runs/preferences_pickscore_qwenimage"
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
-    config.sample.batch_size = 8
     return config
 
 
 def pickscore_sd3_dpo():
     """Offline DPO on SD3.5-medium, 512 px."""
-    config = forward(grpo.sd3_512(default_config()))
+    config = forward(models.sd3())
     config.preferences.path = "runs/preferences_pickscore_sd3"
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.sample.batch_size = 16
     return config
 
 
 def edits_qwenimage_edit_dpo():
     """Offline DPO on the shipped tiny editing model, from pairs of its own images."""
-    config = grpo.tiny_edit(shapes_qwenimage_dpo())
+    config = models.tiny_edit(shapes_qwenimage_dpo())
     config.preferences.path = "runs/preferences_edits_qwenimage_edit"
     return config
 
 
 def forward(config):
-    """What every run shares: settings of noisy steps stay at their defaults, since nothing reads them."""
+    """What every run shares: 256 pairs, each of 8 images if a run makes them; settings of noisy steps stay at their
+    defaults, since nothing reads them."""
     config.algorithm = DPO
     config.sample.noise_level = default_config().sample.noise_level
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
     config.train.learning_rate, config.train.weight_decay = 1e-5, 0.0
     return config
 

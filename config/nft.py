@@ -6,7 +6,7 @@ command line, --config.seed=7.
 
 import math
 
-from config import grpo, variants
+from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import NFT, default_config
 
@@ -29,81 +29,74 @@ def shapes_qwenimage_nft():
 
 def pickscore_qwenimage_nft():
     """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
-    config = forward(grpo.compiled_512(grpo.qwenimage_512(default_config())))
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 32, 16
-    config.sample.batch_size = 8
-    return config
+    return forward(models.compiled(models.qwenimage()))
 
 
 def pickscore_qwenimage_2512_nft():
     """DiffusionNFT on Qwen-Image-2512, the same transformer with newer weights."""
-    return grpo.qwenimage_2512(pickscore_qwenimage_nft())
+    return models.qwenimage_2512(pickscore_qwenimage_nft())
 
 
 def pickscore_sd3_nft():
     """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
-    config = forward(grpo.sd3_512(default_config()))
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
-    config.sample.batch_size = 12
-    return config
+    return forward(models.sd3())
 
 
 def pickscore_sd35_large_nft():
     """DiffusionNFT on SD3.5-large, with what is published for medium."""
-    return grpo.sd35_large(pickscore_sd3_nft())
+    return models.sd35_large(pickscore_sd3_nft())
 
 
 def pickscore_flux_nft():
     """DiffusionNFT on FLUX.1-dev, 512 px; its guidance is an input, not a second forward, and stays at 3.5."""
-    config = forward(grpo.flux_512(default_config()))
+    config = forward(models.flux())
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 48, 24
-    config.sample.batch_size, config.sample.num_steps = 12, 10
+    config.sample.num_steps = 10
     return config
 
 
 def pickscore_flux_schnell_nft():
     """DiffusionNFT on FLUX.1-schnell, 512 px: 4 steps."""
-    return grpo.flux_schnell(pickscore_flux_nft())
+    return models.flux_schnell(pickscore_flux_nft())
 
 
 def pickscore_zimage_nft():
     """DiffusionNFT on Z-Image, 512 px, without guidance."""
-    config = forward(grpo.zimage_512(default_config()))
+    config = forward(models.zimage())
     config.sample.guidance_scale = config.eval.guidance_scale = 0.0
     return config
 
 
 def pickscore_zimage_turbo_nft():
     """DiffusionNFT on Z-Image-Turbo, 512 px: 8 steps."""
-    return grpo.turbo(pickscore_zimage_nft())
+    return models.zimage_turbo(pickscore_zimage_nft())
 
 
 def pickscore_flux2_klein_nft():
     """DiffusionNFT on the 4 B FLUX.2-klein, 512 px: 4 steps."""
-    return forward(grpo.flux2_klein_512(default_config()))
+    return forward(models.flux2_klein())
 
 
 def pickscore_flux2_klein_9b_nft():
     """DiffusionNFT on the 9 B FLUX.2-klein."""
-    return grpo.flux2_klein_9b(pickscore_flux2_klein_nft())
+    return models.flux2_klein_9b(pickscore_flux2_klein_nft())
 
 
 def pickscore_qwenimage_21_nft():
     """DiffusionNFT on Qwen-Image-2.1, 512 px."""
-    return forward(grpo.qwenimage_21_512(default_config()))
+    return forward(models.qwenimage_21())
 
 
 def edits_qwenimage_edit_nft():
     """DiffusionNFT on the shipped tiny editing model, which guidance hardly helps: its reference has none."""
-    config = grpo.tiny_edit(shapes_qwenimage_nft())
+    config = models.tiny_edit(shapes_qwenimage_nft())
     config.train.reference_guidance_scale = 0.0
     return config
 
 
 def editreward_qwenimage_edit_nft():
     """DiffusionNFT on Qwen-Image-Edit-2511, 512 px, without guidance."""
-    return grpo.qwenimage_edit(pickscore_qwenimage_nft())
+    return models.qwenimage_edit(pickscore_qwenimage_nft())
 
 
 def forward(config):
