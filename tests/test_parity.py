@@ -25,7 +25,7 @@ def compared(shallow, monkeypatch):
     monkeypatch.setattr(check_parity, "other_graph", lambda _: torch.enable_grad())
 
     def found(name="shapes_qwenimage", num_prompts=1, **how):
-        return check_parity.check(config_of(name, **shallow | how), num_prompts)[0]
+        return check_parity.check(config_of(name, **shallow | how), num_prompts)
 
     return found
 

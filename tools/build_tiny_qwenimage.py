@@ -27,13 +27,20 @@ from diffusers import (
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from draw_shapes import accuracy, balanced, pictures, rendered, shapes_prompts
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.base import rng
 from flow_grpo.data import shapes
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+from flow_grpo.diffusers_patch.size import Size
 
 RESOLUTION, TEXT_DIM = 64, 64
+SIZE = Size(RESOLUTION, RESOLUTION)
 NUM_STEPS = 10  # Euler steps of an evaluation
 NO_PROMPT = " "  # Qwen-Image's negative prompt, and what a dropped prompt becomes in training
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -200,49 +207,44 @@ def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: 
     return {"l1": round(error, 4), "renders": accuracy(images, prompts), "reconstructions": accuracy(decoded, prompts)}
 
 
-@torch.no_grad()
-def clean_latents(pipe: QwenImagePipeline, images: torch.Tensor) -> torch.Tensor:
-    """x_0 [B, 16, 64] of images [B, 3, R, R] in [-1, 1], normalised and packed as the pipeline has them."""
-    config = pipe.vae.config
-    statistics = torch.tensor([config.latents_mean, config.latents_std]).view(2, 1, -1, 1, 1, 1)
-    mean, std = statistics.to(images.device, non_blocking=True)
-    latents = (pipe.vae.encode(images[:, :, None]).latent_dist.mean - mean) / std
-    return pipe._pack_latents(latents, len(images), *latents.shape[1:2], *latents.shape[3:])
-
-
-def flow_matching_loss(pipe: QwenImagePipeline, x_0, embeds, mask, generator: torch.Generator) -> torch.Tensor:
+def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
     """|v(x_sigma, sigma) - (noise - x_0)|^2, sigma logit-normal and then shifted as the scheduler shifts its grid."""
-    config = pipe.scheduler.config
+    scheduler = model.pipeline.scheduler
+    config = scheduler.config
     lengths = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     normal = torch.randn(len(x_0), generator=generator, device=x_0.device)
-    sigma = pipe.scheduler.time_shift(
-        calculate_shift(x_0.shape[1], *lengths), 1.0, normal.sigmoid().clamp(1e-4, 1 - 1e-4)
-    )
+    shift = calculate_shift(x_0.shape[1], *lengths)
+    sigma = scheduler.time_shift(shift, 1.0, normal.sigmoid().clamp(1e-4, 1 - 1e-4))
     noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
-    velocity = pipe.transformer(
-        hidden_states=torch.lerp(x_0, noise, sigma[:, None, None]),
-        timestep=sigma,
-        encoder_hidden_states=embeds,
-        encoder_hidden_states_mask=mask,
-        img_shapes=[[(1, RESOLUTION // 16, RESOLUTION // 16)]] * len(x_0),
-    ).sample
-    return (velocity.float() - (noise - x_0)).square().mean()
+    x_t = torch.lerp(x_0, noise, sigma[:, None, None])
+    return velocity_error(model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE), x_0, noise).mean()
 
 
-def transformer_steps(pipe: QwenImagePipeline, prompts: list[dict], generator: torch.Generator):
-    """Train pipe.transformer, endlessly: yields (steps done, loss, EMA transformer) after every step."""
-    device = generator.device
-    with torch.no_grad():
-        embeds, mask = pipe.encode_prompt([p["prompt"] for p in prompts] + [NO_PROMPT], device)
-    ema = copy.deepcopy(pipe.transformer).requires_grad_(False)
-    weights, averages = list(pipe.transformer.parameters()), list(ema.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=LR, fused=device.type == "cuda")
-    for step, (index, images) in enumerate(rendered(prompts, BATCH, generator), start=1):
+@torch.no_grad()
+def batches(model: FlowModel, prompts: list[dict], generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
+    """Endless x_0 of rendered pictures, and their prompts. Some have none."""
+    device = model.device
+    embeds, mask = model.pipeline.encode_prompt([p["prompt"] for p in prompts] + [NO_PROMPT], device)
+    for index, images in rendered(prompts, BATCH, generator):
         dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
-        index = index.masked_fill(dropped, len(prompts))
+        text = index.masked_fill(dropped, len(prompts))
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            x_0 = clean_latents(pipe, images)
-            loss = flow_matching_loss(pipe, x_0, embeds[index], mask[index].bool(), generator)
+            yield model.encode_batch(images), Condition(embeds[text], mask=mask[text].bool())
+
+
+def transformer_steps(model: FlowModel, batches: Iterator[tuple[Tensor, Condition]], generator: torch.Generator):
+    """Train the transformer on x_0 and conditions, endlessly: yields (steps done, loss, EMA transformer) after every
+    step."""
+    on_gpu, transformer = model.device.type == "cuda", model.transformer
+    ema = copy.deepcopy(transformer).requires_grad_(False)
+    if on_gpu:
+        torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
+        transformer.compile_repeated_blocks(dynamic=False)
+    weights, averages = list(transformer.parameters()), list(ema.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=LR, fused=on_gpu)
+    for step, (x_0, condition) in enumerate(batches, start=1):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
+            loss = flow_matching_loss(model, x_0, condition, generator)
         optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
         optimizer.zero_grad()
         loss.backward()
@@ -255,10 +257,9 @@ def transformer_steps(pipe: QwenImagePipeline, prompts: list[dict], generator: t
 
 def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list[dict], args, generator) -> None:
     """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    if generator.device.type == "cuda":
-        torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
-        pipe.transformer.compile_repeated_blocks(dynamic=False)
-    for line, transformer in evaluations(transformer_steps(pipe, train, generator), args):
+    model = QwenImage(pipe, generator.device)
+    steps = transformer_steps(model, batches(model, train, generator), generator)
+    for line, transformer in evaluations(steps, args):
         current = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
         current.set_progress_bar_config(disable=True)
         images = {f"cfg_{scale}": sample(current, held_out, args.seed, scale) for scale in (1, 4)}

@@ -18,17 +18,15 @@ from pathlib import Path
 import torch
 from build_tiny_qwenimage import (
     BATCH,
-    EMA_DECAY,
-    LR,
     NO_PROMPT,
     NUM_STEPS,
     PROMPT_DROPOUT,
     RESOLUTION,
     TEXT_DIM,
-    WARMUP_STEPS,
     build_text_encoder,
     build_tokenizer,
     evaluations,
+    transformer_steps,
 )
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from draw_edits import apply, render, sample_edits, sample_sources, text_index, texts
@@ -43,11 +41,9 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.models.qwenimage import encoded
 from flow_grpo.diffusers_patch.models.qwenimage_edit import ImageProcessor, QwenImageEdit, QwenImageEditPlusPipeline
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
-from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.rewards import edits as edits_reward
 
-SIZE = Size(RESOLUTION, RESOLUTION)
 PIXELS = RESOLUTION**2  # of a source
 TINY_QWENIMAGE = Path(shipped.find("flow_grpo/assets/tiny_qwenimage"))
 
@@ -108,19 +104,6 @@ def embeddings(model: QwenImageEdit) -> tuple[Tensor, Tensor]:
     return condition.text_embeds, condition.mask
 
 
-def flow_matching_loss(model: QwenImageEdit, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-    """|v(x_sigma, sigma) - (noise - x_0)|^2, sigma logit-normal and then shifted as the scheduler shifts its grid."""
-    scheduler, num_tokens = model.pipeline.scheduler, x_0.shape[1]
-    config = scheduler.config
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)
-    normal = torch.randn(len(x_0), generator=generator, device=x_0.device)
-    sigma = scheduler.time_shift(shift, 1.0, normal.sigmoid().clamp(1e-4, 1 - 1e-4))
-    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
-    x_t = torch.lerp(x_0, noise, sigma[:, None, None])
-    return (model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE) - (noise - x_0)).square().mean()
-
-
 @torch.no_grad()
 def pairs(model: QwenImageEdit, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Latents [num, c, h, w] of edited pictures and of their sources, and the numbers [num] of the instructions."""
@@ -147,28 +130,6 @@ def batches(model: QwenImageEdit, num_pairs: int, generator: torch.Generator) ->
         yield x_0, Condition(embeds[text], mask=mask[text], source_1=sources[row])
 
 
-def transformer_steps(model: QwenImageEdit, num_pairs: int, generator: torch.Generator):
-    """Train the transformer, endlessly: yields (steps done, loss, EMA transformer) after every step."""
-    device, transformer = model.device, model.transformer
-    ema = copy.deepcopy(transformer).requires_grad_(False)
-    if device.type == "cuda":
-        torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
-        transformer.compile_repeated_blocks(dynamic=False)
-    weights, averages = list(transformer.parameters()), list(ema.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=LR, fused=device.type == "cuda")
-    for step, (x_0, condition) in enumerate(batches(model, num_pairs, generator), start=1):
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = flow_matching_loss(model, x_0, condition, generator)
-        optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 1 - min(EMA_DECAY, (1 + step) / (10 + step)))
-        yield step, loss.detach(), ema
-
-
 def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_scale: float) -> dict[str, float]:
     """Strict accuracy, of all and by action."""
     generators = [rng.generator(seed, "noise", number) for number in range(len(prompts))]
@@ -184,7 +145,8 @@ def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_sc
 
 def train(model: QwenImageEdit, prompts: list[Prompt], args, generator: torch.Generator) -> None:
     """For args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    for line, transformer in evaluations(transformer_steps(model, args.pairs, generator), args):
+    steps = transformer_steps(model, batches(model, args.pairs, generator), generator)
+    for line, transformer in evaluations(steps, args):
         parts = model.pipeline.components | dict(transformer=transformer)
         current = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
         accuracies = {f"cfg_{g}": accuracy(QwenImageEdit(current, model.device), prompts, args.seed, g) for g in (1, 4)}
