@@ -3,7 +3,6 @@
 import pytest
 import torch
 import train_qwenimage_pr
-from rounding import rounding
 from small import as_prompts, lines_of, loaded, train
 
 from flow_grpo.base import rng
@@ -15,8 +14,9 @@ from flow_grpo.run import sampling
 
 PROMPTS = ["a photo of a red circle", "two blue squares", "a photo of three crosses", "a star left of a green triangle"]
 SIZE = Size(64, 64)
-COMPARED = {3: slice(None), 16: slice(9, 40, 13)}  # by rows of a forward; many copies take long
-ROUNDED = rounding(size=16)  # forwards are in float64; velocities of up to 16 are rounded to float32
+# By rows of a forward; many copies take long. A multiple of four: of another number of rows, MKL without AVX sums the
+# last ones of a product in another order than the first, so that a row's bits depend on its place.
+COMPARED = {4: slice(None), 16: slice(9, 40, 13)}
 
 
 def of_one_block(**parts):
