@@ -5,7 +5,19 @@ command line, --config.seed=7.
 """
 
 from config import models
-from config.variants import dppo, eight_bit_base, fast, flash, four_bit_base, guard, large_gpu, long, mixgrpo, smoke
+from config.variants import (
+    distill,
+    dppo,
+    eight_bit_base,
+    fast,
+    flash,
+    four_bit_base,
+    guard,
+    large_gpu,
+    long,
+    mixgrpo,
+    smoke,
+)
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import PR, default_config
 
@@ -201,7 +213,7 @@ RUNS = (
     *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
 )
 # in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, variants.distill, smoke)
+VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, distill, smoke)
 
 
 def get_config(name="shapes_qwenimage"):
