@@ -87,7 +87,7 @@ from tqdm import tqdm
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.pixels import beside_sources
-from flow_grpo.base.prompt import texts_of
+from flow_grpo.base.prompt import captions_of
 from flow_grpo.base.quoting import markdown_table, with_error
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
@@ -252,7 +252,7 @@ def write_sheet(folder, number, row, scores, split):
     """One picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
     images, prompts = torch.stack([*scores.images.values()]), [split.prompts[i] for i in numbers]
-    sheet = contact_sheet(beside_sources(images, prompts), texts_of(prompts), scores.values["avg"][0, numbers])
+    sheet = contact_sheet(beside_sources(images, prompts), captions_of(prompts), scores.values["avg"][0, numbers])
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
     sheet.page.save(folder / f"{number}_{name}.png")
 

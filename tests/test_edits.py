@@ -12,7 +12,7 @@ from small import config_of, lines_of, loaded, prepare, train
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture, to_pictures
-from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.prompt import Prompt, captions_of
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_file, load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
@@ -123,8 +123,10 @@ def test_every_algorithm_trains_on_sources_and_shows_them(kind, tmp_path):
     assert updates[0].get("parity/log_prob_abs_diff_max", 0.0) == 0
     (sheet, *_) = plots.evaluations(folder).values()
     shown = {caption: picture for picture, caption, _ in plots.panel_pictures(sheet)}
-    prompt = next(prompt for prompt in PROMPTS["validation"] if prompt.text in shown)
-    picture = shown[prompt.text]
+    captions = dict(zip(captions_of(PROMPTS["validation"]), PROMPTS["validation"], strict=True))
+    assert len(captions) > len({prompt.text for prompt in captions.values()})
+    caption, picture = next((caption, picture) for caption, picture in shown.items() if caption in captions)
+    prompt = captions[caption]
     assert picture.width == 2 * picture.height
     source, expected = picture.crop((0, 0, picture.height, picture.height)).resize((64, 64)), prompt.pictures()[0]
     assert (from_picture(source) - from_picture(expected)).abs().mean() < 0.05

@@ -48,6 +48,12 @@ def texts_of(prompts: list[Prompt]) -> list[str]:
     return [prompt.text for prompt in prompts]
 
 
+def captions_of(prompts: list[Prompt]) -> list[str]:
+    """What pages call B prompts: a text, and the files of its sources, which tell prompts of one text apart."""
+    files = [[source.stem for source in prompt.sources if isinstance(source, Path)] for prompt in prompts]
+    return [f"{prompt.text} ({', '.join(names)})" if names else prompt.text for prompt, names in zip(prompts, files)]
+
+
 def _opened(source: Source) -> Image.Image:
     return Image.open(source) if isinstance(source, Path) else source
 

@@ -6,7 +6,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.base.pixels import beside_sources
-from flow_grpo.base.prompt import texts_of
+from flow_grpo.base.prompt import captions_of
 from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import evaluation
@@ -69,9 +69,8 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     run.board.log("eval", logged, epoch=epoch, step=run.step)
     prompts, rewards = [split.prompts[i] for i in scores.images], scores.values["avg"][0, list(scores.images)]
     images = beside_sources(torch.stack(list(scores.images.values())), prompts)
-    all_texts, all_rewards = [prompt.text for prompt in split.prompts], scores.values["avg"].nanmean(0).tolist()
-    by_prompt = dict(zip(all_texts, all_rewards, strict=True))
-    run.board.log_images(images, texts_of(prompts), rewards, epoch=epoch, step=run.step, scores=by_prompt)
+    by_prompt = dict(zip(captions_of(split.prompts), scores.values["avg"].nanmean(0).tolist(), strict=True))
+    run.board.log_images(images, captions_of(prompts), rewards, epoch=epoch, step=run.step, scores=by_prompt)
     return figures
 
 
