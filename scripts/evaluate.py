@@ -74,6 +74,8 @@ def check_words(args):
     for name in args.policies:
         if not Path(shipped.find(name)).exists() and not shipped.is_hub_id(name):
             raise UserError(f"{name!r} is neither a folder nor a hub id")
+    for model in filter(None, [args.model, *args.policies]):
+        shipped.check_connection(model)
     override(default_config(), args)
     if args.rewards and not any((Path(name) / "config.json").is_file() for name in args.policies):
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})

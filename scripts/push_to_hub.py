@@ -10,7 +10,9 @@ read the card before it is public. `hf auth login` first. A repository that is t
 import argparse
 from pathlib import Path
 
+from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line
 from flow_grpo.settings import command_line
 
 
@@ -25,9 +27,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_words(args: argparse.Namespace) -> None:
-    """Raises UserError for what is no folder."""
+    """Raises UserError for what is no folder, or no name on the hub."""
     if not args.run.is_dir():
         raise UserError(f"there is no folder {args.run}")
+    if not shipped.HUB_ID.fullmatch(args.repo):
+        raise UserError(f"--repo is {args.repo!r}; it must be USER/NAME")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
@@ -81,9 +85,12 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     if args.dry_run:
         print(f"nothing was uploaded; {folder / 'README.md'} is the card")
         return
-    address = hub.create_repo(args.repo, private=args.private, exist_ok=True)
     names = [str(file.relative_to(folder)) for file in files]
-    hub.upload_folder(repo_id=args.repo, folder_path=folder, allow_patterns=names, commit_message=f"{args.run.name}")
+    try:
+        address = hub.create_repo(args.repo, private=args.private, exist_ok=True)
+        hub.upload_folder(repo_id=args.repo, folder_path=folder, allow_patterns=names, commit_message=args.run.name)
+    except Exception as error:  # of the connection, of the hub or of its client, whose errors have no class in common
+        raise UserError(f"{args.repo}: the hub has not taken the files: {in_one_line(error)}") from error
     print(f"uploaded to {address}")
 
 

@@ -264,6 +264,11 @@ def test_scripts_print_a_sentence_for_a_wrong_argument(script, words, tmp_path):
         ("--config.sample.batch_size=7", 2, ["[1, 2, 4, 8, 16"]),
         ("--config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),
         ("--dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
+        ("--config.dataset=README.md", 2, ["'README.md'", "tools/split_prompts.py"]),
+        ("--config.dataset=nowhere", 2, ["'nowhere'"]),
+        (f"--config.dataset={'a' * 300}", 2, ["config.dataset", "aaa"]),
+        ("--config.resume_from=nowhere --dry_run", 2, ["'nowhere'"]),
+        ("--config.model=me/mine", 2, ["'me/mine'", "refused"]),
     ],
 )
 def test_a_command_line_is_answered_before_torch_is_imported(words, status, says, tmp_path):
@@ -273,7 +278,7 @@ def test_a_command_line_is_answered_before_torch_is_imported(words, status, says
 def assert_answered(words, status, says, folder):
     """A command, where importing torch would end it."""
     (folder / "torch.py").write_text("raise SystemExit('torch is imported')")
-    env = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin"}
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin", "HF_ENDPOINT": "http://127.0.0.1:1"}
     done = subprocess.run([sys.executable, *words.split()], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status, done
     assert all(word in (done.stderr if status else done.stdout) for word in says), done
@@ -284,6 +289,7 @@ TINY = "flow_grpo/assets/tiny_qwenimage"
 MISSPELT = [
     (f"scripts/evaluate.py {TINY} --guidance-scale 1", ["--guidance-scale"]),
     ("scripts/evaluate.py scripts/nowhere", ["'scripts/nowhere'"]),
+    (f"scripts/evaluate.py {TINY} --model me/mine", ["'me/mine'", "refused"]),
     (f"scripts/evaluate.py {TINY} --set eval.num_stepz=3", ["eval.num_stepz"]),
     (f"scripts/evaluate.py {TINY} --rewards shapez", ["'shapez'", "shapes"]),
     ("scripts/minimal_grpo.py --epochs 3", ["--epochs"]),
@@ -291,6 +297,7 @@ MISSPELT = [
     ("scripts/prepare_preferences.py --config.sample.batch_size=7", ["multiple"]),
     ("scripts/prepare_preferences.py --dry_run", ["--dry_run"]),
     ("scripts/push_to_hub.py scripts/nowhere --repo me/mine", ["scripts/nowhere"]),
+    ("scripts/push_to_hub.py scripts --repo mine", ["'mine'", "USER/NAME"]),
     ("scripts/push_to_hub.py scripts --rep me/mine", ["--rep"]),
     ("scripts/serve_reward.py shapez", ["'shapez'", "shapes"]),
     ("-m flow_grpo.monitoring.report --ot page.html scripts", ["--ot"]),

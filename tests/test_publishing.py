@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
 
@@ -152,6 +153,8 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     card = (run / "best" / "README.md").read_text()
     assert 'load_lora_weights("me/red")' in card
     assert "Mean over 4 test prompts" in card
+    with pytest.raises(UserError, match="me/red: the hub has not taken the files"):
+        push(run)
 
 
 def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):

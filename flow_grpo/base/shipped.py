@@ -7,7 +7,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line, quoted
+
 PACKAGE = Path(__file__).parents[1]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 
 
 def find(path: str) -> str:
@@ -34,4 +38,22 @@ def imported_beside(file: Path) -> dict[str, Path]:
 
 def is_hub_id(name: str) -> bool:
     """Whether it may be a hub's OWNER/NAME: no folder of this name is here, nor one that would hold it."""
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not Path(find(name)).parent.is_dir()
+    return bool(HUB_ID.fullmatch(name)) and not Path(find(name)).parent.is_dir()
+
+
+def check_connection(model: str) -> None:
+    """Raises UserError for a model that is no folder and not in the cache where the hub does not answer: a download
+    would try for 30 seconds. What the hub answers to a name, the download says. Imports no torch."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if Path(find(model)).exists():
+        return
+    try:
+        if isinstance(try_to_load_from_cache(model, "model_index.json"), str):
+            return
+        get_hf_file_metadata(hf_hub_url(model, "model_index.json"))
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        return
+    except Exception as error:
+        places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
+        raise UserError(f"config.model {quoted(model)} is {places}: {in_one_line(error)}") from error

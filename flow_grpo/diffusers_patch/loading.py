@@ -3,13 +3,10 @@
 import copy
 import gc
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
@@ -22,27 +19,11 @@ WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
 def pipeline_name(folder: str) -> str:
     """Class of the pipeline in `folder` (or hub id). Raises UserError if there is none. Reads one json file."""
-    _check_connection(shipped.find(folder))
+    shipped.check_connection(folder)
     try:
         return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
     except OSError as error:
         places = "no diffusers folder here, in the Hugging Face cache or on the hub"
-        raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}") from error
-
-
-def _check_connection(folder: str) -> None:
-    """Raises UserError for a hub id that is not in the cache where the hub does not answer: a download would try for 30
-    seconds. What the hub answers to a name, the download says."""
-    if Path(folder).exists():
-        return
-    try:
-        if isinstance(try_to_load_from_cache(folder, DiffusionPipeline.config_name), str):
-            return
-        get_hf_file_metadata(hf_hub_url(folder, DiffusionPipeline.config_name))
-    except (HfHubHTTPError, HFValidationError):
-        return
-    except Exception as error:
-        places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
         raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}") from error
 
 

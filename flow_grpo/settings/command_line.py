@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.settings import answers, checks, completion, config_files, older, table
 
 LONGEST = 2000  # characters of a sentence
@@ -94,8 +94,22 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
         served = [name for name, args in config.reward.args.items() if "url" in args]
         rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
         script.plan(config, config.dry_run or _world_size())
+        _check_places(config)
     except UserError as error:
         raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
+
+
+def _check_places(config: ConfigDict) -> None:
+    """Raises UserError for a data set, a checkpoint or a model that is not there."""
+    try:
+        if not (data := Path(shipped.find(config.dataset))).is_dir():
+            what = "is a file; tools/split_prompts.py makes a folder of it" if data.is_file() else "is no folder here"
+            raise UserError(f"config.dataset {quoted(config.dataset)} {what}; see docs/howto/own_data.md")
+        if config.resume_from not in ("", "latest") and not Path(config.resume_from).exists():
+            raise UserError(f"config.resume_from {quoted(config.resume_from)} is no checkpoint and no folder of them")
+        shipped.check_connection(config.model)
+    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+        raise UserError(f"config.dataset, resume_from or model: {in_one_line(error)}") from error
 
 
 def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str = "") -> None:
