@@ -236,11 +236,11 @@ def test_qwenimage_21_rounds_the_timestep_as_its_pipeline_does():
     assert torch.equal(torch.stack(seen[:20]), torch.stack(seen[20:]))
 
 
-RUNS = {  # each type of noise, both rollouts and both objectives
-    "window, cached": ("", dict(sample__sde_type="sde", cache_dir=True)),
+HOW = dict(eval_freq=0, sample__guidance_scale=2.0, sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)
+RUNS = {  # beside the window below: each type of noise, both rollouts and both objectives
     "branches in slots": (
         "_pr",
-        dict(sample__sde_type="dance", sample__noise_level=0.3, sample__text_multiple=8, text_tokens=40),
+        dict(sample__sde_type="dance", sample__noise_level=0.3, text_tokens=40, height=96, width=64),
     ),
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
     "branches, compiled": (
@@ -251,22 +251,8 @@ RUNS = {  # each type of noise, both rollouts and both objectives
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, tmp_path, monkeypatch):
-    """With guidance, but where each of two conditions would be traced, and prompts of unequal lengths in each batch."""
-    variants, how = RUNS[kind]
-    how = dict(eval_freq=0, sample__guidance_scale=2.0) | how
-    how = of_model(few, name) | how
-    how |= dict(sample__num_prompts_per_epoch=4, sample__num_images_per_prompt=2)
-    if "cache_dir" in how:
-        how["cache_dir"] = str(tmp_path / "cache")
-    if "sample__text_multiple" in how:
-        how |= dict(sample__text_multiple=8 if MODELS[name].CUTS_PADDING else 0)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
-    run = on_two_ranks if "fsdp__mode" in how else train
-    folder = run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how)
+def assert_begins_exact(folder):
+    """The first update's log-probs are the rollout's, and the second's are not."""
     first, second = lines_of(folder, "update")
     assert first["parity/log_prob_abs_diff_max"] == 0
     assert first["ratio_std"] == 0
@@ -274,10 +260,26 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     assert second["ratio_std"] > 0
 
 
+@pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.parametrize("name", MODELS)
-def test_diffusers_and_evaluate_py_read_what_a_run_leaves(name, few, tmp_path):
-    how = dict(train__learning_rate=1e-2, train__ema_interval=1)
+def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, tmp_path, monkeypatch):
+    """With guidance, but where each of two conditions would be traced, and prompts of unequal lengths in each batch."""
+    variants, how = RUNS[kind]
+    how = HOW | of_model(few, name) | how
+    if kind == "branches in slots" and MODELS[name].CUTS_PADDING:
+        how |= dict(sample__text_multiple=8)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
+    run = on_two_ranks if "fsdp__mode" in how else train
+    assert_begins_exact(run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_what_its_run_leaves(name, few, tmp_path):
+    how = HOW | dict(eval_freq=1, height=64, width=96, sample__sde_type="sde", cache_dir=str(tmp_path / "cache"))
+    how |= dict(train__learning_rate=1e-2, train__ema_interval=1)
     folder = train("shapes_qwenimage", tmp_path / "runs", **of_model(few, name) | how)
+    assert_begins_exact(folder)
     evaluate.main(evaluate.parser().parse_args([str(folder), "--weights", "last", "--out", str(tmp_path / "out")]))
     (row,) = json.loads((tmp_path / "out" / "scores.json").read_text())["rows"]
     tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
@@ -323,19 +325,13 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 
 SIZES = Size(64, 96), Size(96, 64)
-PAIRS = ("flux", ""), ("sd3", "_pr"), ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo")
-PAIRS += (("flux2_klein", "_pr"), ("flux2_klein", "_nft"), ("qwenimage_21", "_pr"), ("qwenimage_21", "_nft"))
-PAIRS += (
-    ("qwenimage_edit", ""),
-    ("qwenimage_edit", "_pr"),
-    ("qwenimage_edit", "_nft"),
-    ("qwenimage_edit", "_dpo,online"),
-)
+PAIRS = ("flux", "_nft"), ("qwenimage", "_dpo,online"), ("sd3", "_dpo"), ("flux2_klein", "_nft")
+PAIRS += ("qwenimage_21", "_nft"), ("qwenimage_edit", "_nft"), ("qwenimage_edit", "_dpo,online")
 
 
 @pytest.mark.parametrize(("model", "kind", "size"), [(*pair, SIZES[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)
-def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, size, few, shallow, tmp_path):
-    """At one of two sizes. Each model with each algorithm, on squares: the twins, above."""
+def test_images_that_are_no_square_are_trained_by_the_other_algorithms(model, kind, size, few, shallow, tmp_path):
+    """Windows and branches: above. Each model with each algorithm, on squares: the twins."""
     how = of_model(few, model) | (dict(model=shallow["model"]) if model == "qwenimage" else {})
     how |= dict(height=size.height, width=size.width, sample__guidance_scale=2.0)
     how |= dict(preferences__min_margin=0.0) if "_dpo" in kind else {}
@@ -343,12 +339,8 @@ def test_images_that_are_no_square_are_trained_by_every_algorithm(model, kind, s
         pairs = prepare("shapes_qwenimage_dpo", tmp_path / "pairs", **how, validation_share=0.0)
         how |= dict(preferences__path=str(pairs))
     folder = train(f"shapes_qwenimage{kind}", tmp_path / "runs", **how)
-    updates = lines_of(folder, "update")
-    assert {line.get("parity/log_prob_abs_diff_max", 0.0) for line in updates[:1]} == {0.0}
-    assert all(line["grad_norm"] > 0 for line in updates)
+    assert all(line["grad_norm"] > 0 for line in lines_of(folder, "update"))
     assert len(lines_of(folder, "eval")) == 2
-    if kind in ("", "_pr"):
-        assert updates[0]["ratio_std"] == 0
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, caplog):
