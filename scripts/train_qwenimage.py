@@ -40,7 +40,8 @@ from flow_grpo.run.update import (
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
-    """Sample with SDE steps inside the window, ODE steps outside it; the noisy steps, and images being scored."""
+    """Sample with SDE steps inside the window and ODE steps outside it. Returns the noisy steps, and the images that
+    are being scored."""
 
     def window_of(batch: Batch) -> range:
         return window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
@@ -54,8 +55,8 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
 
 
 def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: int) -> range:
-    """The noisy steps of a block of whole groups (prompts.Batch), in an epoch that began after so many optimizer steps:
-    at random as in Flow-GRPO-Fast, or moving on as in MixGRPO."""
+    """The noisy steps of the images of a block (see prompts.Batch): all but the last step, a window at a random place
+    (Flow-GRPO-Fast), or one that moves with the number of optimizer steps before the epoch, `updates` (MixGRPO)."""
     if sample.sde_window_size == 0:
         return range(sample.num_steps - 1)
     first, last = sample.sde_window_range
@@ -68,7 +69,8 @@ def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: in
 
 
 def add_gradients(run: Run, rows: Minibatch) -> None:
-    """Of Flow-GRPO's loss (eq. 5) over a minibatch of (image, step) rows."""
+    """Add the gradients of train.objective (by default Flow-GRPO's, eq. 5) and of the KL to the reference, over a
+    minibatch of (image, step) rows."""
     train = run.config.train
     reference = reference_steps(run, rows)
     step = score_steps(run, rows)

@@ -68,7 +68,7 @@ def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
 
 
 def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
-    """Of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
+    """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
     means = means_of(run, rows, teachers)
     step = score_steps(run, rows)
     kl = torch.stack([losses.gaussian_kl(step.mean, mean, step.transition_std) for mean in means]).mean(0)

@@ -37,7 +37,8 @@ OLD = "old"  # the policy that samples: an average of the trained one's past
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
-    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained."""
+    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Returns
+    both, and the images that are being scored."""
     timesteps, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
     images, submitted = [], []
     with run.extra_policies[OLD].applied():
@@ -79,7 +80,8 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
 
 
 def add_gradients(run: Run, rows: Minibatch) -> None:
-    """Of train.forward_objective over a minibatch of (image, timestep) rows, noised afresh."""
+    """Add the gradients of train.forward_objective, of flow matching and of the distance to the reference, over a
+    minibatch of (image, timestep) rows that are noised afresh."""
     train, names = run.config.train, ("forward noise", run.epoch, rows.inner_epoch)
     streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.row_ids.tolist()]
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)

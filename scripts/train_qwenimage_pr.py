@@ -27,7 +27,8 @@ from flow_grpo.run.sampling import sample_epoch, to_rollout
 
 
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
-    """Sample trunks and their branches; the steps at which branches leave, and branches being scored."""
+    """Sample trunks and their branches. Returns the steps at which branches leave, and the branches that are being
+    scored."""
     branching_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     stored, submitted = [], []
     for batch, samples in sample_epoch(run, epoch, lambda _: branching_steps, run.plan.num_branches):
@@ -38,10 +39,8 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
 
 
 def groups_of(images: list[int], plan: BatchPlan, baseline: str) -> Tensor:
-    """[B, K, J]: a group is the branches of one trunk's step, or of a prompt's trunks at one step (sample.baseline).
-
-    Its number is the same on any number of ranks.
-    """
+    """The group of each branch, [B, K, J]: branches compete that leave one trunk at one step or, with sample.baseline
+    "prompt", all trunks of a prompt at one step. Groups have the same numbers on any number of ranks."""
     steps, trunks = torch.arange(plan.num_trained_steps), torch.tensor(images)
     owners = trunks // plan.group_size if baseline == "prompt" else trunks
     groups = owners[:, None] * len(steps) + steps

@@ -89,7 +89,7 @@ class Run:
 
     @property
     def seconds_left(self) -> float:
-        """Until weights were loaded config.max_hours ago; infinite without that limit."""
+        """Until config.max_hours have passed since weights were loaded; infinite without that limit."""
         return (self.config.max_hours or math.inf) * 3600 - (time.monotonic() - self.started_s)
 
     @property
@@ -98,13 +98,13 @@ class Run:
 
     @property
     def exact(self) -> Callable:
-        """() -> context of a forward that must have the update's bits: of compiled blocks the graph with gradients."""
+        """() -> context of forwards that must have the update's bits: compiled blocks use the graph with gradients."""
         return partial(compilation.training_graph, self.model.network) if self.config.compile else nullcontext
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
     ) -> Tensor:
-        """The policy, of rollout and update alike. None = the rollout's guidance_scale, and the size of training."""
+        """The policy's velocity, in rollout and update alike; None = sample.guidance_scale, and the training size."""
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
         if not self.ema.is_applied:  # then this is an evaluation
             self.num_forwards += len(x) * (2 if self.model.is_guided(scale) else 1)

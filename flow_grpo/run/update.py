@@ -60,7 +60,8 @@ def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
 
 
 def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
-    """The stored outcomes under the policy that the transformer carries: one forward for R rows, R * J log-probs.
+    """Mean and log-prob of the stored outcomes under the policy that the transformer carries: one forward of R rows,
+    R * J log-probs.
 
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
     kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
@@ -85,9 +86,12 @@ def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) 
 
 @torch.no_grad()
 def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
-    """Log what a minibatch's ratios and densities say; before the epoch's first optimizer step also keep what
+    """Log the statistics of a minibatch's ratios; before the epoch's first optimizer step also keep the log-ratios that
     `optimizer_step` compares with train.parity_limit.
-    log_ratio [R * J] is the objective's own, beyond [R * J] outside of its trust region (None = of train.clip_range).
+
+    Args:
+        log_ratio: [R * J], the objective's own.
+        beyond: [R * J] bool, rows outside of its trust region; None = ratios outside of train.clip_range.
     """
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
     ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
@@ -97,8 +101,12 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
-    """Add the gradient of a minibatch's part of the update's mean. loss [R * J]: what is masked or filtered counts as
-    rows.loss_weight says. log_ratios [R * J]: to name the row if one is wrong."""
+    """Add the gradient of a minibatch's part of the update's mean loss.
+
+    Args:
+        loss: [R * J], not yet multiplied by rows.loss_weight, which is 0 for what is masked or filtered.
+        log_ratios: [R * J], by which a ParityError names the row.
+    """
     loss = loss * rows.loss_weight
     log_ratios = None if log_ratios is None else log_ratios.detach()
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
@@ -107,8 +115,8 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor
 
 
 def optimizer_step(run: Run) -> None:
-    """Average over ranks, clip by the norm over all of them, step, average the weights, log. A ParityError or, where a
-    loss or gradient is not finite, a FloatingPointError comes before any weight is moved."""
+    """Average the gradients over the ranks, clip them, step, update the EMA, and log. Raises ParityError, or
+    FloatingPointError for a loss or gradient that is not finite, before any weight is moved."""
     if run.on_policy:
         _check_parity(run)
     parameters = run.parameters
@@ -141,7 +149,7 @@ def move_weights(run: Run) -> None:
 
 
 def learning_rate(run: Run) -> float:
-    """Of the next update: the configured one, what its schedule leaves, and what health.action leaves."""
+    """The learning rate of the next update: the configured one, by its schedule and by what health.action left."""
     config, train = run.config, run.config.train
     num_updates = config.num_epochs * train.inner_epochs * train.updates_per_epoch
     share = losses.learning_rate_share(run.step, num_updates, train.learning_rate_schedule, train.warmup_updates)
