@@ -15,7 +15,7 @@ from flow_grpo.algorithms.advantages import (
     combined_advantages,
     group_advantages,
     group_stats,
-    kept_rows,
+    has_signal,
 )
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
 from flow_grpo.algorithms.losses import (
@@ -323,9 +323,9 @@ def test_rewards_of_any_size_that_differ_by_rounding_alone_are_a_group_without_s
     cancelled = combined_advantages(both, {"a": 1.0, "b": -0.5}, groups, "sum")
     assert torch.equal(group_advantages(rewards, groups), torch.zeros(24))
     assert torch.equal(cancelled, torch.zeros(24))
-    assert not kept_rows(both, {"a": 1.0, "b": 1.0}, groups).any()
+    assert not has_signal(both, {"a": 1.0, "b": 1.0}, groups).any()
     rewards[::3] *= 1.0001
-    assert kept_rows({"a": rewards}, {"a": 1.0}, groups).all()
+    assert has_signal({"a": rewards}, {"a": 1.0}, groups).all()
 
 
 TWO = {"a": REWARDS, "b": REWARDS.flip(0) * 100}
@@ -357,6 +357,6 @@ def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_ne
 def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
     rewards = {"a": torch.tensor([1.0, 1, 2, 2]), "b": torch.tensor([5.0, 5, 5, 6]), "c": torch.tensor([1.0, 2, 3, 4])}
     groups = torch.tensor([0, 0, 1, 1])
-    assert kept_rows(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
-    assert kept_rows(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
-    assert kept_rows(rewards, {"c": 1.0}, groups).tolist() == [True] * 4
+    assert has_signal(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
+    assert has_signal(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
+    assert has_signal(rewards, {"c": 1.0}, groups).tolist() == [True] * 4

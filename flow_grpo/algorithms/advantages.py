@@ -51,7 +51,7 @@ def best_and_worst(values: Tensor, num: int) -> Tensor:
     return torch.cat([order[:, : num - num // 2], order[:, values.shape[1] - num // 2 :]], 1)
 
 
-def kept_rows(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
+def has_signal(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
     """[B] bool: False in groups in which every reward that counts is the same for all, so that nothing is learned."""
     stds = [group_stats(rewards[name], groups) for name in weights]
     return torch.stack([stats.std[stats.group] > 0 for stats in stds]).any(0)

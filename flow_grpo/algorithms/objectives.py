@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 
 
-def fits(config: ConfigDict) -> None:
-    """Any config will do."""
+def accepts_any(config: ConfigDict) -> None:
+    """No config is refused."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Objective:
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
-    check: Callable[[ConfigDict], None] = fits  # of config; raises UserError for what it cannot be trained with
+    check: Callable[[ConfigDict], None] = accepts_any  # of config; raises UserError for what it cannot be trained with
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
 
     @property
@@ -47,8 +47,9 @@ def needs_gaussian(config: ConfigDict) -> None:
         )
 
 
-def needs_sampler(config: ConfigDict) -> None:
-    """Raises UserError unless an epoch's ratios start at 1 and then move: the old policy is the trained one, copied."""
+def needs_moving_ratio(config: ConfigDict) -> None:
+    """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
+    move, as there are several updates."""
     train, name = config.train, f"config.train.forward_objective {config.train.forward_objective!r}"
     if train.old_decay_schedule:
         raise UserError(
@@ -62,8 +63,8 @@ def needs_sampler(config: ConfigDict) -> None:
         )
 
 
-def needs_motion(config: ConfigDict) -> None:
-    """Raises UserError if every update's old policy is the trained one."""
+def needs_older_policy(config: ConfigDict) -> None:
+    """Raises UserError if the old policy equals the trained one in every update."""
     train = config.train
     if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
         raise UserError(
@@ -73,9 +74,9 @@ def needs_motion(config: ConfigDict) -> None:
         )
 
 
-def needs_groups(config: ConfigDict) -> None:
+def needs_whole_groups(config: ConfigDict) -> None:
     """Raises UserError unless a forward holds whole groups that share their noise, and ratios can leave 1."""
-    needs_motion(config)
+    needs_older_policy(config)
     sample, name = config.sample, f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
         raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
@@ -98,19 +99,19 @@ FORWARD_OBJECTIVES = {
         OURS + "awm",
         "advantage-weighted matching (AWM, arXiv:2509.25050)",
         reads=("clip_range",),
-        check=needs_sampler,
+        check=needs_moving_ratio,
     ),
     "dgpo": Objective(
         OURS + "dgpo",
         "direct group preference optimisation (DGPO, arXiv:2510.08425)",
         reads=("clip_range", "dgpo_beta"),
-        check=needs_groups,
+        check=needs_whole_groups,
         whole_groups=True,
     ),
     "elbo": Objective(
         OURS + "elbo",
         "policy gradient of the final image's ELBO (arXiv:2602.04663)",
         reads=("proximal_weight",),
-        check=needs_motion,
+        check=needs_older_policy,
     ),
 }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_stats, kept_rows
+from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_stats, has_signal
 from flow_grpo.base import distributed
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
@@ -47,15 +47,15 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
     """
     groups = torch.tensor(batch.groups) if groups is None else groups
     per_row = groups[0].numel()  # images of a prompt of the batch: 1, or all branches of its trunk
-    asked = [prompt for prompt in batch.prompts for _ in range(per_row)]
+    prompts = [prompt for prompt in batch.prompts for _ in range(per_row)]
     with run.board.timed("reward"):
-        scores = run.pool.submit(samples.images.flatten(0, -4), asked)
+        scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     return Submitted(list(batch.images), groups, scores, latents)
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
-    """Wait for the epoch's rewards on all ranks, and log what there is to see in them."""
+    """Wait for the epoch's rewards on all ranks, and log their means and spreads and the health of the latents."""
     rewards = gather(run, submitted)
     rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
     if run.config.sample.baseline == "all":
@@ -80,7 +80,7 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
 
 
 def _order(submitted: list[Submitted]) -> Tensor:
-    """In which the rows of submitted images are those of their numbers."""
+    """The order that sorts the rows of submitted images by the images' numbers, [B] int64."""
     return torch.tensor([image for part in submitted for image in part.images]).argsort()
 
 
@@ -101,8 +101,8 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
 
 
 def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:
-    """Log the signs of health of whole groups, whatever was decoded together and on whichever rank; the diversity of
-    each image [all]."""
+    """Log the health of the latents by whole groups, also of those that lie on several ranks. Returns each image's part
+    of health/diversity, [all]."""
     by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
     split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
     signs = health.measure(
@@ -132,13 +132,13 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     run.epoch_metrics["images"] = (epoch + 1) * len(rewards.groups)
     if run.epoch_metrics["reward/zero_std_share"] == 1:
         score = run.epoch_metrics["reward/avg"]
-        alike = f"the images of each group score alike ({score:.4g} on average)"
-        run.board.say(f"epoch {epoch + 1}: {alike}, which teaches nothing")
+        alike = f"all images score alike ({score:.4g} on average)"
+        run.board.say(f"epoch {epoch + 1}: in every group {alike}, so there is nothing to learn")
 
 
 def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """Of this rank's images [B] or outcomes [B, K, J]: advantages, standardised over all ranks, and weights in the mean
-    that is the loss, 0 for what is masked or filtered."""
+    """Advantages of this rank's images [B] or outcomes [B, K, J], standardised over all ranks, and their weights in the
+    mean that is the loss: 0 for what is masked or filtered."""
     config = run.config
     weights = config.reward_fn.to_dict()
     scored = torch.stack([rewards.scores[name].isfinite() for name in weights]).all(0)
@@ -150,6 +150,6 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
         scores, weights, groups, config.train.reward_aggregation, config.sample.global_std
     )
     if config.train.filter_groups:
-        loss_weight[scored] *= kept_rows(scores, weights, groups)
+        loss_weight[scored] *= has_signal(scores, weights, groups)
     loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
     return rewards.local(values, run.device), rewards.local(loss_weight, run.device)
