@@ -4,20 +4,7 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
-from config import models
-from config.variants import (
-    distill,
-    dppo,
-    eight_bit_base,
-    fast,
-    flash,
-    four_bit_base,
-    guard,
-    large_gpu,
-    long,
-    mixgrpo,
-    smoke,
-)
+from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import PR, default_config
 
@@ -212,8 +199,10 @@ RUNS = (
     *(pickscore_qwenimage_21, pickscore_qwenimage_21_pr),
     *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
 )
-# in this order, whatever the command line's is
-VARIANTS = (long, mixgrpo, flash, fast, guard, dppo, large_gpu, eight_bit_base, four_bit_base, distill, smoke)
+VARIANTS = (  # in this order, whatever the command line's is
+    *(variants.long, variants.mixgrpo, variants.flash, variants.fast, variants.guard, variants.dppo),
+    *(variants.large_gpu, variants.eight_bit_base, variants.four_bit_base, variants.distill, variants.smoke),
+)
 
 
 def get_config(name="shapes_qwenimage"):

@@ -12,8 +12,7 @@ from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
 from flow_grpo import rewards
-from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
-from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES, SamplingParams
 from flow_grpo.monitoring import health
 from flow_grpo.run import loop
 from flow_grpo.scoring.settings import RewardSettings

@@ -8,7 +8,8 @@ import torch
 
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise, joined
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise, joined
+from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import shared_prefixes
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob

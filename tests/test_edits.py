@@ -18,8 +18,8 @@ from flow_grpo.data.prompts import load_file, load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import plots
+from flow_grpo.rewards import detection
 from flow_grpo.rewards import edits as reward
-from flow_grpo.rewards import shapes
 
 CPU = torch.device("cpu")
 PROMPTS = {split: load_prompts("dataset/edits", split) for split in ("train", "validation", "test")}
@@ -58,9 +58,9 @@ def test_the_reward_wants_the_edit_of_this_source_by_this_instruction():
 def test_a_move_is_far_enough_along_its_line_and_adds_nothing(center, more, score, accuracy):
     circle = {"class": "circle", "color": "red", "center": [0.4, 0.5], "radius": 0.1}
     cross = {"class": "cross", "color": "blue", "center": [0.2, 0.8], "radius": 0.1}
-    moved = shapes.Detection("circle", "red", center, reward.AREAS["circle"] * 0.01)
-    stays = shapes.Detection("cross", "blue", (0.2, 0.8), reward.AREAS["cross"] * 0.01)
-    extra = [shapes.Detection(None, None, (0.8, 0.2), 0.02)] * more
+    moved = detection.Detection("circle", "red", center, reward.AREAS["circle"] * 0.01)
+    stays = detection.Detection("cross", "blue", (0.2, 0.8), reward.AREAS["cross"] * 0.01)
+    extra = [detection.Detection(None, None, (0.8, 0.2), 0.02)] * more
     metadata = {"objects": [circle, cross], "edit": {"object": 0, "action": "move", "to": "to the right"}}
     assert reward.grade([moved, stays, *extra], metadata) == (score, accuracy)
 
@@ -71,7 +71,7 @@ def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
     for split, prompts in PROMPTS.items():
         assert len(prompts) == draw_edits.SPLITS[split][1]
         pictures = torch.stack([from_picture(*prompt.pictures()) for prompt in prompts])
-        objects = shapes.detect(pictures)
+        objects = detection.detect(pictures)
         for prompt, seen in zip(prompts, objects):
             assert all(reward._stands(seen, entry) for entry in prompt.metadata["objects"])
             assert len(seen) == len(prompt.metadata["objects"])

@@ -160,4 +160,4 @@ def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, mo
     assert json.loads((tmp_path / "backup").read_text())[str(file)][-1] == first
     assert memory.stat().st_mode & 0o777 == file.stat().st_mode & 0o777
     memory.write_text("[1")
-    assert checksums.file_digests([file, file], memory) == [changed] * 2
+    assert checksums.file_digests({"a": file, "b": file}, memory) == {"a": changed, "b": changed}

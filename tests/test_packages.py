@@ -50,7 +50,7 @@ OUTSIDE = {  # a dependency -> the only modules that import it
     "uvicorn": {"reward_server/serve"},
     "pyarrow": {"data/preferences"},
     "jinja2": {"monitoring/model_card", "monitoring/report"},
-    "scipy": {"rewards/shapes"},
+    "scipy": {"rewards/detection"},
     "rapidocr": {"rewards/ocr"},
 }
 MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")}

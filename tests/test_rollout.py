@@ -10,7 +10,7 @@ from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.rollout import concat, from_trace, shuffled_updates
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
+from flow_grpo.diffusers_patch.request import TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.run import sampling
 

@@ -8,8 +8,8 @@ import torch
 from refused import assert_refused
 from small import MODELS, as_prompts, generators, loaded
 
-from flow_grpo.diffusers_patch.noise_level import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
+from flow_grpo.diffusers_patch.sampling_params import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
 from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = ["a photo of a red circle", "two blue squares"]

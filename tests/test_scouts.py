@@ -26,7 +26,7 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
         return window_at(run.config.sample, run.config.seed, 0, batch.block, updates=0)
 
     picked = torch.tensor(rewards.scout(run, 0, window_of)).view(3, 4)
-    scouts = list(sampling.sample_scouts(run, 0, window_of))
+    scouts = list(sampling.sample_epoch(run, 0, window_of, scouts_per_image=run.config.sample.scouts_per_image))
     scores = rewards.gather(run, [rewards.submit(run, samples, batch) for batch, samples in scouts]).scores["avg"]
     for group, numbers in enumerate(picked):
         of_group = scores.view(3, 12)[group]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
+from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")

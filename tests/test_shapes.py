@@ -17,7 +17,8 @@ from flow_grpo.data import shapes
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, TAGS
 from flow_grpo.rewards import shapes as reward
-from flow_grpo.rewards.shapes import Detection, detect, grade
+from flow_grpo.rewards.detection import Detection, detect
+from flow_grpo.rewards.shapes import grade
 
 ROOT = Path(__file__).parents[1]
 PER_TAG = 100

@@ -15,7 +15,7 @@ from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import TracedStep
+from flow_grpo.diffusers_patch.request import TracedStep
 
 
 @dataclass

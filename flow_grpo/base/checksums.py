@@ -69,22 +69,28 @@ def _sum_of(path: Path) -> list[int]:
 
 def file_digest(path: Path, memory: Path | None = None) -> str:
     """Of one file; see `file_digests`."""
-    return file_digests([path], memory)[0]
+    return file_digests({"": path}, memory)[""]
 
 
-def file_digests(paths: Iterable[Path], memory: Path | None = None) -> list[str]:
-    """The BLAKE2b digest of each file's bytes, 32 hexadecimal digits. Files are read side by side. `memory`, a JSON
-    file, keeps digests for later processes, which may share it; it is no error if it cannot be read or written."""
-    files = [Path(path).resolve() for path in paths]
+def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None = None) -> dict[str, str]:
+    """Of the files in a folder that fit one of the patterns, by their paths there; see `file_digests`."""
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return file_digests({str(path.relative_to(folder)): path for path in paths}, memory)
+
+
+def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str, str]:
+    """Name -> the BLAKE2b digest of a file's bytes, 32 hexadecimal digits. Files are read side by side. `memory`, a
+    JSON file, keeps digests for later processes, which may share it; it is no error if it cannot be read or written."""
+    files = {name: Path(path).resolve() for name, path in files.items()}
     known = {}  # path -> [bytes, time of the content, time of the entry in ns, digest]
     with suppress(UserError):  # a missing or damaged memory
         known = folders.read_json(memory) if memory else {}
     with ThreadPoolExecutor() as pool:
-        entries = dict(zip(map(str, files), pool.map(partial(_entry_of, known), files)))
+        entries = dict(zip(map(str, files.values()), pool.map(partial(_entry_of, known), files.values())))
     if memory and known != known | entries:
         with suppress(OSError):
             folders.write_text(memory, json.dumps(known | entries))
-    return [entries[str(file)][-1] for file in files]
+    return {name: entries[str(file)][-1] for name, file in files.items()}
 
 
 def _entry_of(remembered: dict[str, list], file: Path) -> list:

@@ -9,128 +9,18 @@ they run inside `exact()`. The others may be faster than exact: they run inside 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.request import Request, TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.diffusers_patch.solvers import Solver, solver_of
 
 Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]  # of x [B, ...], t [B], ..., guidance_scale, size
-
-
-class TracedStep(NamedTuple):
-    """One noisy step. J outcomes were drawn from each of B latents; J = 1 in a window."""
-
-    timestep: Tensor  # [B] f32
-    latents: Tensor  # [B, ...] f32, before the step
-    step: SDEStep  # of B * J rows; the J outcomes of a latent are neighbours
-
-
-@dataclass(eq=False)
-class Request:
-    """R rows of the forwards that take each step together: the branches that leave a trunk at one step; or one row, of
-    an image, of a trunk or of the prefix that a group shares before its noise."""
-
-    name: Any  # what the caller knows it by
-    condition: Condition  # R rows
-    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the prefix that it continues
-    size: Size
-    scheduler: Any  # timesteps [T], sigmas [T + 1]
-    params: SamplingParams
-    noisy: range = range(0)  # its noisy steps
-    num_branches: int = 1  # above 1: a trunk; it goes on without noise, and ends with its last noisy step
-    generator: torch.Generator | None = None  # of the normal draws of its noisy steps, in their order
-    short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
-    step: int = 0  # the next one
-    continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
-    trunk: "Request | None" = None  # of branches
-    branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of its steps
-    solver: Solver | None = None  # what takes its next step, if not Euler
-    memory: Tensor | None = None  # [R, ...], what its solver remembers
-    trace: list[TracedStep] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.begin_solver()
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.latents.shape[0]
-
-    @property
-    def is_trunk(self) -> bool:
-        """Whether branches leave its noisy steps."""
-        return self.num_branches > 1
-
-    @property
-    def needs_log_prob(self) -> bool:
-        """Whether its next velocity enters a log-prob."""
-        return self.step in self.noisy
-
-    @property
-    def batch_key(self) -> tuple:
-        """Requests with equal keys can share a forward."""
-        shapes = self.latents.shape[1:], self.current_condition.shapes
-        return self.needs_log_prob, self.params.guidance_scale, self.size, *shapes
-
-    @property
-    def current_condition(self) -> Condition:
-        return self.condition if self.needs_log_prob or self.short is None else self.short
-
-    @property
-    def timestep(self) -> Tensor:
-        """[] f32, where its next velocity is."""
-        return (self.solver or self.scheduler).timesteps[self.step]
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is no next step. A prefix is finished where its continuations begin."""
-        if self.continuations:
-            return self.step >= self.continuations[0].step
-        steps = self.noisy.stop if self.is_trunk else len((self.solver or self.scheduler).timesteps)
-        return self.step >= steps
-
-    def begin_solver(self) -> None:
-        """Once the noise is over, go on with fewer forwards where that was asked for."""
-        params, num_steps = self.params, len(self.scheduler.timesteps)
-        waits = self.is_trunk or self.continuations or self.solver
-        if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
-            self.solver, self.step = solver_of(params.flash_solver, self.scheduler, self.step, params.flash_ratio), 0
-            self.noisy = range(0)
-
-    def start_continuations(self) -> list["Request"]:
-        """Of a prefix that is finished, with its latents; [] of any other request."""
-        if not self.continuations or not self.finished:
-            return []
-        for request in self.continuations:
-            request.latents = self.latents
-        return self.continuations
-
-    def split(self, num: int) -> "Request":
-        """Of branches: keep the first `num` rows; returns a request of the others, in its place among the trunk's."""
-        first, rest = slice(0, num), slice(num, None)
-        others = replace(self, **self._rows(rest))
-        for name, value in self._rows(first).items():
-            setattr(self, name, value)
-        branches = self.trunk.branches
-        branches.insert(branches.index(self) + 1, others)
-        return others
-
-    def _rows(self, rows: slice) -> dict[str, Any]:
-        """Some rows of all fields that have rows."""
-        return dict(
-            condition=self.condition.take(rows),
-            short=self.short and self.short.take(rows),
-            latents=self.latents[rows],
-            memory=None if self.memory is None else self.memory[rows],
-        )
 
 
 @dataclass

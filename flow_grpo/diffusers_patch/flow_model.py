@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from accelerate import init_empty_weights
@@ -106,10 +106,7 @@ class FlowModel(ABC):
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
-        paths = [path for part in cls.ENCODERS for path in Path(folder).glob(f"{part}/**/*")]
-        files = sorted(path for path in paths if path.is_file())
-        names = [str(path.relative_to(folder)) for path in files]
-        return dict(zip(names, checksums.file_digests(files, memory)))
+        return checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
 
     @property
     def transformer(self) -> torch.nn.Module:
@@ -214,6 +211,16 @@ class FlowModel(ABC):
         if condition.negative is None:
             raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
         return self.guide(positive, self.network(x, t, condition.negative, guidance_scale, size), guidance_scale)
+
+    def through(self, blocks: torch.nn.ModuleList, x: Tensor, *others: Any) -> Tensor:
+        """Tokens [B, L, D] through blocks of the transformer, with what else these take."""
+        transformer = self.transformer
+        for block in blocks:
+            if torch.is_grad_enabled() and transformer.gradient_checkpointing:
+                x = transformer._gradient_checkpointing_func(block, x, *others)
+            else:
+                x = block(x, *others)
+        return x
 
     def fuse(self, attention: str = "") -> None:  # noqa: B027 (most models have nothing to do)
         """Before its blocks are compiled: give the transformer parts that take fewer kernels than diffusers' do, and

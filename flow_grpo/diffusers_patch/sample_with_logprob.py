@@ -15,8 +15,9 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, TracedStep, Velocity, denoise, joined
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Velocity, denoise, joined
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.request import Request, TracedStep
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 

@@ -1,4 +1,4 @@
-"""How images are sampled."""
+"""How images are sampled. The command line asks before torch is imported."""
 
 import math
 from dataclasses import dataclass, fields
@@ -6,8 +6,11 @@ from dataclasses import dataclass, fields
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.diffusers_patch.noise_level import SDE_TYPES, check_noise_level
-from flow_grpo.diffusers_patch.solvers import SOLVERS
+
+LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}  # beyond: overflow, or a sine that falls
+SDE_TYPES = tuple(LARGEST_ETA)
+SMALLEST_ETA = 1e-3  # but for 0; below, float32 rounds the noise away
+SOLVERS = ("dpm", "extrapolate")  # of solvers.py
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class SamplingParams:
     noise_level: float = 0.0  # eta of the noisy steps; nothing reads it where no step is noisy
     sde_type: str = "sde"  # of the noisy steps, see sde_step_with_logprob
     flash_ratio: float = 0.0  # above 0: what follows the noise takes this share of its forwards...
-    flash_solver: str = "dpm"  # ...by one of solvers.SOLVERS
+    flash_solver: str = "dpm"  # ...by one of SOLVERS
 
     @classmethod
     def of(cls, sample: ConfigDict) -> "SamplingParams":
@@ -46,3 +49,10 @@ class SamplingParams:
                 f"the noisy steps are {steps} of {self.num_steps}, but the last step of {self.sde_type!r} adds no "
                 "noise; leave it out"
             )
+
+
+def check_noise_level(noise_level: float, sde_type: str, name: str = "noise_level") -> None:
+    """Raises UserError for a noise whose steps are not finite, or that rounding takes away; 0 has none."""
+    least, most = SMALLEST_ETA, LARGEST_ETA[sde_type]
+    if noise_level and not least <= noise_level <= most:
+        raise UserError(f"{name} is {noise_level}; with sde_type {sde_type!r} it must be from {least} to {most}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.diffusers_patch.noise_level import SDE_TYPES
+from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES
 
 
 class SDEStep(NamedTuple):

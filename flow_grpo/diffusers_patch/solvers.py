@@ -10,6 +10,8 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
+from flow_grpo.diffusers_patch.sampling_params import SOLVERS
+
 
 class DPMSolver:
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
@@ -77,10 +79,10 @@ def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
 
 
 Solver = DPMSolver | Extrapolation
-SOLVERS = {"dpm": DPMSolver, "extrapolate": Extrapolation}
+KINDS = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
 
 
 @lru_cache(maxsize=256)
 def solver_of(name: str, scheduler, start: int, ratio: float) -> Solver:
     """One for all requests that begin at this step of this scheduler."""
-    return SOLVERS[name](scheduler, start, ratio)
+    return KINDS[name](scheduler, start, ratio)

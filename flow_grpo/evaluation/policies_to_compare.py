@@ -11,7 +11,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import older, table
-from flow_grpo.weights import finite, fsdp_utils, lora_files, policies, quantisation
+from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, policies
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
     *("model", "model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
@@ -115,15 +115,6 @@ def load(candidate: Candidate, family: type[FlowModel], device: torch.device) ->
         adapter = lora_files.read(candidate.lora)
         policies.attach(model.transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
         init = policies.stored_adapter(candidate.lora)
-    quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
-    fsdp_utils.prepare(
-        model.network,
-        None,
-        units=model.SHARD_UNITS,
-        weights=candidate.transformer or family.transformer_folder(config.model),
-        init=init,
-        device=device,
-        precision=config.precision,
-    )
+    load_weights.fill(config, model, weights=candidate.transformer, init=init)
     finite.check(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
     return model

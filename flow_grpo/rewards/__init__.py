@@ -35,7 +35,7 @@ PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of optio
 GROUP_FIGURES = ("group_std", "zero_std_share", "masked_share")  # what a run logs as reward/..., and reward/NAME_...
 VARIETY = ("diversity", "distance", "variety")  # how different images of a prompt are
 RUNS_OWN = ("avg", "scouts", *VARIETY, *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
-HELPERS = ("clip_model", "scores")  # files here that are no rewards
+HELPERS = ("clip_model", "detection", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flow_grpo.data.edits import DIRECTIONS, MOVE, check_metadata
-from flow_grpo.rewards.shapes import Detection, scorer
+from flow_grpo.rewards.detection import Detection
+from flow_grpo.rewards.shapes import scorer
 
 RANGE = (0.0, 1.0)
 NEAR = 0.08  # of the picture's side, between the centres of what is taken for one object

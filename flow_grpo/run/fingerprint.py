@@ -5,7 +5,6 @@ A resumed run compares them. Reward servers, and weights that a reward loads, ar
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     """What a run of this config reads now."""
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
-    files = lambda folder, *patterns: _digests(Path(folder), patterns, memory) if folder else {}  # noqa: E731
+    files = lambda folder, pattern: checksums.digests_in(Path(folder), [pattern], memory) if folder else {}  # noqa: E731
     splits = (prompts.find_file(config.dataset, split) for split in ("train", "validation", "test"))
     served = [name for name, args in config.reward.args.items() if args.get("url")]
     sources = {name: rewards.source(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
@@ -55,11 +54,11 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
         if path not in sources.values()
     }
     return Inputs(
-        dataset=_named_digests({file.name: file for file in splits if file}, memory),
+        dataset=checksums.file_digests({file.name: file for file in splits if file}, memory),
         model=_model(shipped.find(config.model), memory),
         lora_path=files(config.lora.path, "*.safetensors"),
         preferences_path=files(config.preferences.path, "*.parquet"),
-        rewards=_named_digests(sources | neighbours, memory),
+        rewards=checksums.file_digests(sources | neighbours, memory),
     )
 
 
@@ -100,15 +99,6 @@ def write(run_folder: Path, inputs: Inputs) -> None:
 def _model(folder: str, memory: Path) -> dict[str, str]:
     """Of a pipeline: its files in a folder, or the commit of a hub id."""
     if Path(folder).is_dir():
-        return _digests(Path(folder), PARTS, memory)
+        return checksums.digests_in(Path(folder), PARTS, memory)
     index = try_to_load_from_cache(folder, "model_index.json")
     return {"commit": Path(index).parent.name} if isinstance(index, str) else {}
-
-
-def _digests(folder: Path, patterns: Iterable[str], memory: Path) -> dict[str, str]:
-    files = {str(path.relative_to(folder)): path for pattern in patterns for path in sorted(folder.glob(pattern))}
-    return _named_digests(files, memory)
-
-
-def _named_digests(files: dict[str, Path], memory: Path) -> dict[str, str]:
-    return dict(zip(files, checksums.file_digests(files.values(), memory)))

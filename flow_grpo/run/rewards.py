@@ -90,7 +90,7 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
     plan, per_image = run.plan, run.config.sample.scouts_per_image
     if not per_image:
         return None
-    drawn = sampling.sample_scouts(run, epoch, noisy_steps)
+    drawn = sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=per_image)
     submitted = [submit(run, samples, batch) for batch, samples in drawn]
     scores = gather(run, submitted).scores["avg"]
     numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.images)))

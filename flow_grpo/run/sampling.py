@@ -13,7 +13,8 @@ from flow_grpo.base import distributed, rng
 from flow_grpo.data import prompts
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Request, denoise
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise
+from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
@@ -61,26 +62,22 @@ def sample_epoch(
     num_branches: int = 1,
     *,
     noises: list[int] | None = None,
+    scouts_per_image: int = 0,
 ) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order.
 
     Args:
         num_branches: above 1: so many branches leave each noisy step of a trunk.
         noises: by the images' numbers, the scouts whose noise they are drawn from, by the update's weights.
+        scouts_per_image: above 0: so many scouts of each, with sample.scout_ratio of the forwards after the noise.
     """
     params = SamplingParams.of(run.config.sample)
-    requests = _requests(run, epoch, batches(run, epoch), params, noisy_steps, num_branches, noises)
+    if scouts_per_image:
+        params = replace(params, flash_ratio=run.config.sample.scout_ratio)
+    of_epoch = batches(run, epoch, scouts_per_image or 1)
+    requests = _requests(run, epoch, of_epoch, params, noisy_steps, num_branches, noises)
     fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
     return _samples(run, requests, fast)
-
-
-def sample_scouts(run: Run, epoch: int, noisy_steps: NoisySteps) -> Iterator[tuple[Batch, Samples]]:
-    """Draw this rank's scouts, sample.scouts_per_image for each image of the epoch, with sample.scout_ratio of the
-    forwards after the noise and by sample.rollout_weights."""
-    sample = run.config.sample
-    params = replace(SamplingParams.of(sample), flash_ratio=sample.scout_ratio)
-    requests = _requests(run, epoch, batches(run, epoch, sample.scouts_per_image), params, noisy_steps, 1, None)
-    return _samples(run, requests, policies.fast_forwards(run.config, run.model.transformer))
 
 
 def _samples(run: Run, requests: Iterator[Request], fast: Callable) -> Iterator[tuple[Batch, Samples]]:

@@ -12,7 +12,7 @@ from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
-from flow_grpo.diffusers_patch.noise_level import check_noise_level
+from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import older, table
 from flow_grpo.settings.setting import Setting
 

@@ -1,5 +1,6 @@
 """A model's transformer, laid out over the ranks, quantised, and filled."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -21,8 +22,16 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
         folders.make(Path(config.cache_dir), "config.cache_dir")
 
 
-def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None = None) -> None:
-    """Fill a transformer on the meta device: its adapters by config.lora, the rest from the model's folder."""
+def fill(
+    config: ConfigDict,
+    model: FlowModel,
+    mesh: fsdp_utils.DeviceMesh | None = None,
+    *,
+    weights: Path | None = None,
+    init: Callable | None = None,
+) -> None:
+    """Fill a transformer on the meta device: its adapters by `init`, None = by config.lora, the rest from the folder
+    `weights`, None = the model's own."""
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,
@@ -30,7 +39,7 @@ def fill(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | Non
         units=model.SHARD_UNITS,
         device=model.device,
         precision=config.precision,
-        weights=model.transformer_folder(config.model),
-        init=policies.adapter_init(config.lora, config.seed),
+        weights=weights or model.transformer_folder(config.model),
+        init=init or policies.adapter_init(config.lora, config.seed),
         offload=mesh is not None and config.fsdp.offload == "weights",
     )

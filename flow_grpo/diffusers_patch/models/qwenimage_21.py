@@ -22,7 +22,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.models.qwenimage import decoded, normalisation, unpacked
+from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded, unpacked
 from flow_grpo.diffusers_patch.size import Size
 
 TEXT_TOKENS = 8191  # positions in the transformer's table, but for the image's
@@ -115,11 +115,7 @@ class QwenImage21(FlowModel):
             mask = F.pad(condition.mask, (0, image.shape[1]), value=True)
         angles, segments = self._angles(condition, size), [(0, num_text, True)]
         others = transformer.modulation(time), angles, None, is_image, None, None, None, segments, mask
-        for block in transformer.transformer_blocks:
-            if torch.is_grad_enabled() and transformer.gradient_checkpointing:
-                tokens = transformer._gradient_checkpointing_func(block, tokens, *others)
-            else:
-                tokens = block(tokens, *others)
+        tokens = self.through(transformer.transformer_blocks, tokens, *others)
         return transformer.proj_out(transformer.norm_out(tokens[:, num_text:], time[: len(x)])).float()
 
     def _angles(self, condition: Condition, size: Size) -> Tensor:
@@ -144,10 +140,8 @@ class QwenImage21(FlowModel):
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """Of opaque images."""
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
-        images = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)[:, :, None]
-        z = (vae.encode(images.to(vae.dtype)).latent_dist.mode().float() - mean) / std
-        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])
+        z = encoded(self.pipeline, F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0))
+        return self.pipeline._pack_latents(z, *z.shape)
 
 
 def on_white(images: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flow_grpo.base.prompt import Prompt
@@ -71,25 +71,15 @@ class ZImage(FlowModel):
 
         image = embed(patches(x.to(embed.weight.dtype)))
         padding = transformer.x_pad_token.expand(len(x), -num_tokens % SEQ_MULTI_OF, -1)
-        image = self._through(transformer.noise_refiner, torch.cat([image, padding], 1), None, image_angles, time)
+        image = self.through(transformer.noise_refiner, torch.cat([image, padding], 1), None, image_angles, time)
         text = transformer.cap_embedder(text.to(embed.weight.dtype))
         text = torch.where(is_text[..., None], text, transformer.cap_pad_token)
-        text = self._through(transformer.context_refiner, text, mask, text_angles)
+        text = self.through(transformer.context_refiner, text, mask, text_angles)
 
         mask = None if mask is None else F.pad(mask, (image.shape[1], 0), value=True)
         joint, angles = torch.cat([image, text], 1), torch.cat([image_angles, text_angles], 1)
-        joint = self._through(transformer.layers, joint, mask, angles, time)
+        joint = self.through(transformer.layers, joint, mask, angles, time)
         return -pictures(project(joint[:, :num_tokens], c=time), *self.grid(size)).float()
-
-    def _through(self, blocks: nn.ModuleList, x: Tensor, *others: Tensor | None) -> Tensor:
-        """Tokens [B, L, D] through blocks, with what else these take."""
-        transformer = self.transformer
-        for block in blocks:
-            if torch.is_grad_enabled() and transformer.gradient_checkpointing:
-                x = transformer._gradient_checkpointing_func(block, x, *others)
-            else:
-                x = block(x, *others)
-        return x
 
     def _angles(self, seen: Tensor, size: Size) -> tuple[Tensor, Tensor]:
         """Of image tokens and of text tokens, [B, L, D / 2] complex. Text is at 1, 2, ..., the image behind the text
