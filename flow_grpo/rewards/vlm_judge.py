@@ -60,10 +60,7 @@ def load(
     Raises:
         UserError: a template without {prompt}, a pattern without a group, an empty scale.
     """
-    try:
-        find = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
+    find = _compiled(pattern)
     if (template and "{prompt}" not in template) or find.groups < 1 or not lowest < highest:
         raise UserError(
             f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
@@ -79,6 +76,13 @@ def load(
         return torch.tensor([future.result() for future in sent])
 
     return score
+
+
+def _compiled(pattern: str) -> re.Pattern:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
 
 
 def question(images: list[Tensor], prompt: str, template: str) -> dict:
