@@ -69,11 +69,11 @@ class Pool:
                 scores = scorer.receive(self._send(scorer, image, [prompt]), [prompt])
             except RewardFailed as error:
                 raise UserError(f"{error}; tried on a grey image before anything is loaded") from error
-            beside = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items() if key != "score")
+            others = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items() if key != "score")
             took_s = time.perf_counter() - start
             if distributed.is_main():
                 sentence = f"reward {name}: {scores['score'].item():.4g} for a grey image, after {took_s:.2g} s"
-                tqdm.write(f"{sentence}; beside it {beside}" if beside else sentence)
+                tqdm.write(f"{sentence}; also {others}" if others else sentence)
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
