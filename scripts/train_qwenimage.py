@@ -32,9 +32,9 @@ from flow_grpo.run.update import (
     backward,
     optimizer_step,
     recompute_log_probs,
+    recompute_steps,
     record_ratios,
     reference_steps,
-    score_steps,
     updates,
 )
 
@@ -73,7 +73,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     minibatch of (image, step) rows."""
     train = run.config.train
     reference = reference_steps(run, rows)
-    step = score_steps(run, rows)
+    step = recompute_steps(run, rows)
     advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
     loss = rows.step_weights * surrogate.loss

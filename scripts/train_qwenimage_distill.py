@@ -28,7 +28,7 @@ from flow_grpo.run.loop import finish, is_due, log_epoch
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, score_steps, updates
+from flow_grpo.run.update import backward, optimizer_step, recompute_steps, updates
 from flow_grpo.weights import fsdp_utils, load_weights, policies
 from flow_grpo.weights.ema import Ema
 
@@ -63,14 +63,14 @@ def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
     means = []
     for policy in teachers:
         with policy.applied():
-            means.append(score_steps(run, rows).mean)
+            means.append(recompute_steps(run, rows).mean)
     return means
 
 
 def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
     """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
     means = means_of(run, rows, teachers)
-    step = score_steps(run, rows)
+    step = recompute_steps(run, rows)
     kl = torch.stack([losses.gaussian_kl(step.mean, mean, step.transition_std) for mean in means]).mean(0)
     run.meter.add(policy_loss=kl)
     backward(run, rows.step_weights * kl, rows)

@@ -28,7 +28,7 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
 from flow_grpo.run import sampling, startup
-from flow_grpo.run.update import score_steps
+from flow_grpo.run.update import recompute_steps
 from flow_grpo.settings import checks, command_line
 from flow_grpo.weights import fsdp_utils, policies
 
@@ -93,7 +93,7 @@ def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda row
     for minibatch in rows.split(run.plan.batch_size):
         seen.clear()
         with mode():
-            step = score_steps(run, change(rollout.take(minibatch, len(rows))))
+            step = recompute_steps(run, change(rollout.take(minibatch, len(rows))))
         mean = step.mean.detach()[:: plan.num_branches]
         forwards.append(
             Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))

@@ -25,9 +25,9 @@ NoisySteps = Callable[[Batch], range]  # a window, or the steps at which branche
 
 
 class EqualForwards:
-    """The policy, with as many forwards on every rank, since sharded weights are gathered for each.
+    """The policy's velocity, computed equally often on every rank, since each forward gathers sharded weights.
 
-    Ranks draw different numbers of forwards: one that has finished its images runs dummy forwards in `wait`.
+    Ranks need different numbers of forwards: one that has finished its images runs dummy forwards in `wait`.
     """
 
     def __init__(self, run: Run):
@@ -45,13 +45,15 @@ class EqualForwards:
             policies.predict(self.run.model, self.run.config.precision, *self.last)  # run.num_forwards does not count
 
 
-def batches(run: Run, epoch: int, images_per_image: int = 1) -> Iterator[Batch]:
-    """This rank's batches of an epoch, under a progress bar, or of so many scouts for each image, whose batches hold
-    the groups that the images' do."""
-    size, group_size = (images_per_image * number for number in (run.plan.batch_size, run.plan.group_size))
-    plan = replace(run.plan, batch_size=size, group_size=group_size)
+def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterator[Batch]:
+    """This rank's batches of an epoch, under a progress bar: of its images, or of so many scouts in the place of each,
+    in batches of the same groups."""
+    plan = run.plan
+    if scouts_per_image:
+        sizes = dict(batch_size=scouts_per_image * plan.batch_size, group_size=scouts_per_image * plan.group_size)
+        plan = replace(plan, **sizes)
     of_rank = prompts.epoch_batches(run.train_prompts, plan, run.config.seed, epoch, run.rank, run.world_size)
-    name = "rollout" if images_per_image == 1 else "scouts"
+    name = "scouts" if scouts_per_image else "rollout"
     return run.board.bar(of_rank, f"epoch {epoch + 1}, {name}", total=plan.batches_per_epoch)
 
 
@@ -68,13 +70,14 @@ def sample_epoch(
 
     Args:
         num_branches: above 1: so many branches leave each noisy step of a trunk.
-        noises: by the images' numbers, the scouts whose noise they are drawn from, by the update's weights.
+        noises: for each image of the epoch, the number of the scout whose noise it starts from. These images are
+            sampled by the update's weights, whatever sample.rollout_weights says. None = noise of their own.
         scouts_per_image: above 0: so many scouts of each, with sample.scout_ratio of the forwards after the noise.
     """
     params = SamplingParams.of(run.config.sample)
     if scouts_per_image:
         params = replace(params, flash_ratio=run.config.sample.scout_ratio)
-    of_epoch = batches(run, epoch, scouts_per_image or 1)
+    of_epoch = batches(run, epoch, scouts_per_image)
     requests = _requests(run, epoch, of_epoch, params, noisy_steps, num_branches, noises)
     fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
     return _samples(run, requests, fast)
@@ -108,7 +111,7 @@ def _requests(
     num_branches: int,
     noises: list[int] | None,
 ) -> Iterator[Request]:
-    """Those of a batch follow those of the one before without a gap."""
+    """The requests of all batches in one stream, so that forwards are filled across batches."""
     multiple = run.config.sample.text_multiple
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in of_epoch:

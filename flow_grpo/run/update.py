@@ -27,7 +27,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
     with run.board.timed("update"):
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
-                step = score_steps(run, rollout.take(rows, num_rows))
+                step = recompute_steps(run, rollout.take(rows, num_rows))
             row_index = rows.to(stored.device)
             rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
             rollout.means.flatten(0, 1)[row_index] = step.mean.detach()[:: rollout.num_outcomes]
@@ -50,16 +50,16 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
 def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
     """The stored outcomes under the reference; None, and no forward, where train.beta is 0.
 
-    Call it before `score_steps`: full weights are swapped in place, which no waiting graph would survive.
+    Call it before `recompute_steps`: full weights are swapped in place, which no waiting graph would survive.
     """
     if run.reference is None:
         return None
     scale = run.reference.guidance(run.config.sample.guidance_scale)
     with torch.no_grad(), run.reference.applied():
-        return score_steps(run, rows, scale)
+        return recompute_steps(run, rows, scale)
 
 
-def score_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
+def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
     """Mean and log-prob of the stored outcomes under the policy that the transformer carries: one forward of R rows,
     R * J log-probs.
 
