@@ -104,7 +104,7 @@ NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for a
 class Made(NamedTuple):
     """What became of some rows of the source."""
 
-    columns: dict[str, list | Tensor]  # of their pairs; {} for none
+    pairs: list[dict]  # as they are stored, see `rows_of`
     reasons: list[str | None]  # for each row why it has no pair, or None
     scores: dict[str, Tensor]  # of the images that were drawn, by name; {} where none were
 
@@ -171,7 +171,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
         reasons = [None if keep else why for keep, why in zip(usable.tolist(), why_not)]
         grouped = averages.double().view(-1, group)
         highest, lowest = grouped.nan_to_num(-torch.inf).amax(1), grouped.nan_to_num(torch.inf).amin(1)
-        return Made(columns(rows[::group], highest.tolist(), lowest.tolist(), pairs, usable), reasons, scores)
+        return Made(rows_of(rows[::group], highest.tolist(), lowest.tolist(), pairs, usable), reasons, scores)
 
     return make, pool.masked_shares
 
@@ -196,7 +196,7 @@ def from_images(config, family, device) -> tuple[Make, Check]:
         reasons = [pair if isinstance(pair, str) else None for pair in loaded]
         rows = [row for row, reason in zip(rows, reasons) if reason is None]
         if not rows:
-            return Made({}, reasons, {})
+            return Made([], reasons, {})
         images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
         texts = [prompt_of(row) for row in rows]
         embeds = model.encode(texts, width=config.text_tokens, guided=False)
@@ -204,7 +204,7 @@ def from_images(config, family, device) -> tuple[Make, Check]:
         ones = torch.ones(len(rows))
         scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
         pairs = preferences.Pairs(winners, losers, ones, embeds, ones)
-        return Made(columns(texts, *scores, pairs, ones.bool()), reasons, {})
+        return Made(rows_of(texts, *scores, pairs, ones.bool()), reasons, {})
 
     return make, lambda scores: None
 
@@ -214,23 +214,17 @@ def prompt_of(row: dict) -> Prompt:
     return Prompt(row["prompt"].strip(), {}, row.get("sources", ()))
 
 
-def columns(asked, winner_scores, loser_scores, pairs, usable) -> dict[str, list | torch.Tensor]:
-    """Those that differ from row to row, of the pairs that are `usable` [P] bool."""
-    table = dict(prompt=texts_of(asked), winner_score=winner_scores, loser_score=loser_scores)
-    table |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
-    table |= {preferences.COLUMNS[name]: part.cpu() for name, part in pairs.condition.tensors().items()}
-    return pick(table, usable.nonzero().flatten().tolist())
-
-
-def pick(table: dict, rows: list[int]) -> dict:
-    return {
-        name: values[rows] if isinstance(values, torch.Tensor) else [values[row] for row in rows]
-        for name, values in table.items()
-    }
+def rows_of(asked, winner_scores, loser_scores, pairs, usable) -> list[dict]:
+    """What is stored of each pair that is `usable` [P] bool, and differs from pair to pair."""
+    columns = dict(prompt=texts_of(asked), winner_score=winner_scores, loser_score=loser_scores)
+    columns |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
+    columns |= {preferences.COLUMNS[name]: part.cpu() for name, part in pairs.condition.tensors().items()}
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
+    return [row for row, keep in zip(rows, usable.tolist()) if keep]
 
 
 def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
-    """Columns of each batch of `size` rows, and for each row why it has no pair, or None.
+    """Pairs of a part of the source, in batches of `size` rows, and for each row why it has no pair, or None.
 
     Raises:
         RewardFailed: a reward failed for too many of the part's images. Nothing of the part is written.
@@ -241,23 +235,18 @@ def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tu
         made.append(make(batch, start))
         bar.update(len(batch))
     check(joined([batch.scores for batch in made if batch.scores]))
-    return [batch.columns for batch in made if batch.columns], [why for batch in made for why in batch.reasons]
+    return [pair for batch in made for pair in batch.pairs], [why for batch in made for why in batch.reasons]
 
 
-def write_part(config, options: Options, shapes: dict, batches: list[dict], folder: Path, number: int) -> None:
+def write_part(config, options: Options, shapes: dict, pairs: list[dict], folder: Path, number: int) -> None:
     """A file for each split that has a pair."""
-    whole = {}
-    for name, first in batches[0].items() if batches else ():
-        pieces = [batch[name] for batch in batches]
-        whole[name] = torch.cat(pieces) if isinstance(first, torch.Tensor) else list(chain.from_iterable(pieces))
-    constants = dict(model=config.model, height=config.height, width=config.width)
-    constants |= dict(dtype=preferences.dtype_of(config.precision), negative_prompt="")
+    constants = dict(model=config.model, height=config.height, width=config.width, negative_prompt="")
+    constants["dtype"] = preferences.dtype_of(config.precision)
     for split in preferences.SPLITS:
-        held_out = [is_held_out(options, text) for text in whole.get("prompt", [])]
-        rows = [row for row, held in enumerate(held_out) if held == (split == "validation")]
+        rows = [constants | row for row in pairs if is_held_out(options, row["prompt"]) == (split == "validation")]
         if rows:
-            table = pick(whole, rows) | {name: [value] * len(rows) for name, value in constants.items()}
-            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", table, shapes, constants["dtype"])
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
+            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", columns, shapes, constants["dtype"])
 
 
 def hash_of(prompt: str) -> float:
@@ -286,8 +275,6 @@ def made_by(config, options: Options) -> dict:
 def changed(before: dict, current: dict, file: Path) -> list[str]:
     """Dotted keys of what the files depend on and is another one in `file`. Settings that are younger than the file
     had their defaults."""
-    source = {"source": before.get("preferences", {}).get("source", "")}  # which was a setting
-    before["options"] = source | before.get("options", {})
     stored, current = table.flat(ConfigDict(with_defaults(before, file))), table.flat(ConfigDict(current))
     keys = [key for key in sorted(stored | current) if key.split(".")[0] in MADE_BY and table.is_fixed(key)]
     return [key for key in keys if stored.get(key) != current.get(key)]
@@ -368,8 +355,8 @@ def main(config, options: Options = DEFAULTS):
             if state.exists():
                 bar.update(len(part_rows[number]))
                 continue
-            batches, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
-            write_part(config, options, shapes, batches, folder, number)
+            pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
+            write_part(config, options, shapes, pairs, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     distributed.barrier()

@@ -60,9 +60,8 @@ from functools import partial
 
 import torch
 
-from flow_grpo.reward_server import serve
 from flow_grpo.reward_server.requests import Limits
-from flow_grpo.reward_server.server import make_app
+from flow_grpo.reward_server.server import announce, listen, make_app
 from flow_grpo.rewards.scores import check_device
 
 
@@ -75,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
     score = rewards.load(args.name, torch.device(device), args.options)
     app = make_app(args.name, score, Limits(batch_size=args.batch_size), read_token(args.token_file))
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve.listen(app, args.host, args.port, partial(serve.announce, args.name)))
+        asyncio.run(listen(app, args.host, args.port, partial(announce, args.name)))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.reward_server import requests, serve
+from flow_grpo.reward_server import requests
 from flow_grpo.reward_server.requests import Limits, Memory
-from flow_grpo.reward_server.server import make_app
+from flow_grpo.reward_server.server import listen, make_app
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server
 from flow_grpo.scoring import pool as scoring_pool
@@ -339,7 +339,7 @@ def listening(score=mean, host="127.0.0.1", token="", **limits):
         address.set_result(url)
 
     async def main():
-        listener = asyncio.create_task(serve.listen(app, host, 0, announce))
+        listener = asyncio.create_task(listen(app, host, 0, announce))
         await asyncio.to_thread(over.wait)
         listener.cancel()
 

@@ -115,7 +115,7 @@ def schema(shapes: dict[str, tuple[int, ...]], dtype: str) -> pa.Schema:
 
 
 def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-    """Write P rows, in one rename. Tensors are [P, *shape]; the same rows make the same file."""
+    """Write P rows, in one rename. Tensors are [P, *shape], or P of `shape`; the same rows make the same file."""
     wanted = schema(shapes, dtype)
     arrays = [_to_arrow(columns[field.name], field.type, dtype) for field in wanted]
     _write(path, pa.table(arrays, schema=wanted))
@@ -152,9 +152,9 @@ def hold_out(folder: Path, prompt: str) -> None:
 
 
 def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
-    if not isinstance(values, Tensor):
+    if not isinstance(values[0], Tensor):
         return pa.array(values, kind)
-    values = values.cpu()
+    values = torch.stack(list(values)).cpu()
     if kind.value_type == pa.uint8():
         stored = values.to(torch.uint8)
     else:
