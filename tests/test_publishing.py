@@ -1,6 +1,7 @@
 """What leaves a run: its LoRA in diffusers and in peft, its card, full weights as a pipeline, an upload."""
 
 import json
+import re
 import shutil
 
 import push_to_hub
@@ -14,7 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import with_error
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
 
@@ -70,9 +73,10 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     tests = lines_of(run, "test")
     row = next(line for line in card.text.splitlines() if line.startswith("| redness |"))
     last = [line for line in tests if "test/redness" in line][-1]
-    assert row == f"| redness | {tests[0]['test/redness']:.4g} | {last['test/redness']:.4g} |"
+    before, after = (with_error(x["test/redness"], x["test/std_error"]) for x in (tests[0], last))
+    assert row == f"| redness | {before} | {after} |"
     best = next(x for x in (run / "best/README.md").read_text().splitlines() if x.startswith("| redness |"))
-    assert best.endswith(f"| {tests[-1]['test_best/redness']:.4g} |")
+    assert best.endswith(f"| {with_error(tests[-1]['test_best/redness'], tests[-1]['test_best/std_error'])} |")
     for words in (
         "rewards and weights | redness 1.0",
         "| seed | 42 |",
@@ -85,7 +89,7 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     ):
         assert words in card.text
     assert "| `train.learning_rate` | 0.01 |" in card.text
-    assert str(run.parent) not in card.text, "no path of this machine"
+    assert not re.search(rf"{run.parent}|\bavg\b", card.text), "no path of this machine, no sum of one reward"
     for folder in (run, run / "best"):
         assert "![samples](samples.png)" in (folder / "README.md").read_text()
         assert Image.open(folder / "samples.png").width > 100
@@ -130,11 +134,14 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
     config["alert"] = "curl -H 'Authorization: Bearer secret-word' 10.0.0.7 -d"
     (copy / "config.json").write_text(json.dumps(config))
+    changed = {"dataset": ["/home/me/others", "/home/me/prompts"], "num_epochs": [9, 5]}
+    (copy / folders.PARENT).write_text(json.dumps(dict(folder="/home/me/runs/old", epoch=2, changed=changed)))
     model_card.complete(copy)
     text = (copy / "README.md").read_text()
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
     assert "| prompts | prompts |" in text
     assert "| `num_epochs` | 5 |" in text
+    assert "| branch | the first 2 epochs are those of old, num_epochs 9 |" in text
     assert "| `lora.targets` | ['a \\| b'] |" in text
 
 

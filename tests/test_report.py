@@ -80,7 +80,7 @@ def test_a_run_without_a_tracker_leaves_its_own_page(runs):
     page = Page(runs[0] / "report.html")
     assert page.texts("h1") == ["first"]
     evaluations = "0", "0.8", "0.8 (after 8 epochs)"
-    assert ["first", "10 of 10", "00:00", "avg", *evaluations, "", "", "", "2"] in page.rows  # this run has no tests
+    assert ["first", "10 of 10", "00:00", "shapes", *evaluations, "", "", "", "2"] in page.rows  # this run has no tests
     assert page.all("input")[0]["max"] == "2"
 
 

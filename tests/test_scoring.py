@@ -130,6 +130,8 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'0.5', not a finite number"),
     "truths": (says({"scores": {"score": [True] * 6}}), "'True', not a finite number"),
     "no score": (says({"scores": {"other": [0.5] * 6}}), "no {"),
+    "a name in TeX": (says({"scores": {"score": [0.5] * 6, "$\\frac{1$": [0.5] * 6}}), "frac{1$'; a metric has"),
+    "40 names": (says({"scores": {f"f{i}": [0.5] * 6 for i in range(39)} | {"score": [0.5] * 6}}), "40 scores"),
     "a pickle": (says(pickle.dumps({"scores": {"score": [0.5] * 6}})), "no JSON"),
 }
 

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from flow_grpo import rewards
 from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, with_error
@@ -137,13 +138,15 @@ def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, 
     first = next((record for record in tests if record["epoch"] == 0), {})
     last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
     names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
-    errors = {run.config.eval.best_by: (first.get("test/std_error"), last.get(f"{prefix}std_error"))}
+    names = [name for name in names if name != "std_error" and rewards.called(name, run.config.reward_fn) == name]
+    chosen_by = rewards.called(run.config.eval.best_by, run.config.reward_fn)
+    errors = {chosen_by: (first.get("test/std_error"), last.get(f"{prefix}std_error"))}
     rows = []
     for name in names:
         before, after = errors.get(name, (None, None))
         values = first.get(f"test/{name}", math.nan), last[prefix + name]
         rows.append((name, with_error(values[0], before), with_error(values[1], after)))
-    return [row for row in rows if row[0] != "std_error"]
+    return rows
 
 
 def num_tested(run: report.Recorded) -> str:
@@ -158,16 +161,28 @@ def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
     averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
     chosen = best.read(run.folder) if folder.name == best.NAME else None
+    by = rewards.called(chosen.best_by, config.reward_fn) if chosen else ""
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
         ("epochs, updates, images", f"{len(lines)}, {steps}, {images}"),
         ("weights", averaged if steps >= config.train.ema_interval else "as trained: no averaging had begun"),
-        ("chosen", f"best {chosen.best_by}, after {chosen.epoch} epochs" if chosen else "the last"),
+        ("chosen", f"best {by}, after {chosen.epoch} epochs" if chosen else "the last"),
         ("seed", str(config.seed)),
         ("size", f"{config.height} x {config.width} pixels, height first"),
+        *_branch(run),
         *_made_by(run),
     ]
+
+
+def _branch(run: report.Recorded) -> list[tuple[str, str]]:
+    """How a branch's first epochs differ from what its settings say, in settings that a card may show."""
+    if not (run.folder / folders.PARENT).is_file():
+        return []
+    parent = folders.read_json(run.folder / folders.PARENT)
+    changed = {key: before for key, (before, _) in parent["changed"].items() if _is_public(key)}
+    of_parent = "".join(f", {key} {before}" for key, before in changed.items())
+    return [("branch", f"the first {parent['epoch']} epochs are those of {Path(parent['folder']).name}{of_parent}")]
 
 
 def _made_by(run: report.Recorded) -> list[tuple[str, str]]:
@@ -188,7 +203,11 @@ def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
     """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
     be a path, an address or a secret, and so may all that a config file of a user's own adds."""
     rows = [(key, value) for key, _, value in report.changed_settings([run]).rows if value]
-    return [(key, value) for key, value in rows if key in table.BY_KEY and not table.BY_KEY[key].is_any_text]
+    return [(key, value) for key, value in rows if _is_public(key)]
+
+
+def _is_public(key: str) -> bool:
+    return key in table.BY_KEY and not table.BY_KEY[key].is_any_text
 
 
 def front_matter(run: report.Recorded) -> str:

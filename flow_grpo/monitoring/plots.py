@@ -23,6 +23,7 @@ from flow_grpo.base.pixels import to_pictures
 from flow_grpo.rewards import GROUP_FIGURES
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
+STYLE |= {"text.parse_math": False}  # a name from outside is no TeX
 BLUE, ORANGE, INK, GREY = "#2f6db5", "#e07b28", "#222222", "#777777"
 FONT = ImageFont.load_default(12)
 LINES = (  # colour, dashes and marker of the first, the second, ... run: told apart without colour, too

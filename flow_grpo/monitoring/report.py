@@ -19,6 +19,7 @@ from itertools import chain, count, groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from flow_grpo import rewards
 from flow_grpo.settings import command_line, older, table
 
 
@@ -152,10 +153,15 @@ def _summary_row(run: Recorded) -> list[str]:
         run.label,
         f"{len(epochs)} of {run.config.num_epochs}",
         duration,
-        run.config.eval.best_by,
+        _score(run),
         *cells,
         str(alarmed),
     ]
+
+
+def _score(run: Recorded) -> str:
+    """The name of the one that chooses."""
+    return rewards.called(run.config.eval.best_by, run.config.reward_fn)
 
 
 def _mean_row(runs: Sequence[Recorded]) -> list[str]:
@@ -165,7 +171,7 @@ def _mean_row(runs: Sequence[Recorded]) -> list[str]:
         column = torch.tensor([score.value if score else math.nan for score in scores], dtype=torch.float64)
         mean, error = column.mean().item(), column.std().item() / math.sqrt(len(runs))
         cells.append("" if math.isnan(mean) else with_error(mean, error))
-    return ["mean of " + ", ".join(run.label for run in runs), "", "", runs[0].config.eval.best_by, *cells, ""]
+    return ["mean of " + ", ".join(run.label for run in runs), "", "", _score(runs[0]), *cells, ""]
 
 
 def _scores(run: Recorded) -> list[Score | None]:

@@ -75,6 +75,11 @@ def offered() -> list[str]:
     return [name for name in names if "\ndef load(" in texts.get(name, "\ndef load(")]
 
 
+def called(score: str, weights: Mapping[str, float]) -> str:
+    """What people read for a score: in place of the weighted sum the only reward, where that is all of it."""
+    return next(iter(weights)) if score == "avg" and [*weights.values()] == [1.0] else score
+
+
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
     """Raises UserError for an unknown reward, a weight that is no finite number, or no reward at all.
 

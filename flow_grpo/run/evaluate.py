@@ -5,6 +5,7 @@ import math
 import torch
 from ml_collections import ConfigDict
 
+from flow_grpo import rewards
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
 from flow_grpo.base.quoting import with_error
@@ -128,8 +129,9 @@ def conclude(run: Run) -> None:
     ]
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
     run.board.say(
-        f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; {name} on the test prompts: "
-        f"{', '.join(known)}{_others(first, figures, name)}"
+        f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; "
+        f"{rewards.called(name, run.config.reward_fn)} on the test prompts: {', '.join(known)}"
+        f"{_others(first, figures, name)}"
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,8 @@ from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.scores import scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
+
+MOST_SCORES = 32  # of one reward; each is a metric, a line of a plot and a panel of the report
 
 
 class RewardFailed(RunFailed, RuntimeError):
@@ -46,8 +49,7 @@ class Scorer:
         """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
         try:
             scores = future.result()
-            if taken := sorted(scores.keys() & rewards.GROUP_FIGURES):
-                raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
+            _check_names(scores)
             return scores
         except Exception as error:
             has_words = isinstance(error, UserError | ServerError | wire.BadAnswer)
@@ -63,6 +65,16 @@ class Scorer:
 
     def close(self) -> None:
         """Stop what `send` has started."""
+
+
+def _check_names(scores: dict[str, Tensor]) -> None:
+    """Raises UserError for figures beside a score that cannot become metrics."""
+    if taken := sorted(scores.keys() & rewards.GROUP_FIGURES):
+        raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
+    if len(scores) > MOST_SCORES:
+        raise UserError(f"it answers with {len(scores)} scores; at most {MOST_SCORES} become metrics")
+    if wrong := [name for name in scores if not re.fullmatch(r"[\w.-]{1,64}", name)]:
+        raise UserError(f"it answers with {quoted(wrong[0])}; a metric has at most 64 letters, digits and _ . -")
 
 
 def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
