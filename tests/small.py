@@ -129,7 +129,7 @@ def few_prompts(folder, count=24, splits=("train", "test"), name="qwenimage"):
 
 def prepare(name, folder, **overrides):
     """Run prepare_preferences.py's main in this process; the folder of pairs."""
-    how = dict(sample__batch_size=8, preferences__path=str(folder), max_rows=48, part_size=8, validation_share=0.3)
+    how = dict(sample__batch_size=8, preferences__path=str(folder), max_rows=48, part_size=8, validation_share=0.15)
     how |= overrides
     options = {key: how.pop(key) for key in prepare_preferences.Options._fields if key in how}
     prepare_preferences.main(config_of(name, **how), prepare_preferences.Options(**options))

@@ -200,21 +200,21 @@ def files_of(folder):
 
 def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):
     """Decoded and scored again, latents get the scores beside them, up to a few bytes of a JPEG of 1e-3 each."""
-    how = dict(dataset=few_prompts(tmp_path / "data", 48), reward_fn={"jpeg_compressibility": 1.0})
-    how |= dict(preferences__min_margin=0.1)
+    how = dict(dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0})
+    how |= dict(preferences__min_margin=0.2, validation_share=0.3)
     folder = prepare(NAME, tmp_path / "pairs", **how)
     report, pairs, model = json.loads((folder / "report.json").read_text()), open_folder(folder), loaded("qwenimage")
     scorer = rewards.load("jpeg_compressibility", CPU)
     for split, files in pairs.items():
         assert len(files) == report["pairs"][split] > 0
         table = [row for path in sorted(folder.glob(f"{split}_*")) for row in pq.read_table(path).to_pylist()]
-        assert all(row["winner_score"] - row["loser_score"] > 0.1 for row in table)
+        assert all(row["winner_score"] - row["loser_score"] > 0.2 for row in table)
         read = files.read(list(range(len(table))), list(range(len(table))), CPU)
         for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
             images = model.decode(latents, SIZE)
             scores = scorer(images, [""] * len(images), [{}] * len(images))
             torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-2)
-    assert sum(report["pairs"].values()) + report["reasons"]["no preference"] == 48
+    assert sum(report["pairs"].values()) + report["reasons"]["no preference"] == 24
     texts = [{prompt.text for prompt in files.prompts} for files in pairs.values()]
     assert not texts[0] & texts[1]
 
@@ -302,10 +302,11 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
 
 def test_two_ranks_make_the_files_of_one(tmp_path):
     data = few_prompts(tmp_path / "data")
-    whole = prepare(NAME, tmp_path / "whole", dataset=data)
+    whole = prepare(NAME, tmp_path / "whole", dataset=data, sample__num_images_per_prompt=2)
     two, command = tmp_path / "two", ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
     command += [f"--config.preferences.path={two}", f"--config.dataset={data}", "--config.sample.batch_size=8"]
-    ranks = warm.torchrun([*command, "--part_size=8", "--validation_share=0.3"])
+    command += ["--config.sample.num_images_per_prompt=2", "--part_size=8", "--validation_share=0.15"]
+    ranks = warm.torchrun(command)
     assert (two / "report.json").exists(), [rank.stderr[-2000:] for rank in ranks]
     sizes = [{name: len(data) for name, data in files_of(folder).items()} for folder in (two, whole)]
     assert sizes[0] == sizes[1]
