@@ -6,7 +6,7 @@ command line, --config.seed=7.
 
 from config import models, variants
 from flow_grpo.settings.config_files import select
-from flow_grpo.settings.table import PR, default_config
+from flow_grpo.settings.table import DISTILL, PR, default_config, ignored_by, value_of
 
 
 def shapes_qwenimage():
@@ -189,6 +189,66 @@ def branching(config):
     return config
 
 
+def long(config):
+    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps, or
+    branches, whose completions are then complete."""
+    config.lora.rank, config.sample.rollout_weights = 0, "exact"
+    config.train.ema_interval = 1
+    if config.sample.num_branches > 1:
+        config.sample.flash_ratio = 0.0
+        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.985
+        return config
+    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
+    config.sample.batch_size = 36
+    config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 3e-5, 4, 0.95
+    return config
+
+
+def mixgrpo(config):
+    """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
+    last = config.sample.num_steps - 2
+    config.sample.sde_window_size, config.sample.sde_window_range = min(4, last), (0, last)
+    config.sample.sde_window_interval = 25
+    return config
+
+
+def fast(config):
+    """Flow-GRPO-Fast: the images of a group share all steps before the window; train_*.py."""
+    config.sample.same_latent = True
+    return config
+
+
+def eight_bit_base(config):
+    """The frozen weights in 8 bits: half of their memory. Products are in 8 bits where no log-prob is computed, and use
+    a merged copy if the run merges."""
+    config.base_precision = "fp8_weights"
+    config.sample.rollout_weights = "merged_fp8" if "merged" in config.sample.rollout_weights else "fp8"
+    return config
+
+
+def guard(config):
+    """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
+    config.train.objective, config.train.clip_range = "guard", 4e-6
+    config.train.learning_rate, config.train.beta = 1e-4, 0.0
+    return config
+
+
+def dppo(config):
+    """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
+    config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
+    return config
+
+
+def distill(config):
+    """On-policy distillation (arXiv:2306.13649): noise in all steps, and an adapter that learns from `train.teachers`;
+    train_*_distill.py."""
+    config.algorithm, config.sample.sde_window_size = DISTILL, 0
+    defaults = default_config()
+    for key in ignored_by(DISTILL):
+        config.update_from_flattened_dict({key: value_of(defaults, key)})
+    return config
+
+
 RUNS = (
     *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
     *(pickscore_qwenimage_2512, pickscore_qwenimage_2512_pr),
@@ -200,8 +260,8 @@ RUNS = (
     *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
 )
 VARIANTS = (  # in this order, whatever the command line's is
-    *(variants.long, variants.mixgrpo, variants.flash, variants.fast, variants.guard, variants.dppo),
-    *(variants.large_gpu, variants.eight_bit_base, variants.four_bit_base, variants.distill, variants.smoke),
+    *(long, mixgrpo, variants.flash, fast, guard, dppo, variants.large_gpu, eight_bit_base, variants.four_bit_base),
+    *(distill, variants.smoke),
 )
 
 

@@ -1,4 +1,4 @@
-"""Changes to any run of train_*.py and train_*_pr.py; the files of the other scripts take some of them.
+"""Changes that runs of several files take; those of one script are in its own file.
 
 A function here takes a config and returns it. `VARIANTS` of a file lists those that its runs take.
 """
@@ -9,7 +9,6 @@ from typing import NamedTuple
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base import shipped
 from flow_grpo.diffusers_patch import registry
-from flow_grpo.settings import table
 from flow_grpo.settings.table import default_config
 
 
@@ -27,38 +26,9 @@ TASKS = {  # by folder; the other tiny models have learned nothing
 }
 
 
-def long(config):
-    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps, or
-    branches, whose completions are then complete."""
-    config.lora.rank, config.sample.rollout_weights = 0, "exact"
-    config.train.ema_interval = 1
-    if config.sample.num_branches > 1:
-        config.sample.flash_ratio = 0.0
-        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.985
-        return config
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
-    config.sample.batch_size = 36
-    config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 3e-5, 4, 0.95
-    return config
-
-
-def mixgrpo(config):
-    """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
-    last = config.sample.num_steps - 2
-    config.sample.sde_window_size, config.sample.sde_window_range = min(4, last), (0, last)
-    config.sample.sde_window_interval = 25
-    return config
-
-
 def flash(config):
     """MixGRPO-Flash: DPM-Solver++ after the noise, in 0.4 of the steps."""
     config.sample.flash_ratio = 0.4
-    return config
-
-
-def fast(config):
-    """Flow-GRPO-Fast: the images of a group share all steps before the window; train_*.py."""
-    config.sample.same_latent = True
     return config
 
 
@@ -70,42 +40,11 @@ def large_gpu(config):
     return config
 
 
-def eight_bit_base(config):
-    """The frozen weights in 8 bits: half of their memory. Products are in 8 bits where no log-prob is computed, and use
-    a merged copy if the run merges."""
-    config.base_precision = "fp8_weights"
-    config.sample.rollout_weights = "merged_fp8" if "merged" in config.sample.rollout_weights else "fp8"
-    return config
-
-
 def four_bit_base(config):
     """The frozen weights in 4 bits, for Qwen-Image on a card of 24 GB: small batches, and the optimizer state in host
     memory between steps."""
     config.base_precision, config.sample.rollout_weights = "nf4", "exact"
     config.sample.batch_size, config.fsdp.offload = 4, "optimizer"
-    return config
-
-
-def guard(config):
-    """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
-    config.train.objective, config.train.clip_range = "guard", 4e-6
-    config.train.learning_rate, config.train.beta = 1e-4, 0.0
-    return config
-
-
-def dppo(config):
-    """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
-    config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
-    return config
-
-
-def distill(config):
-    """On-policy distillation (arXiv:2306.13649): noise in all steps, and an adapter that learns from `train.teachers`;
-    train_*_distill.py."""
-    config.algorithm, config.sample.sde_window_size = table.DISTILL, 0
-    defaults = default_config()
-    for key in table.ignored_by(table.DISTILL):
-        config.update_from_flattened_dict({key: table.value_of(defaults, key)})
     return config
 
 
