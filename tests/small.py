@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import rng
+from flow_grpo.base.metric_table import explain
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import model_classes, registry
-from flow_grpo.monitoring.metrics import explain
 from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import checks, config_files, table
 

@@ -25,10 +25,10 @@ from config import grpo
 from flow_grpo import rewards
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
+from flow_grpo.base.metric_table import explain
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
-from flow_grpo.monitoring import metrics
 from flow_grpo.run.rewards import Rewards
 from flow_grpo.settings import table
 
@@ -226,7 +226,7 @@ def test_settings_metrics_and_functions_that_have_the_part_of_other_code_bases_a
     functions = [name for row in coming_from("Python") for name in re.findall(r"`(\w+_with_logprob)\.(\w+)`", row[1])]
     assert (len(keys) > 80, len(figures) > 15, len(functions)) == (True, True, 4)
     assert [key for key in keys if key not in table.BY_KEY] == []
-    assert [name for name in figures if not metrics.explain(name)] == []
+    assert [name for name in figures if not explain(name)] == []
     for module, name in functions:
         assert hasattr(importlib.import_module(f"flow_grpo.diffusers_patch.{module}"), name)
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from small import config_of
 
+from flow_grpo.base.metric_table import METRICS, explain
 from flow_grpo.monitoring import report
 from flow_grpo.monitoring.dashboard import Dashboard
-from flow_grpo.monitoring.metrics import METRICS, explain
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
 PROMPTS = [NASTY, "a red circle", "two blue squares"]

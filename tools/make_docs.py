@@ -17,9 +17,9 @@ sys.path[:0] = [str(ROOT)]
 from config import dpo, grpo, nft
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
+from flow_grpo.base import metric_table
 from flow_grpo.base.quoting import markdown_table
 from flow_grpo.diffusers_patch import model_classes, registry
-from flow_grpo.monitoring import metrics
 from flow_grpo.run import dry_run
 from flow_grpo.settings import table as settings
 from flow_grpo.settings.setting import Setting
@@ -168,7 +168,7 @@ def code(file: str, *names: str) -> str:
 MAKERS = {
     "settings": settings_tables,
     "measured": measured_runs,
-    "metrics": lambda: metrics.TABLE.read_text().rstrip(),
+    "metrics": lambda: metric_table.TABLE.read_text().rstrip(),
     "experiments": experiments,
     "variants": variants,
     "rewards": reward_files,

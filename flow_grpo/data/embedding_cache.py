@@ -141,17 +141,14 @@ def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Cond
     first: list[Condition] = []
     kept: dict[Prompt, Condition] = {}  # in the order in which they were encoded
 
-    def encode_once(prompt: Prompt) -> Condition:
-        row = encode(prompt)
-        if row.negative is None:
-            return row
-        first[:] = first or [row.negative]
-        return replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
-
     def recall(prompt: Prompt) -> Condition:
         row = kept.get(prompt)
         if row is None:
-            row = kept[prompt] = encode_once(prompt)
+            row = encode(prompt)
+            if row.negative is not None:
+                first[:] = first or [row.negative]
+                row = replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
+            kept[prompt] = row
             if len(kept) * sum(part.nbytes for part in row.tensors().values()) > KEPT_BYTES:
                 del kept[next(iter(kept))]
         return row

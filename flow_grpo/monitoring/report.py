@@ -41,10 +41,11 @@ from tqdm import tqdm
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.base.quoting import with_error
-from flow_grpo.monitoring import health, metrics, plots
+from flow_grpo.monitoring import health, plots
 
-OWN = metrics.Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
+OWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
 FIGURES = (".pdf", ".svg")
 BEST = 2  # among a run's scores
@@ -70,7 +71,7 @@ class Panel(NamedTuple):
     """A curve of every run."""
 
     name: str
-    metric: metrics.Metric
+    metric: Metric
     svg: str
 
 
@@ -99,11 +100,11 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
     records = [record for run in runs for record in run.records]
-    chosen = {metric.group: [] for metric in (*metrics.METRICS.values(), OWN)}
+    chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
     for name in plots.rewards_alone(records, logged):
-        _, metric = metrics.explain(name) or (name, OWN)
+        _, metric = explain(name) or (name, OWN)
         chosen[metric.group].append(name)
-    del chosen[metrics.NOT_DRAWN]
+    del chosen[NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
 
 
@@ -118,7 +119,7 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
 
 def panel(runs: Sequence[Recorded], name: str) -> Panel:
     """One figure of all runs, and what the table of metrics says of it."""
-    key, metric = metrics.explain(name) or (name, OWN)
+    key, metric = explain(name) or (name, OWN)
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect

@@ -26,15 +26,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.metric_table import METRICS
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import quoted
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
 PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
-GROUP_FIGURES = ("group_std", "zero_std_share", "masked_share")  # what a run logs as reward/..., and reward/NAME_...
-VARIETY = ("diversity", "distance", "variety")  # how different images of a prompt are
-RUNS_OWN = ("avg", "scouts", *VARIETY, *GROUP_FIGURES, "std_error")  # metrics that reward/NAME or eval/NAME would be
+GROUP_FIGURES = [name.removeprefix("reward/<name>_") for name in METRICS if name.startswith("reward/<name>_")]
+_LOGGED = [name.partition("/")[2] for name in METRICS if name.startswith(("reward/", "eval/")) and "<" not in name]
+RUNS_OWN = {"diversity", *GROUP_FIGURES, *_LOGGED}  # metrics, and a score, that reward/NAME or eval/NAME would be
 HELPERS = ("clip_model", "detection", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 

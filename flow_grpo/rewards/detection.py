@@ -46,13 +46,6 @@ class Detection(NamedTuple):
     area: float  # of the picture
 
 
-def _brightness_metric(hue_weight: float = 0.1) -> Tensor:
-    """Quadratic form [3, 3] in which brightness outweighs hue, as JPEG smears an object's hue beyond its outline."""
-    brightness = torch.outer(torch.ones(3), torch.tensor((0.299, 0.587, 0.114)))
-    hue = torch.eye(3) - brightness
-    return brightness.T @ brightness + hue_weight * hue.T @ hue
-
-
 def _unit_outlines() -> tuple[Tensor, Tensor]:
     """Where to look, [2, GRID, GRID] (y, x), and the signed distances there, [4, GRID, GRID], of shapes of area 1."""
     fine = torch.linspace(-1, 1, 513)
@@ -63,7 +56,9 @@ def _unit_outlines() -> tuple[Tensor, Tensor]:
     return torch.stack(torch.meshgrid(axis, axis, indexing="ij")), torch.stack(distances)
 
 
-METRIC = _brightness_metric()
+BRIGHTNESS = torch.outer(torch.ones(3), torch.tensor((0.299, 0.587, 0.114)))
+HUE = torch.eye(3) - BRIGHTNESS
+METRIC = BRIGHTNESS.T @ BRIGHTNESS + 0.1 * HUE.T @ HUE  # as JPEG smears an object's hue beyond its outline
 POINTS, OUTLINES = _unit_outlines()
 
 
