@@ -130,6 +130,7 @@ def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_eac
         assert found == pytest.approx([size] * 2, abs=1e-3)  # two prompts: +1 and -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [dict(sde_window_size=0), dict(same_latent=True, noise_level=0.01)], ids=["own", "shared"]
 )
