@@ -30,12 +30,6 @@ class ImageProcessor(Qwen2VLProcessor):
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
         ProcessorMixin.__init__(self, image_processor, tokenizer)
 
-    @classmethod
-    def from_folder(cls, folder: str) -> "ImageProcessor":
-        """Of a pipeline's folder or hub id."""
-        parts = Qwen2VLImageProcessorPil, AutoTokenizer
-        return cls(*(part.from_pretrained(folder, subfolder="processor") for part in parts))
-
 
 class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
     """Diffusers' own, under its name, with a processor of images and texts.
@@ -62,7 +56,9 @@ class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
     @classmethod
     def from_pretrained(cls, folder: str, **options) -> "QwenImageEditPlusPipeline":
         if options.get("processor") is None:
-            options["processor"] = ImageProcessor.from_folder(folder)
+            parts = Qwen2VLImageProcessorPil, AutoTokenizer
+            parts = (part.from_pretrained(folder, subfolder="processor") for part in parts)
+            options["processor"] = ImageProcessor(*parts)
         return super().from_pretrained(folder, **options)
 
 
