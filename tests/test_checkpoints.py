@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_chosen(tmp_path):
         "state/rank_0000_0000.safetensors": [flip_a_bit, lambda path: path.write_bytes(path.read_bytes()[:-8])],
         "progress.json": [lambda path: path.write_text(""), flip_a_bit, of_another_format],
         "config.json": [Path.unlink],
-        "checksums.json": [Path.unlink, lambda path: path.write_text("[1]"), lambda path: path.write_text("[" * 10**5)],
+        "checksums.json": [Path.unlink, *(lambda path, s=s: path.write_text(s) for s in ("[1]", "{}", "[" * 10**5))],
     }
     older = small(tmp_path / "run", 1)
     for name, ways in damages.items():

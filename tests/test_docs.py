@@ -98,6 +98,7 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
     reward, _ = python_of("howto/own_reward")
     (tmp_path / "brightness.py").write_text(reward)
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    monkeypatch.setattr(rewards, "REGISTERED", {})  # by the fixture `shallow`
     monkeypatch.delitem(sys.modules, "flow_grpo.rewards.brightness", raising=False)  # of another test
     try:
         score = rewards.load("brightness", torch.device("cpu"), {"gamma": 2.0})

@@ -109,6 +109,7 @@ TRAINING = {  # a script's run -> its rows
         no("shapes.url is 'b:1'", **url(["http://a", "b:1"])),
         no("shapes.url is 'ftp://a'", "http", **url("ftp://a")),
         no("shapes.url holds a password", "REWARD_TOKEN", **url("http://me:secret@a")),
+        no("or a query", "REWARD_TOKEN", **url("http://a/b?key=secret")),
         no("reward.args.shapes", "http://127.0.0.1:1", **url("http://127.0.0.1:1")),
     ],
     BRANCHES: [

@@ -84,6 +84,20 @@ def test_a_run_without_a_tracker_leaves_its_own_page(runs):
     assert page.all("input")[0]["max"] == "2"
 
 
+def test_damaged_sheets_and_what_a_user_puts_beside_them_are_left_out(runs, tmp_path):
+    images = shutil.copytree(runs[0], tmp_path / "run") / "images"
+    (images / "eval_best.png").write_bytes(b"")
+    for number, damage in {0: {}, 4: {"cells": [{"box": [0, 0, 10**5, 10**5]}], "scores": {}}}.items():
+        (images / f"eval_{number:06d}.json").write_text(json.dumps(damage))
+    report.main([str(images.parent)])
+    page = Page(images.parent / "report.html")
+    assert page.all("input")[0]["max"] == "0"
+    assert [row for row in page.rows if row[0] == NASTY]
+    (images / "eval_000008.png").write_bytes((images / "eval_000008.png").read_bytes()[:500])
+    report.main([str(images.parent)])
+    assert Page(images.parent / "report.html").all("input") == []
+
+
 def test_nothing_on_the_page_leaves_it_and_prompts_are_text(page):
     attributes = [(key.rpartition("}")[2], value) for part in page.tree.iter() for key, value in part.attrib.items()]
     addresses = [value for key, value in attributes if key in ("src", "href", "action", "data")]

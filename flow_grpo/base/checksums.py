@@ -31,6 +31,8 @@ def damage(folder: Path) -> str:
     """What is wrong with a folder's files, "" for nothing."""
     try:
         expected = folders.read_json(folder / FILE)
+        if not expected:
+            return f"{FILE} lists no file"
         if missing := [name for name in expected if not (folder / name).is_file()]:
             return f"{missing[0]} is missing"
         changed = [name for name, crc in zip(expected, _sums_of(folder, [*expected])) if crc != expected[name]]

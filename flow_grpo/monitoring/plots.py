@@ -30,6 +30,8 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
     *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
     *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
 )
+# What a damaged sheet, or its .json, raises.
+DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, Image.DecompressionBombError
 MOST_POINTS = 200  # of a line; more are averaged
 SPREADS = f"({'|'.join(GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
 TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
@@ -59,7 +61,7 @@ def _record(line: bytes) -> dict | None:
         whole = {name: value for name, value in stored.items() if type(value) is int}
         are_texts = all(isinstance(value, str) for value in (record["kind"], record.get("written_at", "")))
         return record | whole if are_texts and math.isfinite(record["epoch"]) else None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 
@@ -145,9 +147,9 @@ def contact_sheet(images: Tensor, captions: list[str], rewards: Iterable[float] 
 
 
 def evaluations(run_dir) -> dict[int, Path]:
-    """The sheets of images/, by the number of epochs before their evaluation."""
+    """The sheets of images/, by the number of epochs before their evaluation, not what a user puts beside them."""
     sheets = sorted(Path(run_dir, "images").glob("eval_*.png"))
-    return {int(sheet.stem.removeprefix("eval_")): sheet for sheet in sheets}
+    return {int(match[1]): sheet for sheet in sheets if (match := re.fullmatch(r"eval_(\d+)", sheet.stem))}
 
 
 def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:

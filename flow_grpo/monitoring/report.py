@@ -14,6 +14,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count, groupby
 from pathlib import Path
@@ -210,10 +211,12 @@ def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
     sheets = list(plots.evaluations(run.folder).items())
     count = min(len(sheets), MOST_EVALUATIONS)
     sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
-    return {
-        f"after {epochs} epochs": [(data_address(image), *rest) for image, *rest in plots.panel_pictures(sheet)]
-        for epochs, sheet in sheets
-    }
+    pictures = {}
+    for epochs, sheet in sheets:
+        with suppress(*plots.DAMAGED):
+            cells = plots.panel_pictures(sheet)
+            pictures[f"after {epochs} epochs"] = [(data_address(image), *rest) for image, *rest in cells]
+    return pictures
 
 
 def side_by_side(pages: Sequence[tuple[Recorded, dict[str, list[tuple[str, str, str]]]]]) -> dict[str, list[tuple]]:
@@ -232,12 +235,20 @@ def data_address(picture: plots.Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
+def _scores_on(sheet: Path) -> dict[str, float]:
+    """Prompt -> its reward in an evaluation; none where the sheet's .json is damaged."""
+    with suppress(*plots.DAMAGED):
+        stored = json.loads(sheet.with_suffix(".json").read_text())
+        return {prompt: float(value) for prompt, value in stored["scores"].items()}
+    return {}
+
+
 def prompts(run: Recorded) -> dict[str, Table]:
     """The best and the worst of the last evaluation's prompts, with their reward before training."""
-    files = sorted((run.folder / "images").glob("eval_*.json"))
-    if not files:
+    evaluated = [scores for sheet in plots.evaluations(run.folder).values() if (scores := _scores_on(sheet))]
+    if not evaluated:
         return {}
-    first, last = ({k: float(v) for k, v in json.loads(files[i].read_text())["scores"].items()} for i in (0, -1))
+    first, last = evaluated[0], evaluated[-1]
     order = sorted((prompt for prompt in last if math.isfinite(last[prompt])), key=last.get)
     count = min(NUM_PROMPTS, len(order) // 2)  # no prompt is in both
     chosen = {"Best prompts": order[::-1][:count], "Worst prompts": order[:count]}

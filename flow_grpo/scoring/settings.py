@@ -81,8 +81,8 @@ def check_urls(key: str, urls: str | list[str]) -> None:
             raise UserError(f"{key} is {url!r}: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.host:
             raise UserError(f"{key} is {url!r}; it begins with http:// or https://")
-        if parts.userinfo:
-            raise UserError(f"{key} holds a password, which would be stored; {TOKEN_WAYS}")
+        if parts.userinfo or parts.query:
+            raise UserError(f"{key} holds a password or a query, which would be stored; {TOKEN_WAYS}")
 
 
 def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
