@@ -245,7 +245,7 @@ RUNS = {  # beside the window below: each type of noise, both rollouts and both 
     "base of 8 bits": (",guard", dict(sample__sde_type="cps_gaussian", base_precision="fp8_weights")),
     "branches, compiled": (
         "_pr,guard",
-        dict(compile=True, fsdp__activation_checkpointing=1.0, text_tokens=40, sample__guidance_scale=1.0),
+        dict(compile=True, fsdp__activation_checkpointing=1.0, text_tokens=40),
     ),
     "window, sharded": (",guard", dict(sample__sde_type="cps_gaussian", fsdp__mode="shard")),
 }
@@ -268,6 +268,8 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     how = HOW | of_model(few, name) | how
     if kind == "branches in slots" and MODELS[name].CUTS_PADDING:
         how |= dict(sample__text_multiple=8)
+    if "compile" in how:  # Z-Image's scale is 1 less than other models'
+        how |= dict(sample__guidance_scale=next(scale for scale in (1.0, 0.0) if not MODELS[name].is_guided(scale)))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
     run = on_two_ranks if "fsdp__mode" in how else train
