@@ -112,7 +112,7 @@ def test_what_no_run_could_use_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["", "_pr", "_nft", "_dpo"])
 def test_every_algorithm_trains_on_sources_and_shows_them(kind, tmp_path):
     name = f"edits_qwenimage_edit{kind}"
-    how = dict(train__ema_interval=1, preferences__min_margin=0.0, eval_freq=2, num_epochs=2)
+    how = dict(train__ema_interval=1, preferences__min_margin=0.0, eval_freq=1, num_epochs=1)
     if kind == "_dpo":
         pairs = prepare(name, tmp_path / "pairs", max_rows=8, validation_share=0.0)
         how |= dict(preferences__path=str(pairs), sample__num_prompts_per_epoch=2, train__updates_per_epoch=1)

@@ -288,12 +288,14 @@ def test_a_larger_batch_or_a_noise_less_changes_no_score(runs, tmp_path):
 
 
 def test_two_ranks_write_what_one_writes(runs, tmp_path):
-    one, rows = evaluated(tmp_path, runs[4], runs[0])
-    assert rows == [figures_of_test(runs[rank], "test_best") for rank in (4, 0)]
-    ranks = warm.torchrun(["scripts/evaluate.py", runs[4], runs[0], "--out", tmp_path / "ranks"])
-    assert (tmp_path / "ranks" / "table.md").exists(), [rank.stderr[-3000:] for rank in ranks]
-    assert json.loads((tmp_path / "ranks" / "scores.json").read_text()) == one
-    assert not (tmp_path / "ranks-2").exists()
+    command = ["scripts/evaluate.py", runs[4], runs[0], "--out"]
+    one, two = warm.run([*command, tmp_path / "one"]), warm.torchrun([*command, tmp_path / "two"])
+    written = [tmp_path / name / "scores.json" for name in ("one", "two")]
+    assert all(file.exists() for file in written), [rank.stderr[-3000:] for rank in (one, *two)]
+    found, expected = (json.loads(file.read_text()) for file in written)
+    assert found == expected
+    assert len(found["rows"]) == 2
+    assert not (tmp_path / "two-2").exists()
 
 
 REFUSED = [  # the arguments, and words of the sentence

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("fork")
 
@@ -138,4 +140,5 @@ def become(command, env, files, cwd):
     os.environ.update(env)
     sys.argv = command
     faulthandler.enable()  # a crash in a library says where
+    torch.set_num_threads(1)  # as torchrun has it; several wait for ever where the process before the fork had several
     runpy.run_path(command[0], run_name="__main__")
