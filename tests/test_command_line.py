@@ -97,6 +97,7 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
 
 def test_published_configs_are_found_from_any_directory_and_ones_own_file_goes_before_them(own_file, monkeypatch):
     monkeypatch.chdir(own_file.parent)
+    monkeypatch.setattr(sys, "argv", ["copy_of_a_script.py"])
     assert command_line.config_of(["--config", "config/nft.py:pickscore_sd3_nft"], DEFAULT).algorithm == "nft"
     assert command_line.config_of([], DEFAULT).name == "shapes_qwenimage"
     Path("config").mkdir()

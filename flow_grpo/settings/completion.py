@@ -1,8 +1,6 @@
 """Which words a shell may offer on a script's command line; assets/completion.sh asks for them."""
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from flow_grpo import rewards
 from flow_grpo.base import shipped
@@ -43,8 +41,7 @@ def _runs(begun: str) -> list[str]:
     """FILE: without a colon, else FILE:NAME or FILE:NAME,VARIANT."""
     file, colon, names = begun.partition(":")
     if not colon:
-        folder = Path(sys.argv[0]).resolve().parent.parent / "config"
-        return [f"config/{path.name}:" for path in sorted(folder.glob("[!_]*.py"))]
+        return [f"config/{path.name}:" for path in sorted((config_files.CHECKOUT / "config").glob("[!_]*.py"))]
     module, (*chosen, _) = config_files.module_of(config_files.find(file)), names.split(",")
     functions = getattr(module, "VARIANTS" if chosen else "RUNS", ())
     return [":".join((file, ",".join((*chosen, f.__name__)))) for f in functions if f.__name__ not in chosen]

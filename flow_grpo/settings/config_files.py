@@ -12,7 +12,10 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.shipped import PACKAGE
 from flow_grpo.settings import older, table
+
+CHECKOUT = PACKAGE.parent.resolve()
 
 
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
@@ -90,7 +93,8 @@ def load(text: str) -> ConfigDict:
 
 
 def find(file: str, name: str = "") -> Path:
-    """A config file. A relative path is looked up in the current directory, then in the checkout of the running script.
+    """A config file. A relative path is looked up in the current directory, then in this checkout, whose scripts may
+    be copied elsewhere.
 
     Args:
         name: NAME,VARIANT,..., to say in which other file there is such a run.
@@ -98,17 +102,16 @@ def find(file: str, name: str = "") -> Path:
     Raises:
         UserError: there is no such file.
     """
-    checkout = Path(sys.argv[0]).resolve().parent.parent
-    path = next((path for path in (Path(file), checkout / file) if path.is_file()), None)
+    path = next((path for path in (Path(file), CHECKOUT / file) if path.is_file()), None)
     if path is None:
-        where = f"{Path.cwd()} or {checkout}"
-        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(checkout, name)}")
+        where = f"{Path.cwd()} or {CHECKOUT}"
+        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(name)}")
     return path
 
 
-def _elsewhere(checkout: Path, name: str) -> str:
+def _elsewhere(name: str) -> str:
     """In which file of the checkout a run of this name is, or which files there are."""
-    files = [path for path in sorted((checkout / "config").glob("*.py")) if "def get_config(" in path.read_text()]
+    files = [path for path in sorted((CHECKOUT / "config").glob("*.py")) if "def get_config(" in path.read_text()]
     run = name.partition(",")[0]
     having = [path for path in files if run and f"\ndef {run}():" in path.read_text()]
     names = ", ".join(f"config/{path.name}" for path in having or files)
@@ -117,8 +120,8 @@ def _elsewhere(checkout: Path, name: str) -> str:
 
 def module_of(path: Path) -> ModuleType:
     """A config file as a module. What lies beside it can be imported, and config/ of the checkout as `config`."""
-    checkout, path = str(Path(sys.argv[0]).resolve().parent.parent), path.resolve()
-    sys.path += [checkout] if checkout not in sys.path else []
+    path = path.resolve()
+    sys.path += [str(CHECKOUT)] if str(CHECKOUT) not in sys.path else []
     folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
     sys.path[:0] = [folder] if folder not in sys.path else []
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
@@ -128,5 +131,5 @@ def module_of(path: Path) -> ModuleType:
     except ImportError as error:
         if error.name != "config" or not error.path or Path(error.path).parent != path.parent:
             raise
-        raise UserError(f"{path} takes {error.path} for config/ of {checkout}: rename that file") from error
+        raise UserError(f"{path} takes {error.path} for config/ of {CHECKOUT}: rename that file") from error
     return module
