@@ -83,7 +83,7 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
     with run.board.timed("rollout"):
         for batch in sampling.batches(run, epoch):
             rows = [prompt.metadata["pair"] for prompt in batch.prompts]
-            batches.append(files.read(rows, list(batch.images), run.device))
+            batches.append(files.read(rows, list(batch.image_numbers), run.device))
     run.epoch_metrics["images"] = (epoch + 1) * 2 * run.plan.num_groups
     return preferences.concat(batches)
 
@@ -93,7 +93,7 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
     images, submitted = {}, []
     for batch, samples in sampling.sample_epoch(run, epoch, lambda _: range(0)):
         submitted.append(rewards.submit(run, samples, batch))
-        images |= dict(zip(batch.images, zip(samples.latents, batch.prompts)))
+        images |= dict(zip(batch.image_numbers, zip(samples.latents, batch.prompts)))
     scores, numbers = rewards.wait(run, epoch, submitted).scores["avg"], sorted(images)
     latents, prompts = zip(*(images[number] for number in numbers))
     return preferences.best_and_worst(

@@ -44,10 +44,11 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     with run.extra_policies[OLD].applied():
         noises = rewards.scout(run, epoch, lambda _: range(0))
         for batch, samples in sample_epoch(run, epoch, lambda _: range(0), noises=noises):
-            streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, i)) for i in batch.images]
+            numbers, condition = batch.image_numbers, run.embed(batch.prompts)
+            streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, image)) for image in numbers]
             indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
-            numbers, condition = torch.tensor(batch.images), run.embed(batch.prompts)
-            images.append(Rollout(numbers, condition, timesteps[indices.to(run.device)], x_0=samples.latents))
+            trained = timesteps[indices.to(run.device)]
+            images.append(Rollout(torch.tensor(numbers), condition, trained, x_0=samples.latents))
             submitted.append(rewards.submit(run, samples, batch))
     return concat(images), submitted
 

@@ -32,7 +32,7 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     branching_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
     stored, submitted = [], []
     for batch, samples in sample_epoch(run, epoch, lambda _: branching_steps, run.plan.num_branches):
-        groups = groups_of(batch.images, run.plan, run.config.sample.baseline)
+        groups = groups_of(batch.image_numbers, run.plan, run.config.sample.baseline)
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch, groups))
     return concat(stored), submitted

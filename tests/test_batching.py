@@ -168,11 +168,11 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
         ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
         for rank, batches in enumerate(ranks):
             numbers = range(rank, rounds * world_size, world_size)
-            assert [batch.images[0] for batch in batches] == [batch_size * number for number in numbers]
-        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.images[0])
+            assert [batch.image_numbers[0] for batch in batches] == [batch_size * number for number in numbers]
+        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.image_numbers[0])
 
     one = dealt(1)
-    assert [image for batch in one for image in batch.images] == list(range(48))
+    assert [image for batch in one for image in batch.image_numbers] == list(range(48))
     assert dealt(2) == one
     assert dealt(4) == one
 
@@ -181,7 +181,7 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
 def test_a_block_is_the_smallest_run_of_whole_batches_that_holds_whole_groups(batch_size, images_per_block):
     plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=48 // batch_size)
     for batch in epoch_batches(DATASET, plan, 0, 0, 0, 1):
-        assert {image // images_per_block for image in batch.images} == {batch.block}
+        assert {image // images_per_block for image in batch.image_numbers} == {batch.block}
 
 
 @pytest.mark.parametrize(

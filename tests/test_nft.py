@@ -66,13 +66,13 @@ def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_a
     config = config_of(NAME, tmp_path, train__shared_noise=True)
     run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
     images = rollout(run)
-    assert images.timesteps.shape == (len(images.images), run.plan.num_trained_steps)
+    assert images.timesteps.shape == (len(images.image_numbers), run.plan.num_trained_steps)
     assert set(images.timesteps.flatten().tolist()) <= set(run.scheduler.timesteps[:-1].tolist())
     assert all(len(set(row)) == len(row) for row in images.timesteps.tolist())
-    groups = images.images // run.plan.group_size
+    groups = images.image_numbers // run.plan.group_size
     for group in groups.unique():
         assert len(images.timesteps[groups == group].unique(dim=0)) == 1
-    images.advantages = images.loss_weight = torch.ones(len(images.images))
+    images.advantages = images.loss_weight = torch.ones(len(images.image_numbers))
     script.add_gradients(run, images.take(torch.arange(2, 8) * images.num_steps, 6))  # 2 of one group, 4 of the next
     ((noise, _),) = seen
     assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
@@ -84,7 +84,7 @@ def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(tmp
     monkeypatch.setattr(losses, "own_flow_matching_loss", lambda *args: (seen.append(plain(*args)), seen[-1])[1])
     run = startup.start(config_of(f"{NAME},awm", tmp_path), checks.NFT, extra_policies=(script.OLD,))
     rows = rollout(run)
-    rows.advantages = rows.loss_weight = torch.ones(len(rows.images))
+    rows.advantages = rows.loss_weight = torch.ones(len(rows.image_numbers))
     for run.config.train.flow_matching_weight in (0.0, 0.5):
         script.add_gradients(run, rows.take(torch.arange(4), 4))
         logged.append(run.meter.pop(lambda sums, maxima: (sums, maxima))["loss"])
@@ -99,7 +99,7 @@ def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_w
     images, submitted = script.rollout(run, 0)
     assert len(submitted) > 1
     found, _ = rewards.advantages(run, all_scores := rewards.wait(run, 0, submitted[::-1]))
-    groups = images.images // run.plan.group_size
+    groups = images.image_numbers // run.plan.group_size
     distance = health.measure(run.model.features(images.x_0, run.size), groups)[:, 1]
     expected = group_advantages(all_scores.scores["avg"] + 0.7 * distance, groups, global_std=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -13,7 +13,7 @@ SCOUTS = dict(sample__scouts_per_image=3)
 
 def by_number(samples):
     """Latents of each image of some draws, in the order of their numbers."""
-    latents = {image: x for batch, drawn in samples for image, x in zip(batch.images, drawn.latents)}
+    latents = {image: x for batch, drawn in samples for image, x in zip(batch.image_numbers, drawn.latents)}
     return torch.stack([latents[image] for image in range(len(latents))])
 
 

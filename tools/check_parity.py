@@ -150,7 +150,7 @@ def other_graph(run) -> Iterator[None]:
 
 def some_rows(rollout: Rollout, size: int) -> Tensor:
     """NUM_MINIBATCHES of `size` (image, step) rows at random."""
-    order = torch.randperm(len(rollout.images) * rollout.num_steps, generator=rng.generator(0, "rows"))
+    order = torch.randperm(len(rollout.image_numbers) * rollout.num_steps, generator=rng.generator(0, "rows"))
     return order[: NUM_MINIBATCHES * size]
 
 
@@ -192,8 +192,8 @@ def planned(run, epoch: int, rollout: Rollout) -> Tensor:
     """[B, K] f32: the timesteps that should have been noisy."""
     timesteps, sample = run.scheduler.timesteps.cpu(), run.config.sample
     if run.plan.num_branches > 1:
-        return timesteps[: rollout.num_steps].expand(len(rollout.images), -1)
-    blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.images]
+        return timesteps[: rollout.num_steps].expand(len(rollout.image_numbers), -1)
+    blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.image_numbers]
     noisy_steps = [
         train_qwenimage.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks
     ]

@@ -23,7 +23,7 @@ class Rollout:
     """The images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself. A
     row of the update is one (image, step); the outcomes of a step share its velocity."""
 
-    images: Tensor  # [B] int64 on the CPU, global numbers within the epoch
+    image_numbers: Tensor  # [B] int64 on the CPU, global within the epoch
     condition: Condition  # B rows
     timesteps: Tensor  # [B, K] f32, scheduler units (1000 * sigma)
     x_0: Tensor | None = None  # [B, N, C] f32, finished images
@@ -60,7 +60,7 @@ class Rollout:
             return None if values is None else values[image_index, step_index].repeat_interleave(repeats, 0)
 
         return Minibatch(
-            row_ids=torch.stack([self.images[image], step], 1),
+            row_ids=torch.stack([self.image_numbers[image], step], 1),
             num_rows=num_rows,
             inner_epoch=inner_epoch,
             condition=self.condition.take(image_index),
@@ -108,13 +108,13 @@ class TrainedRows(NamedTuple):
 
 
 def from_trace(
-    trace: list[TracedStep], condition: Condition, images: list[int], *, num_trained_steps: int, step_weight: str
+    trace: list[TracedStep], condition: Condition, image_numbers: list[int], *, num_trained_steps: int, step_weight: str
 ) -> Rollout:
     """From the noisy steps of B images, of which the first `num_trained_steps` are kept."""
-    trace, num_images = trace[:num_trained_steps], len(images)
+    trace, num_images = trace[:num_trained_steps], len(image_numbers)
     std = torch.stack([t.step.transition_std.view(num_images, -1)[:, 0] for t in trace], 1)  # outcomes share theirs
     return Rollout(
-        images=torch.tensor(images),
+        image_numbers=torch.tensor(image_numbers),
         condition=condition,
         timesteps=torch.stack([t.timestep for t in trace], 1),
         latents=torch.stack([t.latents for t in trace], 1),
@@ -130,7 +130,7 @@ def concat(rollouts: list[Rollout]) -> Rollout:
     columns = {field.name: [getattr(rollout, field.name) for rollout in rollouts] for field in fields(Rollout)}
     condition = Condition.concat(columns.pop("condition"))
     joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-    order = joined["images"].argsort()
+    order = joined["image_numbers"].argsort()
     if not torch.equal(order, torch.arange(len(order))):  # images come as they are finished
         joined = {name: None if whole is None else whole[order.to(whole.device)] for name, whole in joined.items()}
         condition = condition.take(order.to(joined["timesteps"].device))
@@ -148,7 +148,7 @@ def shuffled_updates(
     """
     rows_per_batch = plan.batch_size * rollout.num_steps  # a moving window may be cut off at its end
     parts = []  # per batch: [updates, rows], numbers of (image, step) rows
-    for i, first_image in enumerate(rollout.images[:: plan.batch_size].tolist()):
+    for i, first_image in enumerate(rollout.image_numbers[:: plan.batch_size].tolist()):
         generator = rng.generator(seed, "shuffle", epoch, inner_epoch, first_image // plan.batch_size)
         order = torch.randperm(rows_per_batch // plan.images_together, generator=generator)
         first = order // rollout.num_steps * plan.images_together * rollout.num_steps + order % rollout.num_steps

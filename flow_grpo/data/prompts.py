@@ -28,7 +28,7 @@ class Batch:
 
     prompts: list[Prompt]  # B
     groups: list[int]  # B, number of the prompt within the epoch
-    images: Sequence[int]  # B global image numbers within the epoch
+    image_numbers: Sequence[int]  # B, global within the epoch
     block: int | None = None  # smallest run of batches that holds whole groups; its images share an SDE window
 
 
@@ -151,5 +151,5 @@ def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int,
 
 def pick(rows: Iterable[tuple[Batch, int]]) -> Batch:
     """The given rows of some batches."""
-    columns = zip(*((b.prompts[row], b.groups[row], b.images[row]) for b, row in rows))
+    columns = zip(*((b.prompts[row], b.groups[row], b.image_numbers[row]) for b, row in rows))
     return Batch(*(list(column) for column in columns))

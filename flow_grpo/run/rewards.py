@@ -21,7 +21,7 @@ from flow_grpo.scoring.scorers import joined
 class Submitted(NamedTuple):
     """Some images whose scores are being made."""
 
-    images: list[int]  # b, their global numbers within the epoch
+    image_numbers: list[int]  # b, global within the epoch
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b * ...] float32 on the CPU
     latents: Tensor  # [b * ..., c, h, w] f32, as the VAE sees them but for its normalisation
@@ -51,7 +51,7 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
-    return Submitted(list(batch.images), groups, scores, latents)
+    return Submitted(list(batch.image_numbers), groups, scores, latents)
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
@@ -81,7 +81,7 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
 
 def _order(submitted: list[Submitted]) -> Tensor:
     """The order that sorts the rows of submitted images by the images' numbers, [B] int64."""
-    return torch.tensor([image for part in submitted for image in part.images]).argsort()
+    return torch.tensor([image for part in submitted for image in part.image_numbers]).argsort()
 
 
 def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] | None:
@@ -93,7 +93,7 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
     drawn = sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=per_image)
     submitted = [submit(run, samples, batch) for batch, samples in drawn]
     scores = gather(run, submitted).scores["avg"]
-    numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.images)))
+    numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.image_numbers)))
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
     by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)
     picked = best_and_worst(by_group, plan.group_size) + torch.arange(plan.num_groups)[:, None] * by_group.shape[1]

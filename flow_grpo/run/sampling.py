@@ -115,7 +115,7 @@ def _requests(
     multiple = run.config.sample.text_multiple
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in of_epoch:
-        numbers = [noises[image] for image in batch.images] if noises else batch.images
+        numbers = [noises[image] for image in batch.image_numbers] if noises else batch.image_numbers
         generators = [rng.generator(run.config.seed, "noise", epoch, number) for number in numbers]
         shared, latents = run.config.sample.same_latent, None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
@@ -124,7 +124,7 @@ def _requests(
         yield from prepare_encode(
             SamplingJob(run.model, run.embed(batch.prompts), generators, params, run.size),
             noisy=noisy_steps(batch),
-            names=[(batch, row) for row in range(len(batch.images))],
+            names=[(batch, row) for row in range(len(batch.image_numbers))],
             num_branches=num_branches,
             scheduler=run.scheduler,
             latents=latents,
@@ -138,7 +138,7 @@ def to_rollout(run: Run, samples: Samples, batch: Batch) -> Rollout:
     return from_trace(
         samples.trace,
         run.embed(batch.prompts),
-        list(batch.images),
+        list(batch.image_numbers),
         num_trained_steps=run.plan.num_trained_steps,
         step_weight=run.config.train.step_weight,
     )

@@ -23,7 +23,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
     """As train.old_log_prob asks: replace the rollout's log-probs by the training forward's; log the difference."""
     if run.config.train.old_log_prob == "rollout":
         return
-    stored, num_rows = rollout.log_probs.clone(), len(rollout.images) * rollout.num_steps
+    stored, num_rows = rollout.log_probs.clone(), len(rollout.image_numbers) * rollout.num_steps
     with run.board.timed("update"):
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
