@@ -202,12 +202,16 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, cap
         with pytest.raises(SystemExit) as ended:
             command_line.run(main, CONFIG)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # a second one ends the process at once
+        way = f"the same command with --config.resume_from={checkpoints} goes on from its last checkpoint"
+        assert capsys.readouterr().err == ("" if rank == "1" else f"train_qwenimage.py: stopped by Ctrl-C; {way}\n")
+        for error in (RunFailed("a server is away"), RunFailed(f"a server is away; {way}")):
+            with pytest.raises(SystemExit), command_line.sentences():
+                raise error
+            assert capsys.readouterr().err.endswith(f": a server is away; {way}\n")
     finally:
         signal.signal(signal.SIGINT, before)
         folders.release(tmp_path)
     assert ended.value.code == 130
-    way = f"the same command with --config.resume_from={checkpoints} goes on from its last checkpoint"
-    assert capsys.readouterr().err == ("" if rank == "1" else f"train_qwenimage.py: stopped by Ctrl-C; {way}\n")
 
 
 def test_under_torchrun_a_sentence_stands_below_its_report_too_where_there_is_a_terminal():

@@ -162,11 +162,17 @@ def sentences(after_stop: str = "") -> Iterator[None]:
             raise _stopped(after_stop) from None
         if (status := _status(error)) is None:
             raise
-        _say(ANOTHER_RANK if _is_of_another_rank(error) else str(error))
+        _say(ANOTHER_RANK if _is_of_another_rank(error) else _with_way_on(error))
         raise SystemExit(status) from error
     finally:
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, before)
+
+
+def _with_way_on(error: BaseException) -> str:
+    """What an error says, and of one that ends a run with a checkpoint how it goes on."""
+    ways_on = map(folders.how_to_go_on, folders.held()[-1:]) if isinstance(error, RunFailed) else []
+    return "; ".join([str(error), *(way for way in ways_on if "resume_from" in way and way not in str(error))])
 
 
 def _stopped(after_stop: str) -> SystemExit:
