@@ -123,6 +123,7 @@ def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
             kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
             draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
             axes.legend(frameon=False, fontsize=7, handlelength=3)
+            axes.yaxis.get_offset_text().set(x=1, ha="right")  # out of the title's way
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
         figure.savefig(file)
     return True
