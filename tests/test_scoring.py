@@ -114,6 +114,7 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "500s": (says({}, 500), "HTTP 500"),
     "429s": (says({}, 429), "HTTP 429"),
     "404": (says({}, 404), "refused: HTTP 404"),
+    "terminal codes": (says(b"\x1b[2Jgone", 400), "HTTP 400 ?[2Jgone"),
     "307": (says({}, 307), "refused: HTTP 307"),
     "closes": (hostile.gone, "away for over"),
     "half a body": (hostile.half, "away for over"),

@@ -25,8 +25,8 @@ def quoted(value: object) -> str:
 
 
 def in_one_line(text: object, length: int = 1000) -> str:
-    """A text, such as another error's, in one line, without the middle of what is long."""
-    words = " ".join(str(text).split())
+    """A text, such as another error's, in one line, without a terminal's codes and the middle of what is long."""
+    words = "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))
     return words if len(words) <= length else f"{words[: length - length // 10]} ... {words[-(length // 10) :]}"
 
 
