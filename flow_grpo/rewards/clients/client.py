@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from flow_grpo.base.quoting import in_one_line
 from flow_grpo.base.threads import event_loop
 from flow_grpo.rewards.clients.tokens import read_token
 
@@ -32,7 +33,7 @@ class ServerError(RuntimeError):
 
 def notice(text: str) -> None:
     """Say on the terminal, whatever the rank, what the run waits for."""
-    rank = os.environ.get("RANK", "0")
+    rank, text = os.environ.get("RANK", "0"), in_one_line(text)
     logging.getLogger(__name__).warning(text if rank == "0" else f"rank {rank}: {text}")
 
 
