@@ -246,6 +246,8 @@ def distill(config):
     defaults = default_config()
     for key in ignored_by(DISTILL):
         config.update_from_flattened_dict({key: value_of(defaults, key)})
+    config.sample.num_images_per_prompt = max(config.sample.num_images_per_prompt, 2)
+    config.health.epochs_without_signal = 0  # a student learns from images that score alike, too
     return config
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import prepare_preferences
 import pytest
 import warm
 from small import ENV, ROOT, as_prompts, config_of, train
@@ -68,6 +69,18 @@ def own_file(tmp_path, monkeypatch):
     for name in ("config", "config.grpo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return folder / "mine.py"
+
+
+def test_a_data_set_has_to_be_there_where_a_script_reads_it():
+    """Not where pairs are stored and nothing is evaluated, nor where pairs are made of images that are there."""
+    words = ["--config=config/dpo.py:shapes_qwenimage_dpo", "--config.dataset=nowhere"]
+    parse = lambda script, *more: command_line.parse(DEFAULT, script, [*words, *more])  # noqa: E731
+    assert parse(checks.DPO, "--config.eval_freq=0").dataset == "nowhere"
+    assert parse(prepare_preferences.preparing("images")).dataset == "nowhere"
+    online = "--config.eval_freq=0", "--config.preferences.path="
+    for script, *more in [(checks.DPO,), (checks.DPO, *online), (prepare_preferences.preparing(""),)]:
+        with pytest.raises(SystemExit):
+            parse(script, *more)
 
 
 def test_a_users_own_file_anywhere_takes_variants_and_overrides(own_file):

@@ -305,16 +305,18 @@ def read_files(tmp_path):
         "model": tmp_path / "model/transformer/model.safetensors",
         "lora.path": tmp_path / "lora/pytorch_lora_weights.safetensors",
         "preferences.path": tmp_path / "pairs/train_00000.parquet",
+        "train.teachers": tmp_path / "teacher/pytorch_lora_weights.safetensors",
     }
     config = config_of(NAME, tmp_path)
     for key, file in files.items():
         file.parent.mkdir(parents=True)
         file.write_text("before")
-        config.update_from_flattened_dict({key: str(tmp_path / file.relative_to(tmp_path).parts[0])})
+        folder = str(tmp_path / file.relative_to(tmp_path).parts[0])
+        config.update_from_flattened_dict({key: (folder,) if key == "train.teachers" else folder})
     return config, files
 
 
-@pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "preferences.path"])
+@pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "preferences.path", "train.teachers"])
 def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, tmp_path):
     config, files = read_files
     fingerprint.write(tmp_path, fingerprint.of(config, tmp_path))

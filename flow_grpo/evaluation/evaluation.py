@@ -142,11 +142,6 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[
     return sampled, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
 
 
-def evaluates(config: ConfigDict) -> bool:
-    """Whether a run ever evaluates images."""
-    return bool(config.eval_freq and config.eval.num_prompts)
-
-
 def part_of(split: Split, config: ConfigDict) -> Split:
     """The eval.num_prompts of it that are drawn."""
     return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))

@@ -14,8 +14,9 @@ from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.evaluation.evaluation import evaluates, part_of
+from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.settings import table
+from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import policies
 
 MEASURED = shipped.PACKAGE / "assets" / "measured.json"  # at full size on an H200, random weights; see will_it_fit.md

@@ -13,6 +13,7 @@ from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
+from flow_grpo.settings.checks import evaluates
 
 
 def evaluate(run: Run, epoch: int, last: bool = False) -> None:
@@ -31,7 +32,7 @@ def evaluate(run: Run, epoch: int, last: bool = False) -> None:
 
 def due(config: ConfigDict, epoch: int, last: bool = False) -> set[str]:
     """Which kinds of lines of metrics.jsonl are due before an epoch, or after the last one: "eval", "test"."""
-    if not evaluation.evaluates(config):
+    if not evaluates(config):
         return set()
     test_freq = config.eval.test_freq
     kinds = {"eval": epoch % config.eval_freq == 0, "test": epoch == 0 or (test_freq and epoch % test_freq == 0)}
@@ -41,7 +42,7 @@ def due(config: ConfigDict, epoch: int, last: bool = False) -> set[str]:
 def remaining(run: Run) -> set[str]:
     """Which kinds of lines of its epoch a resumed run keeps: those of an end, whose weights are the checkpoint's,
     unless they are made again or cannot be compared with what comes."""
-    if evaluation.evaluates(run.config) and run.best_evaluation is None:
+    if evaluates(run.config) and run.best_evaluation is None:
         return set()
     return {"eval", "test"} - due(run.config, run.epoch, last=run.epoch >= run.config.num_epochs)
 

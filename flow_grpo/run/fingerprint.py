@@ -1,4 +1,4 @@
-"""What a run reads: digests of its data set, its base, its reference and its local rewards, kept beside config.json.
+"""What a run reads: digests of its data set, base, adapters, pairs and local rewards, kept beside config.json.
 
 A resumed run compares them. Reward servers, and weights that a reward loads, are not compared.
 """
@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
     preferences_path: dict[str, str]
     rewards: dict[str, str]  # name of a reward -> digest of its file; "NAME (FILE)" -> of what it may have imported
     rewards_since: int = 0  # epochs completed when a reward's file, or a branch's settings, changed last
+    train_teachers: dict[str, str] = {}  # noqa: RUF012  by folder and file; nothing writes to it
 
     def of_figures(self) -> dict[str, str]:
         """What decides the figures of an evaluation, but for the policy: name -> digest."""
@@ -59,6 +60,11 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
         lora_path=files(config.lora.path, "*.safetensors"),
         preferences_path=files(config.preferences.path, "*.parquet"),
         rewards=checksums.file_digests(sources | neighbours, memory),
+        train_teachers={
+            f"{folder}/{name}": digest
+            for folder in config.train.teachers
+            for name, digest in files(folder, "*.safetensors").items()
+        },
     )
 
 
@@ -69,7 +75,7 @@ def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -
     if stored is None:
         return current, []
     changed = []
-    for key in ("dataset", "model", "lora_path", "preferences_path"):
+    for key in ("dataset", "model", "lora_path", "preferences_path", "train_teachers"):
         before, now = getattr(stored, key), getattr(current, key)
         if names := [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]:
             changed.append(f"config.{key.replace('_', '.')}: {', '.join(names[:3])}")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
-from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
+from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import fsdp_utils, lora_files
 
 MAX_ROLL_BACKS = 3  # each halves the learning rate

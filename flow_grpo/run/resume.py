@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
-from flow_grpo.evaluation.evaluation import evaluates
 from flow_grpo.monitoring import dashboard
 from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.run import fingerprint, loop
@@ -18,6 +17,7 @@ from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
 from flow_grpo.settings import older, table
+from flow_grpo.settings.checks import evaluates
 
 
 class Place(NamedTuple):

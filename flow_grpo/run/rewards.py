@@ -133,7 +133,7 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     if run.epoch_metrics["reward/zero_std_share"] == 1:
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"
-        run.board.say(f"epoch {epoch + 1}: in every group {alike}, so there is nothing to learn")
+        run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
 
 
 def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:

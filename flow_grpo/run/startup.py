@@ -19,7 +19,7 @@ from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.evaluation.evaluation import evaluates, part_of
+from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, say
@@ -29,6 +29,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import checks, table
+from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import dropout, fsdp_utils, load_weights, policies, quantisation
 from flow_grpo.weights.ema import Ema
 

@@ -25,6 +25,11 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 }
 
 
+def evaluates(config: ConfigDict) -> bool:
+    """Whether a run ever evaluates images."""
+    return bool(config.eval_freq and config.eval.num_prompts)
+
+
 @dataclass(frozen=True)
 class Script:
     """What a script asks of a config."""
@@ -33,6 +38,7 @@ class Script:
     check: Callable[[ConfigDict], None]  # of config.sample
     ignored: tuple[str, ...]  # settings that it does not read
     plan: Callable[[ConfigDict, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
+    reads_dataset: Callable[[ConfigDict], bool] = lambda config: True
 
 
 def check(config: ConfigDict, script: Script) -> None:
@@ -158,13 +164,7 @@ def _check_speed(config: ConfigDict) -> None:
 
 
 def check_window(sample) -> None:
-    """As `check_noisy_steps`, and images can be compared; train_*.py."""
-    check_noisy_steps(sample)
-    check_groups(sample)
-
-
-def check_noisy_steps(sample) -> None:
-    """Raises UserError unless the SDE window lies within the steps; train_*_distill.py."""
+    """Raises UserError unless the SDE window lies within the steps; train_*.py and train_*_distill.py."""
     if sample.num_branches != 1:
         raise UserError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
     first, last = sample.sde_window_range
@@ -175,6 +175,7 @@ def check_noisy_steps(sample) -> None:
             f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
             f"(0, {sample.num_steps - 1}), since the last step is never noisy"
         )
+    check_groups(sample)
 
 
 def check_branches(sample) -> None:
@@ -205,5 +206,11 @@ def check_forward(sample) -> None:
 GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
 PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
 NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
-DPO = Script(table.DPO, check_groups, table.ignored_by(table.DPO), plan_pairs)
-DISTILL = Script(table.DISTILL, check_noisy_steps, table.ignored_by(table.DISTILL))
+DPO = Script(
+    table.DPO,
+    check_groups,
+    table.ignored_by(table.DPO),
+    plan_pairs,
+    reads_dataset=lambda config: not config.preferences.path or evaluates(config),
+)
+DISTILL = Script(table.DISTILL, check_window, table.ignored_by(table.DISTILL))

@@ -94,15 +94,15 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
         served = [name for name, args in config.reward.args.items() if "url" in args]
         rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
         script.plan(config, config.dry_run or _world_size())
-        _check_places(config)
+        _check_places(config, script.reads_dataset(config))
     except UserError as error:
         raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
 
 
-def _check_places(config: ConfigDict) -> None:
+def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
     """Raises UserError for a data set, a checkpoint or a model that is not there."""
     try:
-        if not (data := Path(shipped.find(config.dataset))).is_dir():
+        if reads_dataset and not (data := Path(shipped.find(config.dataset))).is_dir():
             what = "is a file; tools/split_prompts.py makes a folder of it" if data.is_file() else "is no folder here"
             raise UserError(f"config.dataset {quoted(config.dataset)} {what}; see docs/howto/own_data.md")
         if config.resume_from not in ("", "latest") and not Path(config.resume_from).exists():

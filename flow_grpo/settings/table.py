@@ -239,7 +239,7 @@ SETTINGS = (
     Setting("train.dpo_beta", 1000.0, "How sharply a pair's difference of velocity errors decides.", min=0,
             used_by=(DPO,)),
     Setting("train.teachers", (), "Folders of the LoRA adapters that are learned from, such as best/ of other runs.",
-            used_by=(DISTILL,)),
+            used_by=(DISTILL,), when=(("lora.rank",),)),
     Setting("train.step_weight", "equal",
             "Weight of a step's loss: mean_one = transition_std / its mean over the trained steps, which "
             "TempFlow-GRPO's constants are; sqrt3 = sqrt(3) * transition_std; equal = 1.",
