@@ -153,13 +153,15 @@ def test_a_start_waits_for_no_health_without_end(answer, monkeypatch):
         scoring_settings.check_rewards({"served": 1.0}, (), settings(args={"served": {"url": url}}))
 
 
-def test_a_server_that_comes_back_is_asked_again():
+def test_a_server_that_comes_back_is_asked_again(caplog):
     def twice_broken(handler, body, number):
-        (hostile.gone if number == 1 else says({}, 503) if number == 2 else hostile.honest)(handler, body, number)
+        away = {1: says(b"\x1b[2J", 503), 2: hostile.gone}  # the first is announced
+        away.get(number, hostile.honest)(handler, body, number)
 
     with http_server(twice_broken) as (url, counted):
         assert score(pool_of(url))["avg"].tolist() == [0.5] * 6
         assert len(counted) == 3
+    assert not any("\x1b" in record.message for record in caplog.records), "no codes of a terminal"
 
 
 def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away():

@@ -98,8 +98,10 @@ def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, limit, 
 
 
 def test_a_student_comes_near_to_its_teacher_and_of_several_learns_the_mean(shallow, tmp_path):
+    alike = dict(reward_fn__shapes=1.0, reward_fn__brightness=0.0)  # no shapes are drawn: 0 for all images
+
     def losses(**how):
-        how = shallow | dict(eval_freq=0, run_name="student", train__learning_rate=3e-3) | how
+        how = shallow | dict(eval_freq=0, run_name="student", train__learning_rate=3e-3) | alike | how
         train_qwenimage_distill.main(config_of(f"{WINDOW},distill", tmp_path, **how))
         return [line["policy_loss"] for line in lines_of(tmp_path / how["run_name"], "update")]
 
@@ -107,6 +109,8 @@ def test_a_student_comes_near_to_its_teacher_and_of_several_learns_the_mean(shal
     teacher = str(train(WINDOW, tmp_path, **shallow | taught))
     found = losses(num_epochs=4, train__teachers=(teacher,))
     assert max(found[-4:]) < 0.5 * min(found[:2])
+    epochs = lines_of(tmp_path / "student", "epoch")
+    assert {(line["reward/zero_std_share"], line["health/limits_exceeded"]) for line in epochs} == {(1, 0)}
     other, how = str(tmp_path / "student"), dict(num_epochs=1, lora__path=teacher)
     (to_other, *_) = losses(run_name="of_one", train__teachers=(other,), **how)
     (to_both, *_) = losses(run_name="of_two", train__teachers=(other, teacher), **how)
