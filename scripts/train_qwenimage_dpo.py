@@ -34,7 +34,6 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step
-from flow_grpo.weights import dropout
 
 HELD_OUT_PAIRS = 256  # that are judged, evenly spread
 NOISES_PER_PAIR = 4  # noises and levels at which each is judged, always the same
@@ -146,7 +145,6 @@ def add_gradients(run: Run, pairs: preferences.Pairs, schedule: Tensor) -> None:
     """Of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
     names = "forward noise", run.epoch, pairs.inner_epoch
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
-    dropout.seed(run.model.transformer, streams)
     measured = figures(run, errors_of(run, pairs, schedule, streams))
     backward(run, measured["loss"], pairs)
     run.meter.add_weighted(pairs.loss_weight, **{name: values for name, values in measured.items() if name != "loss"})

@@ -31,7 +31,6 @@ from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, updates
-from flow_grpo.weights import dropout
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
@@ -88,7 +87,6 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
-    dropout.seed(run.model.transformer, streams)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
     policies = velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000, reference
     step = ForwardStep(*policies, group_size=run.plan.images_together)

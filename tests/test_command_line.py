@@ -4,7 +4,6 @@ training, and what a run notes of how it was made."""
 import importlib
 import os
 import pty
-import shutil
 import signal
 import subprocess
 import sys
@@ -321,42 +320,6 @@ def test_every_script_answers_help_and_a_misspelt_word_before_torch_is_imported(
         assert_answered(f"{command} --help", 0, ["python" if "train" not in command else "torchrun"], tmp_path)
     for command, says in MISSPELT:
         assert_answered(command, 2, says, tmp_path)
-
-
-TAB = """source <("$PYTHON" scripts/train_qwenimage.py --completion)
-for COMP_LINE in "$@"; do
-    COMP_POINT=${#COMP_LINE} COMPREPLY=()
-    _flow_grpo
-    printf "%s " "${COMPREPLY[@]}"
-    echo
-done"""
-OFFERED = {  # what is typed after the script's name -> what bash takes in the place of the last word, after = and :
-    "--config config/d": "config/dpo.py:",
-    "--config=config/nft.py:shapes_": "shapes_qwenimage_nft",
-    "--config config/nft.py:shapes_qwenimage_nft,smoke,aw": "shapes_qwenimage_nft,smoke,awm",
-    "--config config/nothere.py:": "",
-    "--config.train.dpo": "--config.train.dpo_beta=",
-    "--config.fsdp.mode=": "replicate shard hybrid",
-    "--help lora.d": "lora.dropout",
-    "--config.reward_fn.jp": "--config.reward_fn.jpeg_compressibility=",
-    "--config.reward.args.my_": "--config.reward.args.my_red.",  # my_helper.py has no load
-    "--seed=1 --li": "--list",
-}
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_runs_variants_and_settings_and_starts_no_other_script(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
-    (tmp_path / "theirs.py").write_text("open('started', 'w')")
-    (tmp_path / "my_red.py").write_text("import torch\n\n\ndef load(device): ...")
-    (tmp_path / "my_helper.py").write_text("load = None")
-    lines = [f"{sys.executable} scripts/train_qwenimage.py {typed}" for typed in OFFERED]
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
-    env["FLOW_GRPO_REWARDS"] = str(tmp_path)
-    command = ["bash", "-c", TAB, "bash", *lines, f"python {tmp_path}/theirs.py --"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [line.strip() for line in done.stdout.splitlines()] == [*OFFERED.values(), ""], done
-    assert not (ROOT / "started").exists()
 
 
 def test_a_script_of_another_checkout_is_refused(tmp_path, monkeypatch):

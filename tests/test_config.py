@@ -197,6 +197,7 @@ def test_a_stored_value_is_what_means_the_same_today(before, key, today):
     "before",
     [
         dict(precision="fp16"),
+        dict(lora__dropout=0.1),
         dict(base_precision="fp8"),
         dict(train__importance_cap=2.0),
         dict(train__target_update_size=1.0),

@@ -11,7 +11,7 @@ from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import move
+from small import move, train
 
 from flow_grpo.base import checksums
 from flow_grpo.checkpoints import exports
@@ -278,3 +278,15 @@ def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stor
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=lora_files.FILE):
             lora_files.check(tmp_path)
+
+
+def test_a_run_adapts_the_layers_that_its_config_names_and_its_file_and_its_card_say_which(shallow, tmp_path):
+    targets = "attn.to_q", "img_in"  # in the blocks, and before them
+    folder = train("shapes_qwenimage", tmp_path, **shallow, lora__targets=targets, num_epochs=1, eval_freq=0)
+    adapted = {f"transformer_blocks.{block}.attn.to_q" for block in range(2)} | {"img_in"}
+    assert {*lora_files.read(folder).layers} == adapted
+    assert {*json.loads((folder / "adapter_config.json").read_text())["target_modules"]} == adapted
+    assert all(word in (folder / "README.md").read_text() for word in ("lora.targets", *targets))
+    pipeline = QwenImagePipeline.from_pretrained(shallow["model"], **ALONE)
+    pipeline.load_lora_weights(folder)
+    assert {name for name, layer in pipeline.transformer.named_modules() if hasattr(layer, "lora_A")} == adapted

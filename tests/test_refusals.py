@@ -82,7 +82,6 @@ TRAINING = {  # a script's run -> its rows
         no("lora.targets has 'attn.to_qq'", "attn.to_q", lora__targets=("attn.to_k", "attn.to_qq")),
         no("lora.targets has 'attn'", lora__targets=("attn",)),  # no linear layer itself
         no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),
-        no("lora.dropout", "would ignore it", lora__dropout=0.1),
         no("'nowhere/at/all'", model="nowhere/at/all"),
         no("dataset", "'nowhere'", dataset="nowhere"),
         no("resume_from", "nowhere", resume_from="nowhere"),
@@ -137,7 +136,6 @@ TRAINING = {  # a script's run -> its rows
     ],
     f"{NFT},elbo": [no("old_decay_schedule 0", train__old_decay_schedule=0.0, train__updates_per_epoch=1)],
     AWM: [
-        no("lora.dropout is 0.1", "forward_objective 'nft'", lora__dropout=0.1),
         no("nft_beta is 0.3", "forward_objective 'awm'", train__nft_beta=0.3),
         no("old_decay_schedule 0", "which is 0.5", train__old_decay_schedule=0.5),
         no("updates_per_epoch", "clip_range", train__updates_per_epoch=1),

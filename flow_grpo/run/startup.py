@@ -30,7 +30,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import checks, table
 from flow_grpo.settings.checks import evaluates
-from flow_grpo.weights import dropout, fsdp_utils, load_weights, policies, quantisation
+from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
 
@@ -205,7 +205,6 @@ def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | 
     """Attach adapters to a model's transformer, fill and compile it."""
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     policies.attach(model.transformer, config.lora, policies.targets(config.lora, type(model)))
-    dropout.attach(model.transformer, config.lora.dropout)
     recomputed = config.fsdp.activation_checkpointing
     if recomputed == 1:
         model.transformer.enable_gradient_checkpointing()

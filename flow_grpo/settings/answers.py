@@ -41,7 +41,6 @@ def _help(default: str) -> str:
         "--config.KEY=VALUE": "any setting",
         "--list": "the runs and variants of FILE",
         "--dry_run, --dry_run=8": "what the run would be on the GPUs that there are, or on 8; loads no weights",
-        "--completion": "completion for bash and zsh: source <(python scripts/... --completion)",
         "--help SECTION": f"the settings of a section: {', '.join(SECTIONS)}",
     }
     lines = [f"{words:<28}{meaning}" for words, meaning in usage.items()]

@@ -21,7 +21,7 @@ from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.settings import answers, checks, completion, config_files, older, table
+from flow_grpo.settings import answers, checks, config_files, older, table
 
 LONGEST = 2000  # characters of a sentence
 ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
@@ -44,7 +44,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     with sentences():
         _check_checkout()
         file, others = _split(words, default)
-        if answer := completion.answer(words) or answers.to(others, file, default):
+        if answer := answers.to(others, file, default):
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
         config = config_of(words, default)

@@ -39,7 +39,7 @@ MOVED = {  # setting that is none any more -> what says the same today
 }
 GONE = (  # settings that nothing says today
     *("rollout_images_freq", "preferences.dtype", "fsdp.shard_size", "sample.engine", "sample.sde_window_stride"),
-    "weights_cache",
+    *("weights_cache", "lora.dropout"),
     *(f"reward.{name}" for name in ("image_format", "in_flight", "max_pending", "retry_s")),
     *(f"train.{name}" for name in ("target_update_size", "importance_cap", "flow_matching_warmup", "adam_eps")),
     *(f"eval.{name}" for name in ("noises_per_pair", "num_pairs", "num_panel_images")),
@@ -49,6 +49,7 @@ GONE = (  # settings that nothing says today
 )
 ANSWERS = {key: f"is now {today}" for key, today in MOVED.items()} | dict.fromkeys(GONE, "is gone")
 COMPUTED = {  # setting that is none any more -> its values that today's program computes
+    "lora.dropout": (0,),
     "reward.image_format": ("npy",),
     "sample.sde_window_schedule": ("random", "progressive"),
     "sample.sde_window_stride": (1,),

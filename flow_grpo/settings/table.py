@@ -112,10 +112,6 @@ SETTINGS = (
             when=(("lora.rank",),)),
     Setting("lora.targets", (), "Ends of the names of the linear layers that the adapter adapts, such as ('attn.to_q', "
             "'attn.to_v'); () = the model's own list.", when=(("lora.rank",),)),
-    Setting("lora.dropout", 0.0,
-            "Probability with which an adapter does not see a number that it reads, in the update. Only where no ratio "
-            "of probabilities is trained: it would not begin at 1.", min=0, max=0.99, used_by=(NFT, DPO),
-            when=(("lora.rank",), ("train.forward_objective", "nft"))),
 
     Setting("fsdp.mode", "replicate", "Layout of the weights. shard = over all GPUs; hybrid = over those of a machine.",
             choices=("replicate", "shard", "hybrid"), resumable=True),
