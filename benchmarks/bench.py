@@ -60,7 +60,8 @@ def one_prompt(dataset: str, folder: Path) -> str:
     longest = max(load_prompts(dataset, "train"), key=lambda prompt: len(prompt.text))
     folder.mkdir()
     for split in ("train", "test"):
-        line = json.dumps(longest.metadata | dict(prompt=longest.text)) + "\n"
+        sources = dict(sources=[str(source.resolve()) for source in longest.sources]) if longest.sources else {}
+        line = json.dumps(longest.metadata | dict(prompt=longest.text) | sources) + "\n"
         (folder / f"{split}_metadata.jsonl").write_text(line, encoding="utf-8")
     return str(folder)
 
@@ -180,7 +181,8 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
     kind = last if (last := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else ""
     name, suffix = run.removesuffix(f"_{kind}"), run + args.variants
     if args.size == "full":
-        family, config = random_model(name), full_config(config_of(f"pickscore_{suffix}", kind), kind)
+        family, reward = random_model(name), run_name(run).removesuffix(run)
+        config = full_config(config_of(f"{reward}{suffix}", kind), kind, edits=family.MOST_SOURCES > 0)
         config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
         family, config = model_classes.by_name(name), config_of(f"shapes_{suffix}", kind)
@@ -212,11 +214,16 @@ def main(args):
     print(json.dumps(what | changes | figures))
 
 
+def run_name(run: str) -> str:
+    """The published run of a model and algorithm, such as pickscore_sd3_nft; "" = there is none."""
+    names = {known.__name__ for module in (grpo, nft, dpo) for known in module.RUNS}
+    return next((name for name in (f"pickscore_{run}", f"editreward_{run}") if name in names), "")
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    runs = {run.__name__ for module in (grpo, nft, dpo) for run in module.RUNS}
     kinds = [f"{model}{kind}" for model in (*registry.names(), *OTHERS) for kind in ("", "_pr", "_nft", "_dpo")]
-    scripts = [f"train_{kind}" for kind in kinds if f"pickscore_{kind}" in runs]
+    scripts = [f"train_{kind}" for kind in kinds if run_name(kind)]
     parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")

@@ -52,6 +52,7 @@ from transformers import (
 
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
+from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
@@ -124,14 +125,36 @@ OTHERS = {  # published sizes: a name in configs -> the model, what it changes
 
 def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
     """Qwen-Image, at its published size alone; `make` (build, dtype) -> module says how weights come about."""
-    text = Qwen2_5_VLConfig(text_config=sizes["qwen_text"], vision_config={"out_hidden_size": 3584})
     shipped = QwenImagePipeline.from_pretrained(SHIPPED, transformer=None, vae=None, text_encoder=None)
     return QwenImagePipeline(
         transformer=make(QwenImageTransformer2DModel, torch.bfloat16),
-        vae=make(AutoencoderKLQwenImage, torch.float32),
-        text_encoder=make(lambda: Qwen2_5_VLForConditionalGeneration(text), torch.bfloat16),
         tokenizer=shipped.tokenizer,
         scheduler=shipped.scheduler,
+        **qwenimage_encoders(sizes, make),
+    )
+
+
+def qwenimage_edit(sizes: dict, make: Callable) -> QwenImageEditPlusPipeline:
+    """Qwen-Image-Edit-2511, at its published size alone; build_tiny_qwenimage_edit.py is for the tiny one."""
+    folder = SHIPPED.with_name("tiny_qwenimage_edit")
+    tiny = QwenImageEditPlusPipeline.from_pretrained(folder, transformer=None, vae=None, text_encoder=None)
+    token_id = tiny.tokenizer.convert_tokens_to_ids
+    pipeline = QwenImageEditPlusPipeline(
+        transformer=make(lambda: QwenImageTransformer2DModel(zero_cond_t=True), torch.bfloat16),
+        tokenizer=tiny.tokenizer,
+        processor=tiny.processor,
+        scheduler=tiny.scheduler,
+        **qwenimage_encoders(sizes, make, image_token_id=token_id("<|image_pad|>")),
+    )
+    pipeline.register_to_config(processor=("transformers", "Qwen2VLProcessor"))  # as it is published
+    return pipeline
+
+
+def qwenimage_encoders(sizes: dict, make: Callable, **tokens) -> dict[str, torch.nn.Module]:
+    text = Qwen2_5_VLConfig(text_config=sizes["qwen_text"], vision_config={"out_hidden_size": 3584}, **tokens)
+    return dict(
+        vae=make(AutoencoderKLQwenImage, torch.float32),
+        text_encoder=make(lambda: Qwen2_5_VLForConditionalGeneration(text), torch.bfloat16),
     )
 
 
@@ -304,7 +327,7 @@ def large_random(device: torch.device) -> Callable:
     return make
 
 
-# A function here is called as its model; build_tiny_qwenimage_edit.py is for the one that has none.
+# A function here is called as its model.
 BUILDERS = {name: globals()[name] for name in registry.names() if name in globals()}
 
 

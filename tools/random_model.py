@@ -81,8 +81,10 @@ def attach_adapters(model: FlowModel, lora) -> None:
     fsdp_utils.prepare(model.network, None, **how, device=model.device, precision="bf16")
 
 
-def full_config(config, kind: str):
-    """The published run of this script on the shapes task, with fewer prompts (1 or 2) or pairs (64)."""
-    config.dataset, config.reward_fn, config.text_tokens = "dataset/shapes", {"shapes": 1.0}, 48
+def full_config(config, kind: str, edits: bool = False):
+    """The published run of this script on the shapes task or on that of `edits`, whose sources take about 200 tokens of
+    text, with fewer prompts (1 or 2) or pairs (64)."""
+    task, config.text_tokens = ("edits", 256) if edits else ("shapes", 48)
+    config.dataset, config.reward_fn = f"dataset/{task}", {task: 1.0}
     config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
     return config
