@@ -1,7 +1,9 @@
 """Several rewards in one run, functions as rewards, and rewards that hang, fail, or write into what they get."""
 
 import asyncio
+import itertools
 import math
+import secrets
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import pytest
 import torch
 import train_qwenimage
 import train_qwenimage_nft
+from brightness import brightness
 from hostile import http_server
 from recorded import assert_same
 from small import ENV, ROOT, as_prompts, config_of, lines_of, stored, train
@@ -26,6 +29,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
 CPU = torch.device("cpu")
 IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -48,11 +52,10 @@ def submit(pool):
     return pool.submit(IMAGES, as_prompts(f"prompt {i}" for i in range(6)))
 
 
-def redness(images, prompts, metadata):
-    return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
-
-
 def test_a_function_is_a_reward_once_it_is_registered():
+    def redness(images, prompts, metadata):
+        return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
+
     scores = submit(pool_of(redness, "redness")).result()
     rewards.check_rewards({"redness": 1.0})
     assert torch.equal(scores["redness"], IMAGES[:, 0].mean((1, 2)))
@@ -116,9 +119,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_reward_that_is_wrong_is_named(kind):
-    score, says = WRONG[kind]
+@pytest.mark.parametrize(("score", "says"), WRONG.values(), ids=WRONG)
+def test_a_reward_that_is_wrong_is_named(score, says):
     with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
         submit(pool_of(lambda images, *_: score(images))).result()
     masked = submit(pool_of(lambda images, *_: score(images), max_masked_share=0.05)).result()
@@ -139,15 +141,13 @@ def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
     assert (prompts, metadata) == (["a", "b"], [{"x": [1]}, {}])
 
 
-FILES = {  # what is no reward
+FILES = {  # what is no reward, whatever it raises
     "syntax": "def load(device:\n",
     "import": "import nowhere_at_all\n",
     "no load": "x = 1\n",
     "a number": "load = 5\n",
     "nothing": "def load(device):\n    return None\n",
     "an error": "def load(device):\n    raise KeyError('word')\n",
-    "no weights": "def load(device):\n    raise OSError('no weights')\n",
-    "a value": "def load(device):\n    raise ValueError('a path')\n",
     "no argument": "def load():\n    return len\n",
 }
 
@@ -167,11 +167,9 @@ def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, write):
         rewards.load("misused", CPU)
 
 
-def test_only_options_of_plain_types_are_checked(write):
+def test_options_that_are_no_plain_types_are_not_checked(write):
     write("import typing\ndef load(device, anything: typing.Any = 1, number: float | None = None): return len")
     rewards.check_options("misused", {"anything": 3, "number": 3})
-    with pytest.raises(ValueError, match=r"misused.number is 'a'; it must be float \| None"):
-        rewards.check_options("misused", {"number": "a"})
 
 
 def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path):
@@ -224,26 +222,17 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
-TOKEN = "open-sesame"
-WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
-NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
-
-
-@pytest.fixture(scope="module")
-def address():
-    with listening(rewards.load("jpeg_compressibility", torch.device("cpu")), token=TOKEN) as url:
-        yield url
-
-
-def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(address, shallow, tmp_path, monkeypatch):
+def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(shallow, tmp_path, monkeypatch):
     """And scores the same evaluations."""
-    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+    monkeypatch.setenv("REWARD_TOKEN", token := secrets.token_hex())
     common = dict(num_epochs=2, eval_freq=2, model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
     in_a_thread = train(BRANCHES, tmp_path / "thread", **common)
-    by_a_server = train(BRANCHES, tmp_path / "url", reward__args={"jpeg_compressibility": {"url": address}}, **common)
+    with listening(rewards.load("jpeg_compressibility", CPU), token=token) as url:
+        args = {"jpeg_compressibility": {"url": url}}
+        by_a_server = train(BRANCHES, tmp_path / "url", reward__args=args, **common)
     assert_same(in_a_thread, by_a_server, epoch=2)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+    assert not [path for path in files if token.encode() in path.read_bytes()]
 
 
 def test_images_that_a_reward_failed_for_are_masked_and_counted(shallow, tmp_path):
@@ -262,21 +251,17 @@ def test_images_that_a_reward_failed_for_are_masked_and_counted(shallow, tmp_pat
             train(WINDOW, tmp_path / "too_many", reward__args=args, **how)
 
 
-def without_two(load):
+def without_two():
     """A reward that fails for the first batch of images, and for the first two when it is asked about each alone."""
+    calls = []
 
-    def failing(device):
-        score, calls = load(device), []
+    def score(images, prompts, metadata):
+        calls.append(prompts)
+        if 1 < len(calls) < 5:  # the first is of the grey image
+            raise RuntimeError("no score")
+        return brightness(images, prompts, metadata)
 
-        def scored(*images):
-            calls.append(images)
-            if 1 < len(calls) < 5:  # the first is of the grey image
-                raise RuntimeError("no score")
-            return score(*images)
-
-        return scored
-
-    return failing
+    return score
 
 
 def spoiling_two(draw):
@@ -292,38 +277,30 @@ def spoiling_two(draw):
     return sampled
 
 
-@pytest.fixture
-def run_with(shallow, tmp_path, monkeypatch):
-    """(name, masked, spoilt) -> folder of a run of one epoch: no score for the first two images, other numbers."""
-    reward, plain_draw = rewards.REGISTERED["brightness"], sampling.sample_epoch
-    plain_load = reward.load
-
-    def run(name, masked, spoilt):
-        monkeypatch.setattr(reward, "load", without_two(plain_load) if masked else plain_load)
-        for module in (sampling, train_qwenimage, train_qwenimage_nft):
-            monkeypatch.setattr(module, "sample_epoch", spoiling_two(plain_draw) if spoilt else plain_draw)
-        how = shallow | dict(reward__max_masked_share=0.6, num_epochs=1)
-        how |= dict(eval_freq=0)
-        if name == DPO:
-            how |= dict(preferences__min_margin=0.0)
-        if name == WINDOW:  # ratios of what is spoilt are not 1
-            how |= dict(train__parity_limit=0.0)
-        folder = train(name, tmp_path / f"{masked} {spoilt}", **how)
-        (epoch,) = lines_of(folder, "epoch")
-        assert epoch["reward/brightness_masked_share"] == (2 / epoch["images"] if masked else 0)
-        return folder
-
-    return run
-
-
-@pytest.mark.parametrize("name", [WINDOW, NFT, DPO])
-def test_a_masked_image_does_not_move_the_policy(name, run_with):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        (WINDOW, dict(train__parity_limit=0.0)),  # ratios of what is spoilt are not 1
+        (NFT, {}),
+        (DPO, dict(preferences__min_margin=0.0)),
+    ],
+)
+def test_a_masked_image_does_not_move_the_policy(name, more, shallow, tmp_path, monkeypatch):
     """Whatever was remembered of it, gradients and weights are the same, bit for bit; of a scored one they are not."""
-    plain, spoilt = (lines_of(run_with(name, False, s), "update") for s in (False, True))
-    assert plain[0]["grad_norm"] != spoilt[0]["grad_norm"]
-    folders = [run_with(name, True, s) for s in (False, True)]
-    plain, spoilt = (lines_of(folder, "update") for folder in folders)
-    assert all(line["grad_norm"] > 0 for line in plain)
-    assert [line["grad_norm"] for line in plain] == [line["grad_norm"] for line in spoilt]
-    ours, theirs = (stored(folder, epoch=1) for folder in folders)
-    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+    how = shallow | more | dict(reward__max_masked_share=0.6, num_epochs=1, eval_freq=0)
+    gradients, weights = [], []
+    draws = sampling.sample_epoch, spoiling_two(sampling.sample_epoch)
+    for masked, draw in itertools.product((0, 2), draws):
+        rewards.register("brightness", without_two() if masked else brightness)
+        for module in (sampling, train_qwenimage, train_qwenimage_nft):
+            monkeypatch.setattr(module, "sample_epoch", draw)
+        folder = train(name, tmp_path / f"run {len(gradients)}", **how)
+        (epoch,) = lines_of(folder, "epoch")
+        assert epoch["reward/brightness_masked_share"] == masked / epoch["images"]
+        gradients.append([line["grad_norm"] for line in lines_of(folder, "update")])
+        weights.append(stored(folder, epoch=1))
+    scored, scored_spoilt, masked, masked_spoilt = gradients
+    assert scored != scored_spoilt
+    assert masked == masked_spoilt
+    assert min(masked) > 0
+    assert all(torch.equal(values, weights[3][name]) for name, values in weights[2].items())

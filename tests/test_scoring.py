@@ -83,9 +83,8 @@ def served(*args):
 def test_requests_that_a_server_scores_together_get_their_own_scores():
     jpeg = rewards.load("jpeg_compressibility", CPU)
     with listening(jpeg, max_delay_s=0.1) as url:
-        assert torch.equal(
-            score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"], jpeg(images(40), [""] * 40, [{}] * 40)
-        )
+        scores = score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"]
+    assert torch.equal(scores, jpeg(images(40), [""] * 40, [{}] * 40))
 
 
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
@@ -113,7 +112,6 @@ def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_
 BROKEN = {  # kind -> what a server does, and words of the error
     "500s": (says({}, 500), "HTTP 500"),
     "429s": (says({}, 429), "HTTP 429"),
-    "404": (says({}, 404), "refused: HTTP 404"),
     "terminal codes": (says(b"\x1b[2Jgone", 400), "HTTP 400 ?[2Jgone"),
     "307": (says({}, 307), "refused: HTTP 307"),
     "closes": (hostile.gone, "away for over"),
@@ -125,7 +123,6 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "a list": (says([0.5] * 6), "no {"),
     "too few": (says({"scores": {"score": [0.5]}}), "1 values for 6 images"),
     "NaN": (says(b'{"scores": {"score": [0.5, 0.5, NaN, 0.5, 0.5, 0.5]}}'), "'nan', not a finite number"),
-    "infinite": (says(b'{"scores": {"score": [1e999, 0, 0, 0, 0, 0]}}'), "'inf', not a finite number"),
     "too large": (says({"scores": {"score": [0.5, 0.5, 3.5e38, 0.5, 0.5, 0.5]}}), "'3.5e+38', not a finite"),
     "out of range": (says({"scores": {"score": [0.5] * 5 + [1.5]}}), "'1.5', not a finite number in [0.0, 1.0]"),
     "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'0.5', not a finite number"),
@@ -133,7 +130,6 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "no score": (says({"scores": {"other": [0.5] * 6}}), "no {"),
     "a name in TeX": (says({"scores": {"score": [0.5] * 6, "$\\frac{1$": [0.5] * 6}}), "frac{1$'; a metric has"),
     "40 names": (says({"scores": {f"f{i}": [0.5] * 6 for i in range(39)} | {"score": [0.5] * 6}}), "40 scores"),
-    "a pickle": (says(pickle.dumps({"scores": {"score": [0.5] * 6}})), "no JSON"),
 }
 
 
@@ -187,19 +183,15 @@ def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
     assert f"reward server {url}: ConnectError" in line
 
 
-def nested(depth=30):
-    value = [0]
-    for _ in range(depth):
-        value = [value] * 10
-    return value
-
-
 def test_a_pickle_bomb_does_not_go_off(tmp_path):
     class Bomb:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "was_here"),)
 
-    bombs = [Bomb(), {"outputs": [Bomb()]}, nested(), np.array([Bomb()], dtype=object)]
+    nested = [0]
+    for _ in range(30):
+        nested = [nested] * 10
+    bombs = [Bomb(), {"outputs": [Bomb()]}, nested, np.array([Bomb()], dtype=object)]
     with http_server(lambda handler, _, number: hostile.send(handler, pickle.dumps(bombs[number - 1]))) as (url, _):
         scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0))
         for _ in bombs:
@@ -244,32 +236,22 @@ def chat(text):
     return {"choices": [{"message": {"content": text}}]}
 
 
-def test_a_judge_is_asked_about_each_image_and_its_prompt():
-    asked = []
-
+def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited():
     def answer(handler, body, number):
-        picture, question = json.loads(body)["messages"][0]["content"]
-        asked.append((handler.path, json.loads(body)["model"], picture["image_url"]["url"][:30]))
-        hostile.send(handler, chat(f"Hm, 3 things.\nRating: {10 if 'a red circle' in question['text'] else 4}"))
-
-    with http_server(answer) as (url, _):
-        assert judged(url, prompts=("a red circle", "b", "c")) == pytest.approx([1.0, 0.4, 0.4])
-    assert asked == [("/v1/chat/completions", "qwen", "data:image/png;base64,iVBORw0K")] * 3
-
-
-def test_a_judge_sees_what_was_edited_before_what_it_became():
-    def answer(handler, body, number):
-        (*pictures, question) = json.loads(body)["messages"][0]["content"]
+        request = json.loads(body)
+        *pictures, question = request["messages"][0]["content"]
+        assert (handler.path, request["model"]) == ("/v1/chat/completions", "qwen")
         sizes = [Image.open(io.BytesIO(base64.b64decode(p["image_url"]["url"].split(",")[1]))).size for p in pictures]
-        asked.append((sizes, "stayed" in question["text"] and "make it red" in question["text"]))
-        hostile.send(handler, chat("Rating: 7"))
+        asked.append((sizes, "stayed" in question["text"]))
+        hostile.send(handler, chat(f"Hm, 3 things.\nRating: {10 if 'make it red' in question['text'] else 4}"))
 
-    asked, prompts = [], [Prompt("make it red", {}, (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9))))]
+    asked, sources = [], (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9)))
     with http_server(answer) as (url, _):
         args = {"vlm_judge": dict(url=url, model="qwen")}
         pool = Pool(CPU, {"vlm_judge": 1.0}, (), settings(args=args))
-        assert pool.submit(images(1), prompts).result()["avg"].item() == pytest.approx(0.7)
-    assert asked == [([(30, 20), (8, 9), (16, 16)], True)]
+        scores = pool.submit(images(2), [Prompt("make it red", {}, sources), Prompt("b", {})]).result()["avg"]
+    assert scores.tolist() == pytest.approx([1.0, 0.4])
+    assert sorted(asked) == [([(16, 16)], False), ([(30, 20), (8, 9), (16, 16)], True)]
 
 
 def test_a_server_scores_with_the_sources_that_a_thread_has():
@@ -291,14 +273,7 @@ def test_a_server_scores_with_the_sources_that_a_thread_has():
     assert seen == [[2, 1, 2]] * 2
 
 
-def test_a_judge_that_does_not_say_a_number_is_an_error():
-    said = {"I cannot tell.": "no number", "Rating: 11": "not a finite number in", None: "no text but 'None'"}
-    for text, why in said.items():
-        with http_server(says(chat(text))) as (url, _), pytest.raises(wire.BadAnswer, match=why):
-            judged(url)
-
-
-def test_unifiedreward_and_an_own_question_and_scale():
+def test_a_judge_has_its_own_question_and_scale_and_says_a_number():
     with http_server(says(chat("Good.\nFinal Score: **4**"))) as (url, _):
         assert judged(url, "unifiedreward", prompts=("a", "b")) == [0.75, 0.75]
     with http_server(says(chat("7 of 20"))) as (url, _):
@@ -306,6 +281,10 @@ def test_unifiedreward_and_an_own_question_and_scale():
         assert judged(url, **own) == [pytest.approx(0.35)]
     with pytest.raises(ValueError, match="a judge needs"):
         judged("http://127.0.0.1:1", template="good?")
+    said = {"I cannot tell.": "no number", "Rating: 11": "not a finite number in", None: "no text but 'None'"}
+    for text, why in said.items():
+        with http_server(says(chat(text))) as (url, _), pytest.raises(wire.BadAnswer, match=why):
+            judged(url)
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():
@@ -379,7 +358,6 @@ def parts(*images, request='{"prompts": ["a"]}', **headers):
 
 REFUSED = {  # a request, the status and words of the answer
     "no multipart": (dict(json={"prompts": ["a"]}), 422, "'request'"),
-    "no JSON": (parts(GOOD, request="!!"), 422, "JSONDecodeError"),
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
     "no images": (parts(), 422, "0 images"),
     "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
@@ -390,11 +368,9 @@ REFUSED = {  # a request, the status and words of the answer
     "a string": (parts(GOOD, request='{"prompts": "a"}'), 422, "Error"),
     "no object": (parts(GOOD, request='["a"]'), 422, "Error"),
     "deep": (parts(GOOD, request="[" * 200_000), 422, "RecursionError"),
-    "header": (dict(content=b"", headers={"Authorization": b"Bearer \xe9"}), 422, "Error"),
     "too few values": (parts(array_claiming((3, 128, 128))), 422, "in 64 bytes"),
     "objects": (parts(array_claiming((3, 4, 4), "|O")), 422, "must be"),
     "values": (parts(wire.pack_image(torch.full((3, 4, 4), 9.0), "npy")), 422, "outside [0, 1]"),
-    "infinite": (parts(wire.pack_image(torch.ones(3, 4, 4) / 0, "npy")), 422, "outside [0, 1]"),
     "too long": (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
     "unannounced": (dict(content=iter([b" " * (1 << 18)] * 5)), 411, "Content-Length"),
     "memory": (parts(b"", request=json.dumps(["a" * 250_000])), 413, "more than all"),
@@ -470,18 +446,12 @@ def test_health_is_answered_while_images_are_decoded(monkeypatch):
         assert scored.result() == {"scores": {"score": [0.0]}}
 
 
-def has_ipv6():
+def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
-def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
+        pytest.skip("this machine has no IPv6 loopback")
     with listening(host="::1") as url:
-        assert url.startswith("http://[::1]:")
         assert httpx.get(url + "/health").status_code == 200
 
 

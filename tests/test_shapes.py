@@ -2,7 +2,6 @@
 
 import io
 import itertools
-from pathlib import Path
 
 import draw_shapes
 import numpy as np
@@ -13,6 +12,7 @@ from refused import assert_refused
 from scipy import ndimage
 from torch.nn.functional import avg_pool2d, interpolate, pad
 
+from flow_grpo.base.pixels import from_picture, to_pictures
 from flow_grpo.data import shapes
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, TAGS
@@ -20,7 +20,6 @@ from flow_grpo.rewards import shapes as reward
 from flow_grpo.rewards.detection import Detection, detect
 from flow_grpo.rewards.shapes import grade
 
-ROOT = Path(__file__).parents[1]
 PER_TAG = 100
 TRAIN, VALIDATION, TEST = (
     [prompt.metadata for prompt in load_prompts("dataset/shapes", split)] for split in ("train", "validation", "test")
@@ -33,17 +32,17 @@ def of_tag(prompts, tag):
     return [p for p in prompts if p["tag"] == tag]
 
 
-def draw(prompts, seed=0, resolution=64):
+def draw(prompts, resolution=64):
     table = draw_shapes.prompt_table(prompts)
-    layout = draw_shapes.sample_layouts(table, torch.arange(len(prompts)), torch.Generator().manual_seed(seed))
-    return layout, draw_shapes.render(layout, resolution)
+    layout = draw_shapes.sample_layouts(table, torch.arange(len(prompts)), torch.Generator().manual_seed(0))
+    return draw_shapes.render(layout, resolution)
 
 
 @pytest.fixture(scope="module")
 def pictures():
     """PER_TAG prompts of every tag, and a picture of each: 600 pictures, looked at in five conditions."""
     asked = [p for tag in TAGS for p in (of_tag(PROMPTS, tag) * PER_TAG)[: 7 * PER_TAG : 7]]
-    return asked, draw(asked)[1]
+    return asked, draw(asked)
 
 
 def noise(images, sigma):
@@ -56,11 +55,10 @@ def blur(images, sigma):
 
 def jpeg(images, quality):
     seen = []
-    for pixels in (images * 255).round().byte().permute(0, 2, 3, 1).numpy():
-        file = io.BytesIO()
-        Image.fromarray(pixels).save(file, "JPEG", quality=quality)
-        seen.append(np.array(Image.open(file)))
-    return torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2) / 255
+    for picture in to_pictures(images):
+        picture.save(file := io.BytesIO(), "JPEG", quality=quality)
+        seen.append(from_picture(Image.open(file)))
+    return torch.stack(seen)
 
 
 CONDITIONS = {
@@ -106,9 +104,9 @@ def test_pictures_satisfy_their_prompt_and_none_that_contradicts_it(pictures, co
 def test_resolution_does_not_matter_and_smaller_pictures_are_still_read():
     asked = PROMPTS[::40]
     for resolution in (96, 128, 250):
-        assert score(draw(asked, resolution=resolution)[1].bfloat16(), None, asked)["accuracy"].mean() >= 0.99
+        assert score(draw(asked, resolution).bfloat16(), None, asked)["accuracy"].mean() >= 0.99
     asked = of_tag(PROMPTS, "colors")[:20]
-    assert score(interpolate(draw(asked)[1], (48, 48), mode="area"), None, asked)["accuracy"].mean() >= 0.9
+    assert score(interpolate(draw(asked), (48, 48), mode="area"), None, asked)["accuracy"].mean() >= 0.9
 
 
 # What a policy may find: each picture is made by hand, at 4 samples a pixel and side.
@@ -132,6 +130,7 @@ def superellipse(power):
 
 
 CIRCLE, SQUARE, RED = region("circle"), region("square"), RGB["red"]
+LONGER = shapes.signed_distances((X - 0.5) / 0.2, (Y - 0.5) / 0.28) < 0
 SPOILT = {
     "speck": paint(region("circle", radius=0.05), RED),
     "merged circles": paint(region("circle", 0.4) | region("circle", 0.6), RED),
@@ -143,8 +142,8 @@ SPOILT = {
     "half triangle": paint(region("triangle") & (X < 0.5), RED),
     "cut by the frame": paint(region("circle", 0.17), RED),
     "ring": paint(CIRCLE & ~region("circle", radius=0.1), RED),
-    "ellipse": paint(shapes.signed_distances((X - 0.5) / 0.2, (Y - 0.5) / 0.28)[0] < 0, RED),
-    "rectangle": paint(shapes.signed_distances((X - 0.5) / 0.2, (Y - 0.5) / 0.28)[1] < 0, RED),
+    "ellipse": paint(LONGER[SHAPES.index("circle")], RED),
+    "rectangle": paint(LONGER[SHAPES.index("square")], RED),
     "diamond": paint(superellipse(1), RED),
     "between circle and square": paint(superellipse(3.2), RED),
     "triangle upside down": paint(region("triangle").flip(0), RED),
@@ -189,15 +188,13 @@ def test_slightly_wrong_shapes_still_count():
     assert [(d.kind, d.color) for d in detect(off[None])[0]] == [("circle", "red")]
 
 
-@pytest.mark.parametrize("upright", [False, True], ids=["wide", "high"])
-def test_a_picture_that_is_no_square_is_looked_at_undistorted(upright):
+@pytest.mark.parametrize("sides", [(32, 32, 0, 0), (0, 0, 32, 32)], ids=["wide", "high"])
+def test_a_picture_that_is_no_square_is_looked_at_undistorted(sides):
     """A square picture with background at two sides, which then is 1.5 times as wide or as high."""
     asked = of_tag(PROMPTS, "single_object")[::10] + of_tag(PROMPTS, "colors")[::20]
-    square = draw(asked, resolution=128)[1]
-    sides = (0, 0, 32, 32) if upright else (32, 32, 0, 0)
+    square = draw(asked, resolution=128)
     planes = zip(square.unbind(1), BACKGROUND)
     longer = torch.stack([pad(plane, sides, value=value) for plane, value in planes], 1)
-    assert longer.shape[2:] == ((192, 128) if upright else (128, 192))
     large = [b for b, found in enumerate(detect(square)) if min(d.area for d in found) > 0.03]
     assert len(large) > 20
     for b, found in zip(large, detect(longer[large])):
@@ -211,9 +208,9 @@ def test_a_picture_that_is_no_square_is_looked_at_undistorted(upright):
 
 @pytest.mark.parametrize(("top", "kind"), [(0, None), (16, "square"), (32, None)])
 def test_an_object_that_touches_an_edge_of_a_picture_that_is_no_square_is_not_whole(top, kind):
-    picture = torch.tensor(BACKGROUND).view(1, 3, 1, 1).repeat(1, 1, 48, 64)
-    picture[:, :, top : top + 16, 24:40] = torch.tensor(COLORS["red"]).view(3, 1, 1)
-    assert [d.kind for d in detect(picture)[0]] == [kind]
+    picture = BLANK[:, :48].clone()
+    picture[:, top : top + 16, 24:40] = RED
+    assert [d.kind for d in detect(picture[None])[0]] == [kind]
 
 
 def seen(kind, color="red", x=0.5, y=0.5):
@@ -272,18 +269,15 @@ def circle(**clause):
 
 
 MALFORMED = [  # metadata, and words of the sentence
-    ({}, "include"),
     ({"include": []}, "include"),
     ({"include": 5}, "5"),
     ({"include": ["circle"]}, "'circle'"),
-    ({"include": [{"class": "circle"}]}, "count of circle", "None"),
     ({"include": circle()["include"] * 2}, "twice"),
     (circle() | {"exclude": 3}, "3"),
     (circle() | {"exclude": [{"class": "dog", "count": 1}]}, "'dog'"),
     (circle(count=True), "count of circle", "True"),
     (circle(count=0), "count of circle", "0"),
     (circle(color=["red"]), "color", "['red']"),
-    (circle(color="mauve"), "color", "'mauve'"),
     (circle(position=4), "position 4"),
     (circle(position=["above"]), "position", "index"),
     (circle(position=["beside", 0]), "relation", "'beside'"),
@@ -337,8 +331,7 @@ def test_labels_are_what_a_prompt_leaves_open_of_its_first_object():
     asked.append(dict(include=[{"class": "circle", "count": 1, "color": "cyan"}]))
     rows = torch.arange(64)
     disc = (rows[:, None] - 12).square() + (rows - 52).square() < 100  # 20 of 64 pixels wide, at the top right
-    picture = torch.where(disc, torch.tensor(COLORS["cyan"]).view(3, 1, 1), torch.tensor(BACKGROUND).view(3, 1, 1))
-    found = reward.labels(picture.expand(3, -1, -1, -1), asked)
+    found = reward.labels(torch.where(disc, RGB["cyan"], BLANK).expand(3, -1, -1, -1), asked)
     width = int(20 * (100 * np.pi / 64**2) ** 0.5)
     assert {name: values.tolist() for name, values in found.items()} == dict(
         color=[[*COLORS].index("cyan"), -1, -1], position=[2, -1, 2], size=[width, -1, width]
