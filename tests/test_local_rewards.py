@@ -8,25 +8,21 @@ import shutil
 from importlib.util import find_spec
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from refused import assert_refused
 from rounding import rounding
 from safetensors.torch import save_file
+from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from flow_grpo import rewards
+from flow_grpo.base.pixels import to_pictures
 from flow_grpo.rewards import aesthetic, clip_model, clipscore, hpsv2, jpeg_compressibility, pickscore
 
 PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
-OPTIONAL = {
-    "imagereward": "ImageReward",
-    "hpsv2": "open_clip",
-    "hpsv3": "hpsv3",
-    "editreward": "EditReward",
-}  # reward -> what it imports
+OPTIONAL = dict(imagereward="ImageReward", hpsv2="open_clip", hpsv3="hpsv3", editreward="EditReward")  # what it imports
+IMAGES = torch.rand(4, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +42,6 @@ def folder(tmp_path_factory):
     images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def images():
-    return torch.rand(4, 3, 48, 48, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -96,84 +87,69 @@ def reward(request, folder, predictor):
     return request.param, rewards.load(request.param, torch.device("cpu"), options[request.param])
 
 
-def pictures_of(batch):
-    return [Image.fromarray(p) for p in batch.mul(255).round().byte().permute(0, 2, 3, 1).numpy()]
-
-
-def unit_embeddings(path, batch):
-    """Image embeddings in float64's numpy, after CLIPModel's own forward."""
-    clip, prepare = CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path, backend="pil")
-    with torch.no_grad():
-        out = clip(**prepare(text=["a"] * len(batch), images=pictures_of(batch), return_tensors="pt"))
-    found = out.image_embeds.double().numpy()
-    return found / np.linalg.norm(found, axis=1, keepdims=True)
-
-
 def close(found, wanted):
     torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=torch.float32), rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_alone_scores_as_in_any_batch(reward, images, monkeypatch):
+def test_an_image_alone_scores_as_in_any_batch(reward, monkeypatch):
     name, score = reward
     metadata = [{}] * 4
-    scores = score(images, PROMPTS, metadata)
+    scores = score(IMAGES, PROMPTS, metadata)
     assert scores.shape == (4,)
     assert scores.dtype == torch.float32
     low, high = rewards.bounds(name)
     assert low <= scores.min() < scores.max() <= high
-    alone = [score(images[i : i + 1], PROMPTS[i : i + 1], metadata[:1]) for i in range(4)]
+    alone = [score(IMAGES[i : i + 1], PROMPTS[i : i + 1], metadata[:1]) for i in range(4)]
     # The sums on an image's way through the tiny CLIP and the aesthetic predictor have 2,000 terms.
     rounded = dict(rtol=0, atol=rounding(2000, float(scores.abs().max())))
     torch.testing.assert_close(torch.cat(alone), scores, **rounded)
-    torch.testing.assert_close(score(images.flip(0), PROMPTS[::-1], metadata).flip(0), scores, **rounded)
+    torch.testing.assert_close(score(IMAGES.flip(0), PROMPTS[::-1], metadata).flip(0), scores, **rounded)
     monkeypatch.setattr(clip_model, "BATCH_SIZE", 3)
-    torch.testing.assert_close(score(images, PROMPTS, metadata), scores, **rounded)
+    torch.testing.assert_close(score(IMAGES, PROMPTS, metadata), scores, **rounded)
 
 
-def logits_of(path, texts, batch):
-    """CLIP's own logit of each image with its own text, and the scale of its cosines."""
+@torch.no_grad()
+def seen_by_clip(path, texts):
+    """CLIP's own logit of each image with its own text, the scale of its cosines, and the images' embeddings."""
     clip, prepare = CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path, backend="pil")
     how = dict(padding=True, truncation=True, max_length=24, return_tensors="pt")
-    with torch.no_grad():
-        logits = clip(**prepare(text=texts, images=pictures_of(batch), **how)).logits_per_image.diagonal()
-    return logits, clip.logit_scale.exp().detach()
+    output = clip(**prepare(text=texts, images=to_pictures(IMAGES), **how))
+    return output.logits_per_image.diagonal(), clip.logit_scale.exp(), output.image_embeds
 
 
-def test_pickscore_is_clips_own_logit_over_26(folder, images):
-    logits, _ = logits_of(folder, PROMPTS, images)
-    close(pickscore.load("cpu", folder, folder)(images, PROMPTS, [{}] * 4), logits / 26)
+def test_pickscore_is_clips_own_logit_over_26(folder):
+    logits, *_ = seen_by_clip(folder, PROMPTS)
+    close(pickscore.load("cpu", folder, folder)(IMAGES, PROMPTS, [{}] * 4), logits / 26)
 
 
-def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, images, tmp_path):
+def test_clipscore_is_two_and_a_half_cosines_and_never_negative(folder, tmp_path):
     """An image's cosine with opposite text has the other sign, so that half of all scores are 0."""
     clip = CLIPModel.from_pretrained(folder)
     with torch.no_grad():
         clip.text_projection.weight.neg_()
     clip.save_pretrained(shutil.copytree(folder, tmp_path, dirs_exist_ok=True))
     for model, prefix in itertools.product((folder, str(tmp_path)), ("", "a photo of ")):
-        logits, scale = logits_of(folder, [prefix + prompt for prompt in PROMPTS], images)
-        scores = clipscore.load("cpu", model, prefix=prefix)(images, PROMPTS, [{}] * 4)
+        logits, scale, _ = seen_by_clip(folder, [prefix + prompt for prompt in PROMPTS])
+        scores = clipscore.load("cpu", model, prefix=prefix)(IMAGES, PROMPTS, [{}] * 4)
         close(scores, 2.5 * (logits / scale * (1 if model == folder else -1)).clamp(min=0))
 
 
-def test_aesthetic_is_the_linear_layers_of_the_unit_embedding(folder, images, predictor, tmp_path):
-    weights = {name: w.double().numpy() for name, w in torch.load(predictor, weights_only=True).items()}
-    wanted = unit_embeddings(folder, images)
+def test_aesthetic_is_the_linear_layers_of_the_unit_embedding(folder, predictor, tmp_path):
+    weights = torch.load(predictor, weights_only=True)
+    *_, embeddings = seen_by_clip(folder, PROMPTS)
+    wanted = normalize(embeddings.double())
     for i in (0, 2, 4, 6, 7):
-        wanted = wanted @ weights[f"layers.{i}.weight"].T + weights[f"layers.{i}.bias"]
-    score = aesthetic.load("cpu", folder, predictor=str(predictor))
-    close(score(images, PROMPTS, [{}] * 4), wanted[:, 0])
-    assert torch.equal(score(images, PROMPTS[::-1], [{}] * 4), score(images, PROMPTS, [{}] * 4))
-    save_file(torch.load(predictor, weights_only=True), tmp_path / "predictor.safetensors")
-    other = aesthetic.load("cpu", folder, predictor=str(tmp_path / "predictor.safetensors"))
-    assert torch.equal(other(images, PROMPTS, [{}] * 4), score(images, PROMPTS, [{}] * 4))
+        wanted = wanted @ weights[f"layers.{i}.weight"].double().T + weights[f"layers.{i}.bias"]
+    save_file(weights, tmp_path / "predictor.safetensors")
+    for file, prompts in ((predictor, PROMPTS), (tmp_path / "predictor.safetensors", PROMPTS[::-1])):
+        close(aesthetic.load("cpu", folder, predictor=str(file))(IMAGES, prompts, [{}] * 4), wanted[:, 0])
 
 
-def test_compressibility_is_minus_the_kilobytes_of_a_jpeg_most_for_a_flat_image(images):
-    batch = torch.cat([torch.full((1, 3, 48, 48), 0.5), images])
+def test_compressibility_is_minus_the_kilobytes_of_a_jpeg_most_for_a_flat_image():
+    batch = torch.cat([torch.full((1, 3, 48, 48), 0.5), IMAGES])
     scores = jpeg_compressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5)
     assert scores[1:].max() < scores[0] < 0
-    for picture, score in zip(pictures_of(batch), scores.tolist()):
+    for picture, score in zip(to_pictures(batch), scores.tolist()):
         picture.save(file := io.BytesIO(), format="JPEG", quality=95)
         assert score == pytest.approx(-len(file.getvalue()) / 1000)
 
@@ -183,7 +159,7 @@ def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights)
     wide = torch.rand(2, 3, 24, 48, generator=torch.Generator().manual_seed(0))
     black = torch.zeros(2, 3, 12, 48)
     clip, _, prepare = open_clip.create_model_and_transforms("tiny", str(hps_weights))
-    padded = torch.stack([prepare(p) for p in pictures_of(torch.cat([black, wide, black], 2))])
+    padded = torch.stack([prepare(p) for p in to_pictures(torch.cat([black, wide, black], 2))])
     with torch.no_grad():
         seen, asked, _ = clip(padded, open_clip.get_tokenizer("tiny")(PROMPTS[:2]))
     scores = hpsv2.load("cpu", str(hps_weights), "tiny")(wide, PROMPTS[:2], [{}] * 2)
@@ -209,11 +185,7 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, predic
         ("no processor", lambda: pickscore.load("cpu", folder, str(no_processor)), ["CLIPProcessor", "hf download"]),
         ("CLIP", lambda: aesthetic.load("cpu", nowhere, predictor=str(predictor)), ["aesthetic", nowhere, "HF_HOME"]),
         ("another CLIP's", weights(str(tmp_path / "wide.pth")), ["aesthetic", "wide.pth", folder]),
-        (
-            "a package",
-            lambda: clip_model.optional_package("hpsv2", *own),
-            ["hpsv2", "outdated_package", "no_such_name"],
-        ),
+        ("a package", lambda: clip_model.optional_package("hpsv2", *own), ["hpsv2", own[0], "no_such_name"]),
     ]
     names = "/tmp/no/such.pth", "no_such.pth", aesthetic.PREDICTOR
     rows += [(name, weights(name), ["aesthetic", name, "HF_HOME"]) for name in names]

@@ -4,20 +4,22 @@ import functools
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from refused import assert_refused
+from small import ROOT
 
+from flow_grpo.base.pixels import from_picture
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "dataset" / "ocr"
 TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
 SAMPLE = TEST[::87]
+TARGETS = ["Bakery", "JAZZ", "river", "1987", "Exit 36", "Late Soup"]
 
 
 def picture(lines, side=256, ink="black", paper="white"):
@@ -28,7 +30,7 @@ def picture(lines, side=256, ink="black", paper="white"):
     left, top, right, bottom = draw.multiline_textbbox((0, 0), text, ImageFont.load_default(100))
     font = ImageFont.load_default(min(80 * side / (right - left), 80 * side / (bottom - top), side / 5))
     draw.multiline_text((side / 2, side / 2), text, ink, font, anchor="mm", align="center")
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+    return from_picture(image)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +63,8 @@ def test_clean_pictures_earn_all_alone_too_and_other_words_little(score):
 
 @pytest.mark.parametrize(("side", "ink", "paper"), [(64, "black", "white"), (512, "gold", "navy")])
 def test_any_size_and_colour(score, side, ink, paper):
-    targets = ["Bakery", "JAZZ", "river", "1987", "Exit 36", "Late Soup"]
-    pictures = torch.stack([picture(target.split(), side, ink, paper) for target in targets])
-    assert scored(score, pictures, targets)["score"].mean() >= 0.95
+    pictures = torch.stack([picture(target.split(), side, ink, paper) for target in TARGETS])
+    assert scored(score, pictures, TARGETS)["score"].mean() >= 0.95
 
 
 def test_nothing_and_noise_earn_nothing_and_the_engine_is_silent(capfd):
@@ -151,13 +152,9 @@ def test_the_target_is_quoted_or_in_the_metadata(prompt, metadata, target):
     ("prompt", "metadata"), [("a red circle", {}), ('a 5" pipe', {}), ('a " " sign', {}), ("a sign", {"target": 7})]
 )
 def test_a_prompt_without_a_target_is_named(score, prompt, metadata):
-    for call in (
-        lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata]),
-        lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata]),
-    ):
-        with pytest.raises(ValueError, match="reward ocr finds no text to look for in prompt") as caught:
-            call()
-        assert repr(prompt) in str(caught.value)
+    check = lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata])  # noqa: E731
+    grade = lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata])  # noqa: E731
+    assert_refused([("check", check, ["ocr", repr(prompt)]), ("grade", grade, ["ocr", repr(prompt)])])
 
 
 @pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
