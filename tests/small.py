@@ -40,6 +40,11 @@ def as_prompts(texts, name="qwenimage"):
     return [Prompt(text, {}, (source,) if source else ()) for text, source in zip(texts, itertools.cycle(sources))]
 
 
+def random_images(count, side=64, seed=0):
+    """[count, 3, side, side] in [0, 1], of noise."""
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
 def generators(count):
     """Of the noise of so many images."""
     return [rng.generator(0, "noise", number) for number in range(count)]

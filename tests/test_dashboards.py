@@ -13,6 +13,7 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 from PIL import Image
+from small import random_images
 
 from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
@@ -22,12 +23,8 @@ from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
 
 CONFIG = {"logger": "wandb", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
-CONFIG |= {
-    "reward_fn": {"shapes": 1.0},
-    "eval": {"rewards": (), "best_by": "avg"},
-    "health": {},
-    "alert": "ntfy --token tk_secret publish",
-}
+CONFIG |= {"reward_fn": {"shapes": 1.0}, "eval": {"rewards": (), "best_by": "avg"}, "health": {}}
+CONFIG |= {"alert": "ntfy --token tk_secret publish"}
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +45,6 @@ def now(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
-
-
-def draw(num_images, size=64, seed=0):
-    return torch.rand(num_images, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
 def normal(*shape):
@@ -103,9 +96,7 @@ def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     line = json.loads(lines[0], parse_constant=pytest.fail)
     assert abs((datetime.now(UTC) - datetime.fromisoformat(line.pop("written_at"))).total_seconds()) < 3600
-    assert line == {
-        "kind": "update", "epoch": 0, "step": 1, "loss": 0.5, "grad_norm": "nan"
-    }  # fmt: skip
+    assert line == dict(kind="update", epoch=0, step=1, loss=0.5, grad_norm="nan")
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
     board.finish()
     words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm")
@@ -199,7 +190,7 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     board = Dashboard(tmp_path, config, "red", is_main=True)
     for step in (1, 2, 3):
         board.log("update", {"loss": step / 8}, epoch=step - 1, step=step)
-    board.log_images(draw(2), ["a", "b"], [1.0, 0.5], epoch=3, step=3)
+    board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=3, step=3)
     sheet = Image.open(tmp_path / "images" / "eval_000003.png")
     board.finish()
     resumed = Dashboard(tmp_path, config, "red", is_main=True)
@@ -220,18 +211,18 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
 
 
 def test_contact_sheet_shows_every_image_enlarged(tmp_path, board):
-    board.log_images(draw(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
+    board.log_images(random_images(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png"))) == 6
     sheet = plots.evaluations(tmp_path)[10]
     assert Image.open(sheet).size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
     pictures, captions, rewards = zip(*plots.panel_pictures(sheet))
     assert (set(captions), rewards) == ({"a red circle"}, tuple(f"{i}.000" for i in range(6)))
     assert [picture.size for picture in pictures] == [(128, 128)] * 6
-    assert np.array_equal([np.asarray(picture)[1::2, ::2] for picture in pictures], to_uint8(draw(6)))
+    assert np.array_equal([np.asarray(picture)[1::2, ::2] for picture in pictures], to_uint8(random_images(6)))
 
 
 def test_images_of_ones_own_need_no_reward_and_large_ones_are_shrunk_for_the_sheet_and_whole_in_wandb(tmp_path, board):
-    board.log_images(draw(1, size=512), ["after"], epoch=3, step=6, name="masks")
+    board.log_images(random_images(1, 512), ["after"], epoch=3, step=6, name="masks")
     assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["masks_000003.json", "masks_000003.png"]
     assert Image.open(tmp_path / "images" / "masks_000003.png").width == 14 + 256 + 14
     (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/images/masks_*.jpg")
@@ -241,15 +232,15 @@ def test_images_of_ones_own_need_no_reward_and_large_ones_are_shrunk_for_the_she
 def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
     prompts = ["a red circle", "two blue squares", "a star left of a triangle"]
     for epoch in (0, 10, 20):
-        board.log_images(draw(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
+        board.log_images(random_images(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
     board.truncate(10)  # resumed from there
-    board.log_images(draw(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)
+    board.log_images(random_images(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)
     page = Image.open(dashboard.plot_samples(tmp_path))
     tops = [14 + 15 + 14 + row * (128 + 4 + 15 + 14) for row in range(3)]
     assert page.size == (14 + 3 * (128 + 14), tops[-1] + 128 + 4 + 15 + 14)
     for (column, seed), row in itertools.product([(1, 0), (2, 5)], range(3)):
         pixel = page.getpixel((14 + column * (128 + 14), tops[row]))
-        assert list(pixel) == to_uint8(draw(3, seed=seed))[row, 0, 0].tolist()
+        assert list(pixel) == to_uint8(random_images(3, seed=seed))[row, 0, 0].tolist()
 
 
 def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, board):
@@ -267,7 +258,7 @@ def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, bo
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, board, capsys):
-    board.log_images(draw(1), ["a"], [1.0], epoch=0, step=0)
+    board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
     (tmp_path / "images" / "eval_000000.png").write_bytes(b"damaged")
     board.finish()
     assert f"{tmp_path / 'samples.png'} could not be drawn" in capsys.readouterr().out
@@ -278,7 +269,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     board.truncate(0)
     with board.timed("rollout"):
         board.log("epoch", {"reward/avg": 1.0}, epoch=0, step=0)
-    board.log_images(draw(1), ["a"], [1.0], epoch=0, step=0)
+    board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
     assert list(board.bar([1], "images")) == [1]
     board.finish()
     assert list(tmp_path.iterdir()) == []
@@ -293,12 +284,9 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, board):
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_every_byte_comes_back_from_its_float_with_colours_last():
+def test_every_byte_comes_back_from_its_float_with_colours_last_and_what_is_outside_is_black_or_full():
     images = (torch.arange(256 * 3).view(1, 3, 16, 16) % 256).float() / 255
     pixels = to_uint8(images + 0.4 / 255)
     assert (pixels == (images * 255).round().permute(0, 2, 3, 1).numpy()).all()
     assert (to_uint8(images[0] - 0.4 / 255) == pixels[0]).all()
-
-
-def test_what_is_outside_is_black_or_full():
     assert to_uint8(torch.tensor([-0.5, 0.5, 1.5]).view(3, 1, 1)).tolist() == [[[0, 128, 255]]]

@@ -13,6 +13,7 @@ import torch
 from refused import assert_refused
 from rounding import rounding
 from safetensors.torch import save_file
+from small import random_images
 from torch.nn.functional import normalize
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
@@ -22,7 +23,7 @@ from flow_grpo.rewards import aesthetic, clip_model, clipscore, hpsv2, jpeg_comp
 
 PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
 OPTIONAL = dict(imagereward="ImageReward", hpsv2="open_clip", hpsv3="hpsv3", editreward="EditReward")  # what it imports
-IMAGES = torch.rand(4, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+IMAGES = random_images(4, 48)
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from hostile import http_server, send
 from huggingface_hub import HfApi, ModelCard, constants
 from peft import PeftModel
 from PIL import Image
+from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import folders
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
@@ -58,10 +58,9 @@ def test_diffusers_and_peft_load_the_same_adapter_from_the_last_and_the_best_fol
 
 def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_its_numbers(run):
     like = (run / "config.json").stat().st_mode
-    files = [*run.rglob("*.safetensors")]
-    exported = [file for file in files if "state" not in file.parts]
+    exported = [file for file in run.rglob("*.safetensors") if "state" not in file.parts]
     assert {file.parent.name for file in exported} >= {run.name, "best"}
-    assert {file.name for file in exported if file.stat().st_mode != like} == set()
+    assert [file.name for file in exported if file.stat().st_mode != like] == []
     assert "weight_norm" in (run / "report.html").read_text()
     assert len({line["weight_norm"] for line in lines_of(run, "epoch")}) == 3
 
@@ -80,15 +79,15 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     for words in (
         "rewards and weights | redness 1.0",
         "| seed | 42 |",
-        "| size | 64 x 64 pixels, height first |",
+        "| size | 64 x 64 pixels",
         "as trained: no averaging had begun",
         f"A LoRA of {TINY}, trained by",
         f'DiffusionPipeline.from_pretrained("{TINY}")',
         "2505.05470",
         "| code | flow_grpo",
+        "| `train.learning_rate` | 0.01 |",
     ):
         assert words in card.text
-    assert "| `train.learning_rate` | 0.01 |" in card.text
     assert not re.search(rf"{run.parent}|\bavg\b", card.text), "no path of this machine, no sum of one reward"
     for folder in (run, run / "best"):
         assert "![samples](samples.png)" in (folder / "README.md").read_text()
@@ -128,8 +127,8 @@ def test_the_card_names_the_loss_that_was_chosen():
 
 def test_what_a_machine_knows_is_not_on_the_card(copy):
     config = json.loads((copy / "config.json").read_text())
-    config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", custom={"api_key": "secret-word", "n": 7})
-    config |= dict(num_epochs=5)
+    config |= dict(cache_dir="/home/me/cache", dataset="/home/me/prompts", num_epochs=5)
+    config |= dict(custom={"api_key": "secret-word", "n": 7})
     config["lora"]["targets"] = ["a | b"]
     config["reward"]["args"] = {"judge": {"url": "http://10.0.0.7:8000", "token": "secret-word"}}
     config["alert"] = "curl -H 'Authorization: Bearer secret-word' 10.0.0.7 -d"
@@ -139,10 +138,9 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     model_card.complete(copy)
     text = (copy / "README.md").read_text()
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
-    assert "| prompts | prompts |" in text
-    assert "| `num_epochs` | 5 |" in text
+    rows = "| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"
+    assert [row for row in rows if row not in text] == []
     assert "| branch | the first 2 epochs are those of old, num_epochs 9 |" in text
-    assert "| `lora.targets` | ['a \\| b'] |" in text
 
 
 def push(run, *words, hub=None):
@@ -160,8 +158,6 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     card = (run / "best" / "README.md").read_text()
     assert 'load_lora_weights("me/red")' in card
     assert "Mean over 4 test prompts" in card
-    with pytest.raises(UserError, match="me/red: the hub has not taken the files"):
-        push(run)
 
 
 def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):
@@ -203,6 +199,6 @@ def test_damaged_weights_are_not_uploaded(weights, kind, recorded, tmp_path):
         push(copy, "--weights", weights)
 
 
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no run's folder"):
-        push(tmp_path)
+def test_what_is_no_run_and_a_hub_that_does_not_answer_are_named(run, tmp_path):
+    rows = [("no run", lambda: push(tmp_path), [tmp_path]), ("no hub", lambda: push(run), ["me/red", "hub"])]
+    assert_refused(rows)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from PIL import Image
-from small import config_of
+from small import config_of, random_images
 
 from flow_grpo.base.metric_table import METRICS, explain
 from flow_grpo.monitoring import report
@@ -38,10 +38,6 @@ class Page:
         return ["".join(element.itertext()) for element in self.tree.iter(tag)]
 
 
-def draw(seed):
-    return torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-
-
 def record(folder, learning_rate, evaluated):
     """A run's folder as a run of ten epochs leaves it, evaluated before some of them."""
     config = config_of("shapes_qwenimage", folder.parent, logger="none", train__learning_rate=learning_rate)
@@ -51,7 +47,9 @@ def record(folder, learning_rate, evaluated):
         if epoch in evaluated:
             board.log("eval", {"eval/avg": epoch / 10, "eval/shapes": epoch / 10}, epoch=epoch, step=epoch)
             scores = dict(zip(PROMPTS, (0.1, 0.2 + epoch / 20, 0.3)))
-            board.log_images(draw(epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores)
+            board.log_images(
+                random_images(3, 32, epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores
+            )
         board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": epoch}, epoch=epoch, step=epoch)
         values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0 + epoch}
         values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
@@ -136,7 +134,7 @@ def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
     before = 2 * len(PROMPTS)  # pictures side by side, and the second prompt's after 4 epochs
     picture = page.all("img")[before + 4]["src"].partition("base64,")[2]
     mean = Image.open(io.BytesIO(base64.b64decode(picture))).resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
-    torch.testing.assert_close(torch.tensor(mean) / 255, draw(4)[1].mean((1, 2)), atol=0.02, rtol=0)
+    torch.testing.assert_close(torch.tensor(mean) / 255, random_images(3, 32, 4)[1].mean((1, 2)), atol=0.02, rtol=0)
 
 
 def test_tables_say_prompts_settings_and_alarms(page):

@@ -16,7 +16,7 @@ import train_qwenimage_nft
 from brightness import brightness
 from hostile import http_server
 from recorded import assert_same
-from small import ENV, ROOT, as_prompts, config_of, lines_of, stored, train
+from small import ENV, ROOT, as_prompts, config_of, lines_of, random_images, stored, train
 from test_scoring import listening
 
 from flow_grpo import rewards
@@ -31,7 +31,7 @@ from flow_grpo.scoring.scorers import RewardFailed
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
 CPU = torch.device("cpu")
-IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = random_images(6, 8)
 
 
 @pytest.fixture(autouse=True)

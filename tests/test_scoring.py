@@ -22,7 +22,7 @@ import torch
 import warm
 from hostile import http_server, says
 from PIL import Image
-from small import ENV, as_prompts, config_of
+from small import ENV, as_prompts, config_of, random_images
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
@@ -45,10 +45,6 @@ def settings(**changed):
     return config_of("shapes_qwenimage", **{f"reward__{key}": value for key, value in changed.items()}).reward
 
 
-def images(count, size=16):
-    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(0))
-
-
 @pytest.fixture(autouse=True)
 def constants(monkeypatch):
     for owner, name in ((client, "RETRY_S"), (client, "IN_FLIGHT"), (scoring_pool, "MAX_PENDING")):
@@ -63,7 +59,7 @@ def pool_of(url="", name="served", retry_s=2.0, in_flight=64, max_pending=1024, 
 
 
 def score(pool, count=6):
-    return pool.submit(images(count), as_prompts(f"prompt {i}" for i in range(count))).result()
+    return pool.submit(random_images(count), as_prompts(f"prompt {i}" for i in range(count))).result()
 
 
 @contextmanager
@@ -84,7 +80,7 @@ def test_requests_that_a_server_scores_together_get_their_own_scores():
     jpeg = rewards.load("jpeg_compressibility", CPU)
     with listening(jpeg, max_delay_s=0.1) as url:
         scores = score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"]
-    assert torch.equal(scores, jpeg(images(40), [""] * 40, [{}] * 40))
+    assert torch.equal(scores, jpeg(random_images(40), [""] * 40, [{}] * 40))
 
 
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
@@ -196,7 +192,7 @@ def test_a_pickle_bomb_does_not_go_off(tmp_path):
         scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0))
         for _ in bombs:
             with pytest.raises(wire.BadAnswer, match="no plain pickle"):
-                scorer(images(2), ["a"] * 2, [{}] * 2)
+                scorer(random_images(2), ["a"] * 2, [{}] * 2)
     assert not (tmp_path / "was_here").exists()
 
 
@@ -218,8 +214,8 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
     strict = []
     with http_server(answer) as (url, _):
         how = dict(url=url, allow_pickle=True)
-        assert rewards.load("deqa", CPU, how)(images(3), ["a"] * 3, [{}] * 3).tolist() == [0.25] * 3
-        asked = images(3), ["a"] * 3, [{"x": 0}, {"x": 1}, {"x": 0}]
+        assert rewards.load("deqa", CPU, how)(random_images(3), ["a"] * 3, [{}] * 3).tolist() == [0.25] * 3
+        asked = random_images(3), ["a"] * 3, [{"x": 0}, {"x": 1}, {"x": 0}]
         rewards.load("geneval", CPU, how | dict(only_strict=False))(*asked)
         found = rewards.load("geneval", CPU, how)(*asked)
     assert strict == [False, True]
@@ -229,7 +225,7 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
 
 def judged(url, name="vlm_judge", prompts=("a",), **options):
     judge = rewards.load(name, CPU, dict(url=url, model="qwen") | options)
-    return judge(images(len(prompts)), list(prompts), [{}] * len(prompts)).tolist()
+    return judge(random_images(len(prompts)), list(prompts), [{}] * len(prompts)).tolist()
 
 
 def chat(text):
@@ -249,9 +245,9 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited(
     with http_server(answer) as (url, _):
         args = {"vlm_judge": dict(url=url, model="qwen")}
         pool = Pool(CPU, {"vlm_judge": 1.0}, (), settings(args=args))
-        scores = pool.submit(images(2), [Prompt("make it red", {}, sources), Prompt("b", {})]).result()["avg"]
+        scores = pool.submit(random_images(2), [Prompt("make it red", {}, sources), Prompt("b", {})]).result()["avg"]
     assert scores.tolist() == pytest.approx([1.0, 0.4])
-    assert sorted(asked) == [([(16, 16)], False), ([(30, 20), (8, 9), (16, 16)], True)]
+    assert sorted(asked) == [([(30, 20), (8, 9), (64, 64)], True), ([(64, 64)], False)]
 
 
 def test_a_server_scores_with_the_sources_that_a_thread_has():
@@ -261,12 +257,12 @@ def test_a_server_scores_with_the_sources_that_a_thread_has():
 
     pictures, seen = [Image.new("RGB", (size, 8), color) for size, color in ((8, "red"), (9, "white"))], []
     prompts = [Prompt("a", {}, tuple(pictures)), Prompt("b", {}, (pictures[1],)), Prompt("a", {}, tuple(pictures))]
-    expected = images(3).mean((1, 2, 3)) - torch.tensor([4 / 3, 1, 4 / 3])
+    expected = random_images(3).mean((1, 2, 3)) - torch.tensor([4 / 3, 1, 4 / 3])
     with listening(score) as url:
-        torch.testing.assert_close(pool_of(url).submit(images(3), prompts).result()["avg"], expected)
+        torch.testing.assert_close(pool_of(url).submit(random_images(3), prompts).result()["avg"], expected)
     rewards.register("sourced", score)
     try:
-        found = Pool(CPU, {"sourced": 1.0}, (), settings()).submit(images(3), prompts).result()["avg"]
+        found = Pool(CPU, {"sourced": 1.0}, (), settings()).submit(random_images(3), prompts).result()["avg"]
     finally:
         del rewards.REGISTERED["sourced"]
     torch.testing.assert_close(found, expected)
@@ -299,7 +295,7 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
 
     with http_server(slow) as (url, counted):
         pool = pool_of(url, batch_size=2, max_pending=8)
-        pending = [pool.submit(images(10), as_prompts(["a"] * 10)) for _ in range(4)]
+        pending = [pool.submit(random_images(10), as_prompts(["a"] * 10)) for _ in range(4)]
         assert all(len(part.result()["avg"]) == 10 for part in pending)
         assert max(most) <= 4
         assert len(counted) == 20
