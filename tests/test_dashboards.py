@@ -51,10 +51,6 @@ def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def epochs_of(run_dir):
-    return [json.loads(line)["epoch"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def wandb_file(run_dir, *words):
     """What wandb has recorded, as soon as all words are there: its own process writes on after finish."""
     recorded, deadline = next(run_dir.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 20
@@ -89,7 +85,7 @@ def test_meter_resolves_the_spread_of_a_ratio_near_one():
     assert meter.pop(over_ranks)["ratio_std"] != 0
 
 
-def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
+def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_alert_says(tmp_path, board):
     board.log("update", {"loss": 0.5, "grad_norm": float("nan")}, epoch=0, step=1)
     board.log("eval", {"eval/shapes_accuracy": 0.25}, epoch=1, step=1)
     assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(CONFIG))
@@ -98,15 +94,10 @@ def test_a_run_folder_holds_the_whole_config_and_every_line(tmp_path, board):
     assert abs((datetime.now(UTC) - datetime.fromisoformat(line.pop("written_at"))).total_seconds()) < 3600
     assert line == dict(kind="update", epoch=0, step=1, loss=0.5, grad_norm="nan")
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
-    board.finish()
-    words = (b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm")
-    assert b"tk_secret" not in wandb_file(tmp_path, *words)
-
-
-def test_wandb_sends_what_config_alert_says(tmp_path, board):
     assert alerts.send("wandb", "the reward has fallen") == ""
-    board.close()
-    wandb_file(tmp_path, b"the reward has fallen")
+    board.finish()
+    words = b"learning_rate", b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm"
+    assert b"tk_secret" not in wandb_file(tmp_path, *words, b"the reward has fallen")
 
 
 def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_path, board):
@@ -122,7 +113,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     assert dashboard.read_metrics(tmp_path) == before[:2], "with their times"
     assert resumed.trackers[0].run.id == first.run.id == (tmp_path / "wandb_id").read_text()
     resumed.log("epoch", {}, epoch=2, step=2)
-    assert epochs_of(tmp_path) == [0, 1, 2]
+    assert [line["epoch"] for line in dashboard.read_metrics(tmp_path)] == [0, 1, 2]
     assert (resumed.lines, resumed.latest["images"]) == (3, 20)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "images", "metrics.jsonl", "wandb", "wandb_id"]
     resumed.close()
@@ -210,20 +201,17 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     assert (shown.step, shown.width, shown.height) == (3, *sheet.size)
 
 
-def test_contact_sheet_shows_every_image_enlarged(tmp_path, board):
+def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path, board):
     board.log_images(random_images(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
-    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png"))) == 6
+    sent = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png")
+    assert [Image.open(path).size for path in sent] == [(64, 64)] * 6
     sheet = plots.evaluations(tmp_path)[10]
     assert Image.open(sheet).size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
     pictures, captions, rewards = zip(*plots.panel_pictures(sheet))
     assert (set(captions), rewards) == ({"a red circle"}, tuple(f"{i}.000" for i in range(6)))
-    assert [picture.size for picture in pictures] == [(128, 128)] * 6
     assert np.array_equal([np.asarray(picture)[1::2, ::2] for picture in pictures], to_uint8(random_images(6)))
-
-
-def test_images_of_ones_own_need_no_reward_and_large_ones_are_shrunk_for_the_sheet_and_whole_in_wandb(tmp_path, board):
     board.log_images(random_images(1, 512), ["after"], epoch=3, step=6, name="masks")
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == ["masks_000003.json", "masks_000003.png"]
+    assert {path.name for path in (tmp_path / "images").glob("masks*")} == {"masks_000003.json", "masks_000003.png"}
     assert Image.open(tmp_path / "images" / "masks_000003.png").width == 14 + 256 + 14
     (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/images/masks_*.jpg")
     assert Image.open(sent).size == (512, 512)
@@ -243,9 +231,11 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
         assert list(pixel) == to_uint8(random_images(3, seed=seed))[row, 0, 0].tolist()
 
 
-def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, board):
+def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a_run(tmp_path, board, capsys):
     assert not dashboard.plot_reward([], "avg", tmp_path / "reward.png")
     assert dashboard.plot_samples(tmp_path) is None
+    board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
+    (tmp_path / "images" / "eval_000000.png").write_bytes(b"damaged")
     board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0, "eval/std_error": 0.1}, epoch=0, step=0)
     for epoch in range(3):
         values = {"reward/avg": epoch / 3, "reward/shapes": epoch / 3, "images": 128 * (epoch + 1)}
@@ -255,12 +245,6 @@ def test_finish_draws_training_and_evaluation_from_the_folder_alone(tmp_path, bo
     assert figure.width == 160 * 2 * 4, "two panels: shapes and shapes_accuracy"
     colours = {colour for _, colour in figure.getcolors(1 << 20)}
     assert {(0x2F, 0x6D, 0xB5), (0xE0, 0x7B, 0x28)} <= colours
-
-
-def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, board, capsys):
-    board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
-    (tmp_path / "images" / "eval_000000.png").write_bytes(b"damaged")
-    board.finish()
     assert f"{tmp_path / 'samples.png'} could not be drawn" in capsys.readouterr().out
 
 
