@@ -102,6 +102,14 @@ def train(name, output_dir, **overrides):
     return max(Path(output_dir).iterdir(), key=lambda folder: folder.stat().st_mtime)
 
 
+def command_of(name, output_dir, **overrides):
+    """The command of a run like `train`'s, for a process of its own."""
+    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
+    how = FEW | (dict(sample__num_branches=3) if "_pr" in name else {}) | dict(output_dir=output_dir) | overrides
+    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
+    return [script, f"--config={file_of(name)}:{name},smoke", *flags]
+
+
 def loaded(name, **parts):
     """A tiny model with its weights, on the CPU."""
     pipeline = MODELS[name].PIPELINE.from_pretrained(registry.tiny_folder(name), **parts)

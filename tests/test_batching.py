@@ -136,15 +136,8 @@ def test_random_is_uniform_over_the_places_that_fit_and_goes_by_epoch_and_block_
 
 
 DATASET = [Prompt(f"prompt {i}", {"id": i}) for i in range(11)]
-PLAN = BatchPlan(
-    num_groups=8,
-    group_size=6,
-    batch_size=4,
-    batches_per_epoch=12,
-    num_trained_steps=2,
-    num_branches=1,
-    updates_per_epoch=2,
-)
+IMAGES = dict(num_groups=8, group_size=6, batch_size=4, batches_per_epoch=12)
+PLAN = BatchPlan(**IMAGES, num_trained_steps=2, num_branches=1, updates_per_epoch=2)
 
 
 def picks(num_prompts, per_epoch, epochs, seed=0):

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from small import flip_a_bit, record
 from two_ranks import base, build, done, ema_of, launch, optimizer_of, train, velocity
 
-from config import grpo, nft
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import best, checkpoints, exports, shards
 from flow_grpo.run import resume
@@ -216,27 +215,6 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     assert compare(tmp_path, stored, config) == changed
     with pytest.raises(ValueError, match=r"config.json is damaged: its 'sample' is 5, no section of settings"):
         compare(tmp_path, {"sample": 5}, config)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "today"),
-    [  # at 10 steps, of which 9 were all
-        ("shapes_qwenimage_pr", {"timestep_fraction": 0.67, "step_weight": "none"}, {"step_weight": "equal"}),
-        ("shapes_qwenimage_pr", {"timestep_fraction": 0.5}, {"timestep_fraction": 0.4}),
-        ("shapes_qwenimage_pr", {"timestep_fraction": 1.0}, {"timestep_fraction": 1.0}),
-        ("shapes_qwenimage_nft", {"timestep_fraction": 0.34}, {}),
-        ("shapes_qwenimage", {"step_weight": "none"}, {}),
-    ],
-)
-def test_a_checkpoint_from_before_the_published_timestep_fraction_trains_the_same_steps(name, changes, today, tmp_path):
-    config = (nft if name.endswith("nft") else grpo).get_config(name)
-    stored = config.to_dict()
-    del stored["sample"]["baseline"]
-    stored["train"] |= changes
-    config.train.update(today)
-    assert not compare(tmp_path, stored, config)
-    config.train.timestep_fraction = 0.7
-    assert "train.timestep_fraction" in compare(tmp_path, stored, config)
 
 
 REWARD_CHANGES = [  # a reward's settings before and after, and whether they change its scores

@@ -129,20 +129,24 @@ def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_
 
 
 FILE = Path("config.json")
+ALL_STEPS = dict(sample__num_steps=10, sample__sde_window_size=0)
+
+
+def at(config, name):
+    """The section that holds a setting, and the setting's key; "__" for the dot."""
+    section, _, key = name.rpartition("__")
+    return config[section] if section else config, key
 
 
 def stored(**changes):
-    """A stored config with older keys, "__" for the dot."""
+    """A stored config with older keys; None = the key was not there yet."""
     config = table.default_config().to_dict()
     for name, value in changes.items():
-        section, _, key = name.rpartition("__")
-        (config[section] if section else config)[key] = value
+        section, key = at(config, name)
+        section[key] = value
+        if value is None:
+            del section[key]
     return config
-
-
-def value(config, name):
-    section, _, key = name.rpartition("__")
-    return (config[section] if section else config)[key]
 
 
 def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
@@ -160,11 +164,7 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
         (dict(sample__merge_adapter=True, sample__fast_precision="fp8"), "sample__rollout_weights", "merged_fp8"),
         (dict(sample__merge_adapter=False, sample__fast_precision="fp8"), "sample__rollout_weights", "fp8"),
         (dict(fsdp__activation_checkpointing=True), "fsdp__activation_checkpointing", 1.0),
-        (
-            dict(fsdp__activation_checkpointing=False, fsdp__activation_memory=0.25),
-            "fsdp__activation_checkpointing",
-            0.75,
-        ),
+        (dict(fsdp__activation_checkpointing=0, fsdp__activation_memory=0.25), "fsdp__activation_checkpointing", 0.75),
         (dict(fsdp__offload_weights=True, fsdp__offload_optimizer=False), "fsdp__offload", "weights"),
         (dict(fsdp__offload_weights=False, fsdp__offload_optimizer=True), "fsdp__offload", "optimizer"),
         (dict(train__adam_beta1=0.5, train__adam_beta2=0.75), "train__adam_betas", [0.5, 0.75]),
@@ -182,12 +182,19 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
             {"a": {"max_masked_share": 0.0}, "b": {"url": "x"}},
         ),
         (dict(project="mine", eval__num_pairs=9, train__importance_cap=0.0), "logger", "wandb"),
+        # shares of 10 steps, of which 9 were all
+        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=0.67), "train__timestep_fraction", 0.6),
+        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=0.5), "train__timestep_fraction", 0.4),
+        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=1.0), "train__timestep_fraction", 1.0),
+        (ALL_STEPS | dict(train__timestep_fraction=0.67), "train__timestep_fraction", 0.67),
+        (dict(sample__baseline=None, train__timestep_fraction=0.67), "train__timestep_fraction", 0.67),  # in a window
     ],
 )
 def test_a_stored_value_is_what_means_the_same_today(before, key, today):
     before = dict(sample__sde_window_interval=25) | before
     config = older.with_defaults(stored(**before), FILE)
-    assert value(config, key) == today
+    section, name = at(config, key)
+    assert section[name] == today
     keys = table.flat(ConfigDict(config)).keys()
     assert table.flat(table.default_config()).keys() <= keys
     assert not older.ANSWERS.keys() & keys

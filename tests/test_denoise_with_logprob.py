@@ -56,19 +56,11 @@ def denoised(noisy, num_branches=1, ode_rows=1000, prompts=range(B), groups=None
         calls.append((t[0].item(), len(x), bool(inside)))
         return formula(x, t, condition.text_embeds[:, 0, 0].long())
 
+    conditions = [Condition(torch.full((1, 1, 1), float(prompt))) for prompt in prompts]
+    kind, asked = dict(noisy=noisy, num_branches=num_branches), (Size(64, 96), SCHEDULER, params)
     requests = [
-        Request(
-            b,
-            Condition(torch.full((1, 1, 1), float(prompt))),
-            latents[b : b + 1],
-            Size(64, 96),
-            SCHEDULER,
-            params,
-            noisy=noisy,
-            num_branches=num_branches,
-            generator=streams[b],
-        )
-        for b, prompt in enumerate(prompts)
+        Request(b, condition, latents[b : b + 1], *asked, generator=streams[b], **kind)
+        for b, condition in enumerate(conditions)
     ]
     requests = shared_prefixes(requests, groups) if groups else requests
     finished = denoise(velocity, requests, Batching(B, ode_rows, filled=False), fast=fast)

@@ -6,20 +6,13 @@ import sys
 
 import pytest
 import warm
-from small import ENV, FEW, ROOT, exported, file_of, lines_of, train
+from small import ENV, ROOT, command_of, exported, lines_of, train
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
 SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
 HELD_OUT = ("validation/loss", "validation/implicit_accuracy", "validation/winner_error_gap")
 # 16 images: two batches of 4 for each rank
-HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2) | FEW
-
-
-def command_of(name, output_dir, **how):
-    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
-    how = HOW | (dict(sample__num_branches=3) if "_pr" in name else {}) | how  # as in this process's runs
-    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
-    return [script, f"--config={file_of(name)}:{name},smoke", f"--config.output_dir={output_dir}", *flags]
+HOW = dict(sample__num_images_per_prompt=8, num_epochs=2, eval_freq=2)
 
 
 def folder_of(name, output_dir, errors):
@@ -29,7 +22,7 @@ def folder_of(name, output_dir, errors):
 
 
 def on_two_ranks(name, output_dir, env=None, **how):
-    command = command_of(name, output_dir, **how)
+    command = command_of(name, output_dir, **HOW | how)
     before = ["tests/without_kernels.py"] if how.get("compile") else []
     before += ["tests/brightness.py"] if "reward_fn__brightness" in how else []
     ranks = warm.torchrun([*before, *command], env)
@@ -39,7 +32,7 @@ def on_two_ranks(name, output_dir, env=None, **how):
 def by_torchrun(name, output_dir, **how):
     """As a user starts it, with all that a user has beside it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += command_of(name, output_dir, **how)
+    command += command_of(name, output_dir, **HOW | how)
     ran = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
     return folder_of(name, output_dir, ran.stderr)
 

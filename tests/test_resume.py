@@ -1,5 +1,6 @@
 """Killed at any moment and resumed, a run logs what it would have logged."""
 
+import itertools
 import json
 import os
 import shutil
@@ -7,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm
 from recorded import assert_same, go_on
-from small import FEW, config_of, few_prompts, flip_a_bit, lines_of, train
+from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, train
 from two_ranks import done, launch
 
 from flow_grpo import rewards
@@ -35,10 +37,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
     """What kills in a save leave: test_checkpoints.py."""
     how = shallow | dict(num_epochs=3, eval_freq=2)
     unbroken, folder = train(NAME, tmp_path / "unbroken", **how), tmp_path / "broken" / f"{NAME}_smoke"
-    how = FEW | how | dict(output_dir=tmp_path / "broken", resume_from="latest", save_freq=1, sample__num_branches=3)
-    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
-    command = ["tests/brightness.py", "scripts/train_qwenimage_pr.py", f"--config=config/grpo.py:{NAME},smoke", *flags]
-    killed = warm.Started(command)
+    command = command_of(NAME, tmp_path / "broken", **how, resume_from="latest", save_freq=1)
+    killed = warm.Started(command := ["tests/brightness.py", *command])
     while killed.poll() is None and not (folder / "checkpoints" / "epoch_000001").exists():
         time.sleep(0.01)
     assert killed.poll() is None
@@ -58,19 +58,13 @@ def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     assert_same(unbroken.folder, go_on(unbroken, tmp_path))
 
 
-class Clock:
-    """Stands in for flow_grpo.run.run's time: half an hour passes from one look to the next."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        self.now += 1800.0
-        return self.now
+def clock(step_s=1800.0):
+    """Stands in for flow_grpo.run.run's time: so much passes from one look to the next."""
+    return SimpleNamespace(monotonic=itertools.count(0.0, step_s).__next__)
 
 
 def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(shallow, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "time", Clock())
+    monkeypatch.setattr(runs, "time", clock())
     how = shallow | dict(eval_freq=4)
     whole = train(NAME, tmp_path / "whole", num_epochs=2, **how)  # without a limit no hours end it
     timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, **how)
@@ -97,10 +91,8 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
         f"mine/{LAST}", {}, "",
     ),
     "a renamed run, latest": (f"cp -r {RUN} runs/renamed", "latest", dict(run_name="renamed"), ""),
-    "the name of a number": (f"cp -r {RUN} {RUN}-2", "latest", dict(run_name=f"{NAME}_smoke-2"), ""),
     "a checkpoint at the top": (f"cp -r {NEWEST} {RUN}", f"{RUN}/epoch_000002", {}, ""),
     "the run's folder": ("", RUN, {}, ""),
-    "nothing there": ("", f"{RUN}/checkpoints/epoch_000009", {}, ""),
     "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}, ""),
     "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}, ""),
     "checkpoints on a disk that is away": (f"rm -r {RUN}/checkpoints; ln -s away {RUN}/checkpoints", "latest", {}, ""),
@@ -115,7 +107,6 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
     "another rank": ("", NEWEST, dict(run_name="other", lora__rank=2), ""),
     "a checkpoint": ("", NEWEST, {}, RUN),
     "all": ("", f"{RUN}/checkpoints", {}, RUN),
-    "a checkpoint's parent by ..": ("", f"{NEWEST}/..", {}, RUN),
     "the best evaluation's": ("", f"{RUN}/best/checkpoint", {}, RUN),
     "a link to a checkpoint": (f"ln -s {RUN}/checkpoints ck", "ck/epoch_000002", {}, RUN),
     "checkpoints on another disk": (
@@ -123,7 +114,6 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
     ),
     "the second of a name": (f"cp -r {RUN} {RUN}-2", f"{RUN}-2/{LAST}", {}, f"{RUN}-2"),
     "latest": ("", "latest", {}, RUN),
-    "latest, beside an empty one": (f"mkdir {RUN}-2", "latest", {}, RUN),
     "latest, beside one without a checkpoint": (f"mkdir {RUN}-2; cp {RUN}/config.json {RUN}-2", "latest", {}, RUN),
     "latest, where the first was deleted": (
         f"cp -r {RUN} {RUN}-10; cp -r {RUN} {RUN}-9; rm -r {RUN}", "latest", {}, f"{RUN}-10"
@@ -140,7 +130,6 @@ BRANCHES = {  # resume_from, settings of the branch, and the epoch that it begin
     "the best": (f"{RUN}/best/checkpoint", dict(run_name="other"), 2),
     "a name that begins alike": (NEWEST, dict(run_name="shapes"), 2),
     "a longer name": (NEWEST, dict(run_name=f"{NAME}_smoke-2-2"), 2),
-    "by a link": (f"ck/{LAST}", dict(run_name="other"), 2),
     "in another output_dir": (NEWEST, dict(run_name=f"{NAME}_smoke", output_dir="new"), 2),
 }
 
@@ -149,7 +138,7 @@ BRANCHES = {  # resume_from, settings of the branch, and the epoch that it begin
 def two_epochs(tmp_path_factory, shallow):
     """A folder with RUN, which has two checkpoints and the state of its best evaluation."""
     folder = tmp_path_factory.mktemp("two_epochs")
-    how = shallow | dict(num_epochs=2, save_freq=1, eval_freq=1, health__action="roll_back", logger="none")
+    how = shallow | dict(num_epochs=2, save_freq=1, eval_freq=1, health__action="roll_back")
     how |= dict(eval__num_prompts=1)
     train(NAME, folder / "runs", **how)
     return folder, how
@@ -200,7 +189,6 @@ def test_latest_is_what_another_process_has_saved_until_it_let_go_of_the_folder(
 
 @pytest.mark.parametrize(("resume_from", "others", "epoch"), BRANCHES.values(), ids=BRANCHES)
 def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_path, resume_from, others, epoch):
-    Path("ck").symlink_to(RUN)
     before = sums_of(tmp_path)
     for again in (resume_from, "latest"):  # as if it had been killed before its first checkpoint
         rates = dict(train__learning_rate=1e-5, train__learning_rate_schedule="linear", num_epochs=9)
@@ -275,16 +263,6 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]  # the last one made again
     changed = {path.name for path, content in sums_of(backup).items() if content != before[path]}
     assert changed <= {folders.LOCK, "README.md", "reward.png", "samples.png"} | PEFT
-
-
-def test_evaluations_with_other_steps_begin_a_series_of_their_own(how, tmp_path):
-    how = how | dict(num_epochs=3, resume_from="latest", eval__num_steps=7)
-    folder = train(NAME, tmp_path / "runs", **how)
-    kept = best.read(folder)
-    assert (kept.num_steps, kept.since) == (7, 2)
-    assert folders.read_json(folder / "best_epoch_000002" / best.FILE)["num_steps"] == 3
-    assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
-    assert "health/eval_drop" not in lines_of(folder, "epoch")[-1]
 
 
 def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(how, tmp_path, monkeypatch):
@@ -381,9 +359,7 @@ def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):
 
 def end_by_the_clock(folder):
     """What test_all_ranks_end_by_the_main_ranks_clock runs on each of two ranks."""
-    runs.time = Clock()
-    if os.environ["RANK"] == "1":
-        runs.time.monotonic = lambda: 0.0
+    runs.time = clock(1800.0 if os.environ["RANK"] == "0" else 0.0)
     how = dict(sample__num_images_per_prompt=4, num_epochs=5, eval_freq=0, max_hours=1.0)
     train(NAME, folder, **how)
     done(Path(folder))

@@ -15,15 +15,8 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.run import sampling
 
 BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
-PLAN = BatchPlan(
-    num_groups=8,
-    group_size=2,
-    batch_size=BATCH,
-    batches_per_epoch=BATCHES,
-    num_trained_steps=STEPS,
-    num_branches=OUTCOMES,
-    updates_per_epoch=UPDATES,
-)
+IMAGES = dict(num_groups=8, group_size=2, batch_size=BATCH, batches_per_epoch=BATCHES)
+PLAN = BatchPlan(**IMAGES, num_trained_steps=STEPS, num_branches=OUTCOMES, updates_per_epoch=UPDATES)
 
 
 def sampled(images, num_steps=STEPS):

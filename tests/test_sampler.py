@@ -108,6 +108,18 @@ def test_a_pipeline_of_another_class_is_named(model):
         window(type("Loaded", (), {"pipeline": type("SimplePipeline", (), {})()}))
 
 
+@pytest.mark.parametrize(("entry", "shape"), [(window, (2,)), (branches, (2, 2, 2))], ids=["window", "branches"])
+def test_an_entry_point_returns_the_images_of_its_latents_and_the_trace_of_its_noisy_steps(entry, shape, model):
+    """Branches prompt by prompt, step by step. That a trace's log-probs replay: test_models.py."""
+    found = entry(model, vae_batch_size=3)
+    assert found.images.shape == (*shape, 3, 64, 96)
+    images = model.decode(found.latents.flatten(0, -3), Size(64, 96), batch_size=1)
+    torch.testing.assert_close(found.images.flatten(0, -4), images, rtol=0, atol=1e-3)
+    num_steps, noisy = (4, range(1, 3)) if entry is window else (3, range(2))
+    timesteps = model.schedule(num_steps, Size(64, 96)).timesteps
+    assert [traced.timestep.tolist() for traced in found.trace] == [[timesteps[i].item()] * 2 for i in noisy]
+
+
 def test_what_may_be_said_in_two_ways_is_the_same(model):
     one, two = window(model, PROMPTS[:1], generators(1)).images, window(model).images
     assert one.shape == (1, 3, 64, 96)

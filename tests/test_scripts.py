@@ -13,19 +13,16 @@ import torch
 import train_qwenimage
 import train_qwenimage_distill
 import warm
-from diffusers import QwenImagePipeline
-from small import ENV, ROOT, SCRIPTS, as_prompts, config_of, file_of, lines_of, loaded, train
+from recorded import redness
+from small import ENV, FEW, ROOT, SCRIPTS, as_prompts, command_of, config_of, lines_of, loaded, train
 
-from flow_grpo.base import rng
+from flow_grpo.base.pixels import from_picture
 from flow_grpo.data import prompts
-from flow_grpo.diffusers_patch import model_classes
-from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
-from flow_grpo.evaluation.evaluation import NUM_SHOWN, spread
+from flow_grpo.evaluation.evaluation import spread
 from flow_grpo.monitoring import plots
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
-TINY = "flow_grpo/assets/tiny_qwenimage"
 
 
 def test_the_users_command_takes_a_reward_of_their_own(tmp_path):
@@ -34,10 +31,8 @@ def test_the_users_command_takes_a_reward_of_their_own(tmp_path):
     for name, score in {"brightness": "gain * images.mean((1, 2, 3))", "broken": "{}['missing']"}.items():
         reward = f"def load(device, gain=1.0):\n    return lambda images, prompts, metadata: {score}\n"
         (tmp_path / "mine" / f"{name}.py").write_text(reward)
-    script = BRANCHES.replace("shapes", "scripts/train") + ".py"
-    command = [script, f"--config={file_of(BRANCHES)}:{BRANCHES},smoke"]
-    command += ["--config.reward_fn.brightness=1.0", "--config.reward.args.brightness.gain=0.5"]
-    command += [f"--config.output_dir={tmp_path}", "--config.num_epochs=1", "--config.eval_freq=0"]
+    how = dict(reward_fn__brightness=1.0, reward__args__brightness__gain=0.5, num_epochs=1, eval_freq=0)
+    command = command_of(BRANCHES, tmp_path, **how)
     env = ENV | {"FLOW_GRPO_REWARDS": os.path.relpath(tmp_path / "mine", ROOT), "WANDB_MODE": "disabled"}
     done = warm.run(command, env)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -156,29 +151,14 @@ def test_golden_first_losses(name, tmp_path):
         torch.testing.assert_close(found, values, rtol=1e-3, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_the_saved_lora_makes_the_evaluations_images_again(recorded):
-    sheets = plots.evaluations(folder := recorded("branches").folder)
-    pictures, captions, _ = zip(*plots.panel_pictures(sheets[max(sheets)]))
-    config = config_of(BRANCHES)
-    rows = spread(prompts.load_prompts(config.dataset, "validation"), config.eval.num_prompts)
-    shown = spread(range(len(rows)), NUM_SHOWN)
-    assert [rows[i].text for i in shown] == list(captions)
-    pipeline = QwenImagePipeline.from_pretrained(TINY)
-    pipeline.load_lora_weights(folder)
-    sampled = pipeline_with_logprob(
-        pipeline,
-        model_classes.of_pipeline(pipeline).encode(rows, width=config.text_tokens),
-        [rng.generator(0, "eval validation", i) for i in range(len(rows))],
-        window=range(0),
-        noise_level=0.0,
-        num_steps=config.eval.num_steps,
-        guidance_scale=config.eval.guidance_scale,
-        height=config.height,
-        width=config.width,
-    )
-    pixels = sampled.images[list(shown)].mul(255).round().permute(0, 2, 3, 1)
-    enlarged = pixels.repeat_interleave(2, 1).repeat_interleave(2, 2).numpy()  # as the panel does with 64 px
-    assert np.abs(enlarged - np.stack(pictures)).max() < 8  # levels of 256; the base's images differ by over 20
+def test_pictures_of_an_evaluation_have_their_own_prompts_and_scores_below_them(recorded):
+    """That the weights which a run leaves score what it logged: test_models.py, test_evaluation.py."""
+    shown = spread(prompts.load_prompts("dataset/shapes", "validation"), FEW["eval__num_prompts"])
+    pictures, captions, scores = zip(*plots.panel_pictures(plots.evaluations(recorded("window").folder)[0]))
+    assert list(captions) == [prompt.text for prompt in shown]
+    measured = redness(torch.stack([from_picture(picture) for picture in pictures]), None, None)
+    assert measured.tolist() == pytest.approx([float(score) for score in scores], abs=7e-4)  # of three digits
+    assert measured.std() > 3e-3
 
 
 def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """Continuous batching: whoever shares a forward and whenever they arrive, a request becomes what it would alone."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import train_qwenimage_pr
@@ -26,50 +28,50 @@ def of_one_block(**parts):
     return model
 
 
+class Wanted(NamedTuple):
+    """What one of forty requests asks for."""
+
+    prompt: str
+    width: int  # of its text
+    size: Size
+    params: SamplingParams
+    kind: dict  # its noisy steps and branches
+
+
 def mix():
-    """40 requests of different prompts, sizes, steps, windows, branches, kinds of noise, guidance and solvers."""
-    windows = [range(0), range(0, 2), range(2, 4), range(3, 6)]
+    """Requests of different prompts, sizes, steps, windows, branches, kinds of noise, guidance and solvers."""
+    windows, sizes = [range(0), range(0, 2), range(2, 4), range(3, 6)], {7: Size(64, 96), 13: Size(96, 64)}
     for n in range(40):
-        steps = (6, 8, 10)[n % 3]
-        branches = 3 if n % 5 == 4 else 1
-        noisy = range(n % 3, n % 3 + 2) if branches > 1 else windows[n % 4]
-        how = dict(noise_level=(0.7, 1.0)[n % 2], sde_type=("sde", "cps", "dance")[n // 3 % 3])
-        how["noise_level"] = 0.3 if how["sde_type"] == "dance" else how["noise_level"]
-        yield (
-            n,
-            dict(
-                prompt=PROMPTS[n % 4],
-                width=(20, 24)[n % 2],
-                size={7: Size(64, 96), 13: Size(96, 64)}.get(n % 20, SIZE),
-                noisy=noisy,
-                num_branches=branches,
-                params=SamplingParams(
-                    num_steps=steps,
-                    guidance_scale=(1.0, 1.0, 4.0)[n % 3],
-                    flash_ratio=0.5 if n % 6 == 5 else 0.0,
-                    flash_solver="extrapolate" if n % 4 == 1 else "dpm",
-                    **how,
-                ),
-            ),
+        sde_type = ("sde", "cps", "dance")[n // 3 % 3]
+        params = SamplingParams(
+            num_steps=(6, 8, 10)[n % 3],
+            guidance_scale=(1.0, 1.0, 4.0)[n % 3],
+            noise_level=0.3 if sde_type == "dance" else (0.7, 1.0)[n % 2],
+            sde_type=sde_type,
+            flash_ratio=0.5 if n % 6 == 5 else 0.0,
+            flash_solver="extrapolate" if n % 4 == 1 else "dpm",
         )
+        kind = dict(noisy=windows[n % 4], num_branches=1)
+        if n % 5 == 4:
+            kind = dict(noisy=range(n % 3, n % 3 + 2), num_branches=3)
+        yield Wanted(PROMPTS[n % 4], (20, 24)[n % 2], sizes.get(n % 20, SIZE), params, kind)
 
 
-def job(model, n, what, copies=1):
-    condition = model.encode(as_prompts([what["prompt"]] * copies), width=what["width"]).padded(32)
+def job(model, n, wanted, copies=1):
+    condition = model.encode(as_prompts([wanted.prompt] * copies), width=wanted.width).padded(32)
     noise = [rng.generator(0, "noise", n) for _ in range(copies)]
-    kind = dict(noisy=what["noisy"], num_branches=what["num_branches"])
-    return SamplingJob(model, condition, noise, what["params"], what["size"]), kind
+    return SamplingJob(model, condition, noise, wanted.params, wanted.size)
 
 
 def finished_in(model, rows):
     """The forty by number, come in random order."""
     order = torch.randperm(40, generator=torch.Generator().manual_seed(rows)).tolist()
-    wanted, batching, schedules, requests = dict(mix()), Batching(rows, rows), {}, []
+    all_wanted, batching, schedules, requests = list(mix()), Batching(rows, rows), {}, []
     for n in order:
-        key = wanted[n]["params"].num_steps, wanted[n]["size"]
+        wanted = all_wanted[n]
+        key = wanted.params.num_steps, wanted.size
         scheduler = schedules.setdefault(key, model.schedule(*key))  # one for all that have it in common
-        start, kind = job(model, n, wanted[n])
-        requests += prepare_encode(start, names=[n], scheduler=scheduler, **kind)
+        requests += prepare_encode(job(model, n, wanted), names=[n], scheduler=scheduler, **wanted.kind)
     finished = list(denoise(model.velocity, requests, batching))
     assert all(branch.finished for request in finished for branch in request.branches)
     assert sorted(request.name for request in finished) == list(range(40))
@@ -83,10 +85,9 @@ def test_forty_requests_of_all_kinds_become_what_they_would_alone_bit_for_bit(ro
     """As many copies of a request as a forward has rows, together, have forwards of its shape."""
     model = of_one_block()
     finished = finished_in(model, rows)
-    for n, what in list(mix())[COMPARED[rows]]:
+    for n, wanted in list(enumerate(mix()))[COMPARED[rows]]:
         latents, trace = joined([finished[n]])
-        start, kind = job(model, n, what, copies=rows)
-        full = sample(start, **kind)
+        full = sample(job(model, n, wanted, copies=rows), **wanted.kind)
         assert torch.equal(latents, full.latents[:1]), n
         for ours, theirs in zip(trace, full.trace, strict=True):
             assert torch.equal(ours.timestep, theirs.timestep[:1]), n
