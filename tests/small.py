@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import evaluate
 import prepare_preferences
 import torch
 import train_qwenimage
@@ -138,6 +139,14 @@ def few_prompts(folder, count=24, splits=("train", "test"), name="qwenimage"):
         text = "".join(json.dumps(json.loads(line) | source) + "\n" for line, source in rows)
         (folder / f"{split}_metadata.jsonl").write_text(text)
     return str(folder)
+
+
+def evaluated(folder, *arguments):
+    """What evaluate.py writes to folder/out, and the means of each row."""
+    evaluate.main(evaluate.parser().parse_args(["--out", str(folder / "out"), *map(str, arguments)]))
+    newest = max(folder.glob("out*"), key=lambda path: path.stat().st_mtime_ns)
+    found = json.loads((newest / "scores.json").read_text())
+    return found, [{name: part["mean"] for name, part in row["all"].items()} for row in found["rows"]]
 
 
 def prepare(name, folder, **overrides):

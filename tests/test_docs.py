@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import commands
-import evaluate
 import make_docs
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,13 +18,15 @@ import pytest
 import split_prompts
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from small import ROOT, config_of, lines_of, train
+from refused import assert_refused
+from small import ROOT, config_of, evaluated, lines_of, train
 
 from config import grpo
 from flow_grpo import rewards
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.metric_table import explain
+from flow_grpo.base.prompt import texts_of
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
@@ -163,53 +164,47 @@ def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
 def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):
     """By its name, from Python's path: a changed or missing class is an error, and none is read from the run."""
     (model,) = python_of("howto/own_model")
-    path = tmp_path / "own_model" / "plain_guidance.py"
-    path.parent.mkdir()
-    path.write_text(model)
-    monkeypatch.syspath_prepend(path.parent)
+    (path := tmp_path / "plain_guidance.py").write_text(model)
+    monkeypatch.syspath_prepend(tmp_path)
     how = shallow | dict(num_epochs=1, sample__guidance_scale=3.0, eval__guidance_scale=7.0)
-    scores = {}
+    scores = []
     for name in ("", "plain_guidance:PlainGuidance"):
         run = train("shapes_qwenimage", tmp_path / f"runs_{name}", model_class=name, **how)
-        out = tmp_path / f"scores_{name}"
-        evaluate.main(evaluate.parser().parse_args([str(run), "--weights", "last", "--out", str(out)]))
-        (row,) = json.loads((out / "scores.json").read_text())["rows"]
-        scores[name] = row["all"]["avg"]["mean"]
-        assert scores[name] == [line["test/avg"] for line in lines_of(run, "test") if "test/avg" in line][-1]
+        _, (row,) = evaluated(tmp_path, run, "--weights", "last")
+        scores.append(row["avg"])
+        assert row["avg"] == [line["test/avg"] for line in lines_of(run, "test") if "test/avg" in line][-1]
         assert lines_of(run, "update")[0]["parity/log_prob_abs_diff_max"] == 0
-    assert len(set(scores.values())) == 2
-    arguments = evaluate.parser().parse_args([str(run), "--weights", "last", "--out", str(out)])
+    assert scores[0] != scores[1]
     path.write_text(model.replace("positive - negative", "negative - positive"))
     with pytest.raises(ValueError, match="'plain_guidance:PlainGuidance' was stored with the digest"):
-        evaluate.main(arguments)
+        evaluated(tmp_path, run, "--weights", "last")
     path.unlink()
     monkeypatch.delitem(sys.modules, "plain_guidance")
     with pytest.raises(ValueError, match="Python finds no module 'plain_guidance'"):
-        evaluate.main(arguments)
+        evaluated(tmp_path, run, "--weights", "last")
 
 
 def test_prompts_are_split_by_their_own_text_and_keep_their_metadata(tmp_path, capsys):
     lines = [f"a photo of number {i}" for i in range(40)]
     (tmp_path / "a.txt").write_text("\n".join([*lines, "", lines[0], "x" * 99]))
     pq.write_table(pa.table({"caption": [f"  {line} " for line in lines], "id": range(40)}), tmp_path / "a.parquet")
-    folders = []
-    for name, more in (("a.txt", []), ("a.parquet", ["--column", "caption"])):
-        folders.append(tmp_path / name.replace(".", "_"))
-        words = [str(tmp_path / name), "--out", str(folders[-1]), "--test", "8", "--validation", "4", "--longest", "50"]
-        split_prompts.main(split_prompts.parser().parse_args([*words, *more]))
-    loaded = {split: [p.text for p in prompts.load_prompts(str(folders[0]), split)] for split in split_prompts.SPLITS}
-    assert {split: len(texts) for split, texts in loaded.items()} == {"test": 8, "validation": 4, "train": 28}
-    assert sorted(text for texts in loaded.values() for text in texts) == sorted(lines)
-    assert all((folders[0] / f"{s}.txt").read_bytes() == (folders[1] / f"{s}.txt").read_bytes() for s in loaded)
-    with pytest.raises(ValueError, match="no column 'prompt'; it has caption, id"):
-        list(split_prompts.rows(tmp_path / "a.parquet", "prompt"))
-    with pytest.raises(ValueError, match="40 prompts are too few for 40 test"):
-        split_prompts.split(split_prompts.rows(tmp_path / "a.parquet", "caption"), 40, 0, 0)
-    metadata = [{"prompt": f"say {i}", "target": str(i)} for i in range(10)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metadata))
-    split_prompts.write(split_prompts.split(split_prompts.rows(tmp_path / "a.jsonl", ""), 2, 2, 0), tmp_path / "out")
-    found = [p for split in split_prompts.SPLITS for p in prompts.load_prompts(str(tmp_path / "out"), split)]
-    assert sorted(p.metadata["target"] for p in found) == [str(i) for i in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": x, "target": x[-1]}) + "\n" for x in lines))
+
+    def split(name, *more):
+        out = str(tmp_path / name.replace(".", "_"))
+        words = [str(tmp_path / name), "--out", out, "--test=8", "--validation=4", "--longest=50", *more]
+        split_prompts.main(split_prompts.parser().parse_args(words))
+        return [prompts.load_prompts(out, split) for split in split_prompts.SPLITS]
+
+    test, validation, train = found = split("a.txt")
+    assert (len(test), len(validation), len(train)) == (8, 4, 28)
+    assert sorted(texts_of(test + validation + train)) == sorted(lines)
+    assert split("a.parquet", "--column=caption") == found
+    with_metadata = split("a.jsonl")
+    assert [texts_of(rows) for rows in with_metadata] == [texts_of(rows) for rows in found]
+    assert all(prompt.metadata["target"] == prompt.text[-1] for rows in with_metadata for prompt in rows)
+    refused = [("no column", lambda: split("a.parquet"), ["'prompt'", "caption, id"])]
+    assert_refused([*refused, ("too few", lambda: split("a.txt", "--test=40"), ["40 prompts", "40 test"])])
 
 
 def coming_from(section):

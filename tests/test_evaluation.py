@@ -14,7 +14,7 @@ import torch
 import warm
 from recorded import EPOCHS
 from refused import assert_refused
-from small import ROOT, exported, few_prompts, flip_a_bit, lines_of, record, train
+from small import ROOT, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
 from flow_grpo.checkpoints import best
@@ -195,14 +195,6 @@ def test_the_first_noise_of_the_test_has_the_name_it_always_had():
     first, *others = (torch.rand(3, generator=evaluation.noise(*name, 5)).tolist() for name in names)
     assert first == torch.rand(3, generator=evaluation.rng.generator(0, "eval", 5)).tolist()
     assert len({tuple(draw) for draw in (first, *others)}) == 4
-
-
-def evaluated(folder, *arguments):
-    """What scripts/evaluate.py writes."""
-    evaluate.main(evaluate.parser().parse_args(["--out", str(folder / "out"), *map(str, arguments)]))
-    newest = max(folder.glob("out*"), key=lambda path: path.stat().st_mtime_ns)
-    found = json.loads((newest / "scores.json").read_text())
-    return found, [{name: part["mean"] for name, part in row["all"].items()} for row in found["rows"]]
 
 
 def figures_of_test(folder, prefix, number=-1):

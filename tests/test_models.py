@@ -4,11 +4,10 @@ SD3.5 and FLUX.1 are tiny random pipelines.
 """
 
 import inspect
-import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-import evaluate
 import pytest
 import torch
 import warm
@@ -17,7 +16,7 @@ from huggingface_hub import constants
 from PIL import Image
 from rounding import rounding
 from safetensors.torch import load_file
-from small import MODELS, ROOT, as_prompts, few_prompts, file_of, generators, lines_of, loaded, prepare, train
+from small import MODELS, as_prompts, evaluated, few_prompts, file_of, generators, lines_of, loaded, prepare, train
 from test_ranks import on_two_ranks
 
 from flow_grpo.base.errors import UserError
@@ -282,10 +281,9 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
     how |= dict(train__learning_rate=1e-2, train__ema_interval=1)
     folder = train("shapes_qwenimage", tmp_path / "runs", **of_model(few, name) | how)
     assert_begins_exact(folder)
-    evaluate.main(evaluate.parser().parse_args([str(folder), "--weights", "last", "--out", str(tmp_path / "out")]))
-    (row,) = json.loads((tmp_path / "out" / "scores.json").read_text())["rows"]
+    _, (row,) = evaluated(tmp_path, folder, "--weights", "last")
     tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
-    assert row["all"]["avg"]["mean"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
+    assert row["avg"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
     pipeline, size = loaded(name).pipeline, dict(num_steps=STEPS, noise_level=0.0, **SIDES)
     draw = partial(pipeline_with_logprob, pipeline, as_prompts(TEXTS, name), window=range(0), **size)
     before = draw(generators(3)).images
@@ -293,7 +291,7 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
     assert (draw(generators(3)).images - before).abs().max() > 1e-3
 
 
-TWINS = sorted(path.stem for path in ROOT.glob("scripts/train_*.py") if "qwenimage" not in path.stem)
+TWINS = sorted(path.stem for path in Path("scripts").glob("train_*.py") if "qwenimage" not in path.stem)
 
 
 @pytest.mark.parametrize("script", TWINS)
