@@ -61,68 +61,61 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     write(tmp_path, {name: values[20:] for name, values in rows.items()}, "train_00001.parquet", dtype)
     pairs = open_folder(tmp_path)["train"]
     assert len(pairs) == 50
-    assert len(pairs.groups) >= 2
     wanted = [49, 3, 20, 19, 3]
     found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
-    stored = torch.float32 if dtype == "float32" else torch.bfloat16
     assert preferences.dtype_of("fp32" if dtype == "float32" else "bf16") == dtype
-    for name, values in dict(
-        winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text_embeds
-    ).items():
-        assert torch.equal(values, rows[name][wanted].to(stored).float())
-        assert values.dtype == torch.float32
+    read = dict(winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text_embeds)
+    for name, values in read.items():
+        expected = rows[name][wanted].to(getattr(torch, dtype)).float()
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
     assert torch.equal(found.condition.mask, rows["mask"][wanted])
     assert found.condition.pooled is None
     assert found.numbers.tolist() == [7, 8, 9, 10, 11]
     assert [pairs.prompts[row].text for row in wanted] == [rows["prompt"][row] for row in wanted]
 
 
-def nan_at(row):
-    latents = some_rows(9)["winner_latents"]
-    latents[row, 3, 5] = float("nan")
-    return latents
+def with_rows(**changed):
+    """A change of the file of nine good rows: other values of some columns."""
+    return lambda path: write(path.parent, some_rows(9, **changed))
 
 
-def change_rows(**changed):
-    return lambda folder: write(folder, some_rows(9, **changed))
+def with_table(change):
+    return lambda path: pq.write_table(change(pq.read_table(path)), path)
 
 
-def change_table(change):
-    def step(folder):
-        path = write(folder, some_rows(9)) / "train_00000.parquet"
-        pq.write_table(change(pq.read_table(path)), path)
-        return folder
-
-    return step
-
-
-WRONG = {  # what makes a folder of pairs, and words of the sentence
-    "NaN": (change_rows(winner_latents=nan_at(7)), "row 7", "'winner_latents'"),
-    "model": (change_rows(model=[TINY] * 4 + ["other"] * 5), "'model'", "'other'", TINY),
-    "height": (change_rows(height=[64] * 8 + [512]), "'height'", "512", "64"),
-    "width": (change_rows(width=[64] * 8 + [96]), "'width'", "96", "64"),
-    "missing": (change_table(lambda table: table.drop_columns("loser_latents")), "'loser_latents'", "nothing"),
-    "unknown": (change_table(lambda table: table.append_column("seed", pa.array(range(9)))), "'seed'", "nothing"),
-    "empty": (change_table(lambda table: table.slice(0, 0)), "row"),
-    "type": (change_table(lambda table: table.set_column(0, "prompt", pa.array(range(9)))), "'prompt'", "int64"),
-    "no parquet": (lambda folder: (folder / "train_00000.parquet").write_bytes(b"not parquet"), "parquet"),
+NAN = some_rows(9)["winner_latents"]
+NAN[7, 3, 5] = float("nan")
+WRONG = {  # what changes a good file, and words of the sentence
+    "NaN": (with_rows(winner_latents=NAN), "row 7", "'winner_latents'"),
+    "model": (with_rows(model=[TINY] * 4 + ["other"] * 5), "'model'", "'other'", TINY),
+    "height": (with_rows(height=[64] * 8 + [512]), "'height'", "512", "64"),
+    "width": (with_rows(width=[64] * 8 + [96]), "'width'", "96", "64"),
+    "missing": (with_table(lambda table: table.drop_columns("loser_latents")), "'loser_latents'", "nothing"),
+    "unknown": (with_table(lambda table: table.append_column("seed", pa.array(range(9)))), "'seed'", "nothing"),
+    "empty": (with_table(lambda table: table.slice(0, 0)), "row"),
+    "type": (with_table(lambda table: table.set_column(0, "prompt", pa.array(range(9)))), "'prompt'", "int64"),
+    "no parquet": (lambda path: path.write_bytes(b"not parquet"), "parquet"),
 }
 
 
 def test_a_wrong_file_is_refused_by_its_row_and_column(tmp_path):
-    def read(name):
-        (tmp_path / name).mkdir()
-        WRONG[name][0](tmp_path / name)
-        open_folder(tmp_path / name)["train"].read([2, 7], [0, 0], CPU)
+    path = write(tmp_path, some_rows(9)) / "train_00000.parquet"
+    good = path.read_bytes()
 
-    files = {name: tmp_path / name / "train_00000.parquet" for name in WRONG}
-    rows = [(name, lambda name=name: read(name), [files[name], *words]) for name, (_, *words) in WRONG.items()]
-    other_size = SHAPES | dict(latents=(64, 64))
-    write(tmp_path, some_rows(3))
-    rows.append(("size", lambda: preferences.open_pairs(str(tmp_path), other_size, TINY, SIZE), ["[16,64]", "[64,64]"]))
-    rows.append(("nothing", lambda: open_folder(tmp_path / "nothing"), ["train_*.parquet"]))
+    def read(change):
+        path.write_bytes(good)
+        change(path)
+        open_folder(tmp_path)["train"].read([2, 7], [0, 0], CPU)
+
     (tmp_path / "cut" / "unfinished").mkdir(parents=True)
-    assert_refused([*rows, ("cut", lambda: open_folder(tmp_path / "cut"), ["complete"])])
+    other_size = SHAPES | dict(latents=(64, 64))
+    rows = [
+        ("cut", lambda: open_folder(tmp_path / "cut"), ["complete"]),
+        ("nothing", lambda: open_folder(tmp_path / "nothing"), ["train_*.parquet"]),
+        ("size", lambda: preferences.open_pairs(str(tmp_path), other_size, TINY, SIZE), ["[16,64]", "[64,64]"]),
+    ]
+    rows += [(name, lambda change=change: read(change), [path, *words]) for name, (change, *words) in WRONG.items()]
+    assert_refused(rows)
 
 
 NOT_READ = {"negative_prompt", "dtype", "winner_score", "loser_score"}  # for who reads the file, not for training
@@ -224,28 +217,28 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
     files, report = files_of(folder), json.loads((folder / "report.json").read_text())
     report["made_by"]["preferences"]["path"] = str(folder)
 
-    def again(change=lambda made_by: None, **how):
-        made_by = copy.deepcopy(report["made_by"])
-        change(made_by)
-        (folder / "report.json").write_text(json.dumps(report | {"made_by": made_by}))
+    def again(change=lambda report: None, **how):
+        changed = copy.deepcopy(report)
+        change(changed)
+        (folder / "report.json").write_text(json.dumps(changed))
         prepare(NAME, folder, **pairs | dict(preferences__path=str(folder)) | how)
 
+    def source_was_a_setting(report):
+        report["made_by"]["preferences"]["source"] = report["made_by"]["options"].pop("source") + "a"
+
     again()  # complete: nothing to do
-    again(lambda made_by: made_by["sample"].pop("rollout_weights"))  # a setting that is younger than the folder
+    again(lambda report: report["made_by"]["sample"].pop("rollout_weights"))  # a setting younger than the folder
     again(sample__completion_batch_size=128)  # one that changes no file
     assert files_of(folder) == files
-    refused = [("seed", lambda: again(seed=7), ["(seed)"])]
-    was_a_setting = lambda made_by: made_by["preferences"].update(source=made_by["options"].pop("source") + "a")  # noqa: E731
-    refused.append(("source", lambda: again(was_a_setting), ["(options.source)"]))
-    refused.append(("rows", lambda: again(max_rows=20), ["(options.max_rows)"]))
-
-    def other_prompts():
-        (folder / "report.json").write_text(json.dumps(report | {"rows": "of other prompts"}))
-        prepare(NAME, folder, **pairs | dict(preferences__path=str(folder)))
-
-    refused.append(("prompts", other_prompts, ["other prompts"]))
-    refused.append(("section", lambda: again(lambda made_by: made_by.update(sample=5)), ["report.json", "'sample'"]))
-    assert_refused(refused)
+    no_section = lambda report: report["made_by"].update(sample=5)  # noqa: E731
+    rows = [
+        ("seed", lambda: again(seed=7), ["(seed)"]),
+        ("rows", lambda: again(max_rows=20), ["(options.max_rows)"]),
+        ("source", lambda: again(source_was_a_setting), ["(options.source)"]),
+        ("prompts", lambda: again(lambda report: report.update(rows="of other prompts")), ["other prompts"]),
+        ("section", lambda: again(no_section), ["report.json", "'sample'"]),
+    ]
+    assert_refused(rows)
 
 
 def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_done(tmp_path, monkeypatch):
@@ -349,15 +342,6 @@ def images(tmp_path):
     return folder
 
 
-REASONS = {
-    "unreadable image": 2,
-    "winner and loser are one image": 1,
-    "empty prompt": 1,
-    "prompt too long": 1,
-    "no preference": 1,
-}
-
-
 @pytest.mark.parametrize("name", ["qwenimage", "sd3"])
 def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, images, tmp_path):
     config, how = f"pickscore_{name}_dpo", dict(source=str(images), model=registry.tiny_folder(name))
@@ -365,7 +349,8 @@ def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, im
         prepare(config, tmp_path / "pairs", **how)
     folder = prepare(config, tmp_path / "pairs", **how, max_dropped_share=0.4)
     report = json.loads((folder / "report.json").read_text())
-    assert report["reasons"] == REASONS
+    reasons = ["unreadable image"] * 2 + ["winner and loser are one image", "empty prompt", "prompt too long"]
+    assert [row["why"] for row in report["dropped"]] == [*reasons, "no preference"]
     assert [row["row"] for row in report["dropped"]] == [8, 9, 10, 11, 12, 13]
     assert sum(report["pairs"].values()) == 8
     model = loaded(name)
@@ -422,13 +407,14 @@ def test_pick_a_pics_columns(images, tmp_path):
 def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(images, tmp_path, monkeypatch):
     with (images / "pairs.jsonl").open("a") as file:
         file.write('{"prompt": "a", "winner": "1.png"}\n')
-    with pytest.raises(ValueError, match=r'pairs.jsonl, line 15: needs an object with "prompt", "winner" and "loser"'):
-        prepare(NAME, tmp_path / "pairs", source=str(images))
-    with pytest.raises(ValueError, match="is not empty, and not made by this script"):
-        prepare(NAME, images)
+    malformed = lambda: prepare(NAME, tmp_path / "pairs", source=str(images))  # noqa: E731
+    (locked := tmp_path / "locked").mkdir()
     monkeypatch.setattr("flow_grpo.base.folders.WAIT_S", 0.0)
-    (tmp_path / "pairs").mkdir(exist_ok=True)
-    with (tmp_path / "pairs" / LOCK).open("a") as other:
+    with (locked / LOCK).open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match=r"is writing to .*pairs: stop it or wait for its end"):
-            prepare(NAME, tmp_path / "pairs")
+        rows = [
+            ("malformed", malformed, ["pairs.jsonl", "line 15", '"loser"']),
+            ("foreign", lambda: prepare(NAME, images), [images, "not made by this script"]),
+            ("locked", lambda: prepare(NAME, locked), ["writing", locked]),
+        ]
+        assert_refused(rows)
