@@ -2,10 +2,13 @@
 
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterable
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 
 from flow_grpo.base import shipped
@@ -14,6 +17,9 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
+if not sys.stderr.isatty():  # bars are lines of a log there
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 
 
