@@ -14,10 +14,6 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 
 
-def accepts_any(config: ConfigDict) -> None:
-    """No config is refused."""
-
-
 @dataclass(frozen=True)
 class Objective:
     """A loss that train.objective (of noisy steps) or train.forward_objective (of finished images) names."""
@@ -27,7 +23,9 @@ class Objective:
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
-    check: Callable[[ConfigDict], None] = accepts_any  # of config; raises UserError for what it cannot be trained with
+    check: Callable[[ConfigDict], None] = lambda config: (
+        None
+    )  # of config; raises UserError for what it cannot be trained with
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
 
     @property

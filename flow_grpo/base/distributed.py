@@ -53,11 +53,6 @@ def close() -> None:
         dist.destroy_process_group()
 
 
-def is_initialized() -> bool:
-    """Whether torchrun started this process, be it as the only rank."""
-    return dist.is_initialized()
-
-
 def world_size() -> int:
     """How many ranks there are."""
     return dist.get_world_size() if dist.is_initialized() else 1

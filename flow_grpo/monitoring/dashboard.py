@@ -21,13 +21,7 @@ from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import provenance, report, trackers
-from flow_grpo.monitoring.plots import (
-    contact_sheet,
-    evaluations,
-    plot_reward,
-    plot_samples,
-    read_metrics,
-)
+from flow_grpo.monitoring.plots import contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
 
 LINE_EVERY_S = 60  # of what takes long, where there is no terminal
 
@@ -214,8 +208,12 @@ class Dashboard:
         file.with_suffix(".json").write_text(json.dumps(plain({"cells": sheet.cells, "scores": scores or {}})))
         sheet.page.save(scratch := file.with_suffix(".tmp"), "png")
         scratch.replace(file)  # a kill must not leave half a picture
-        if name == "eval" and not self.trackers:
-            self._draw("report.html", report.write_own)
+        if name == "eval":
+            self._draw_report()
+
+    def _draw_report(self):
+        if not self.trackers:
+            self._draw("report.html", lambda folder: report.write([folder], folder / "report.html"))
 
     def _draw(self, name: str, draw: Callable[[Path], object]):
         """A run does not end because a picture of it cannot be drawn."""
@@ -232,8 +230,7 @@ class Dashboard:
         best_by = self.config.eval.best_by
         self._draw("reward.png", lambda folder: plot_reward(self.history(), best_by, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
-        if not self.trackers:
-            self._draw("report.html", report.write_own)
+        self._draw_report()
         self.close()
 
     @on_main

@@ -43,7 +43,7 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
             else:
                 link_pipeline(folder, run.config.model)
             write_card(run, folder, place)
-        except UserError as error:
+        except (UserError, OSError) as error:  # all that training made is saved by now
             notices.append(f"not everything that others need was added to {folder}: {in_one_line(error)}")
     return notices
 

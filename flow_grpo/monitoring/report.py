@@ -297,11 +297,6 @@ def write(runs: Sequence[Path], file: Path) -> None:
     folders.write_text(file, page(list(map(read, runs, labels))))
 
 
-def write_own(run_folder: Path) -> None:
-    """Write the page of one run into its folder."""
-    write([run_folder], run_folder / "report.html")
-
-
 def _unused(file: Path) -> Path:
     """The file, or the first of report-2.html, report-3.html, ... that is not there yet."""
     names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))

@@ -105,15 +105,6 @@ ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each sa
 }
 
 
-def _complete(run: Run) -> None:
-    try:
-        notices = model_card.complete(run.folder)
-    except OSError as error:  # all that training made is saved by now
-        notices = [f"not everything that others need was added to {run.folder}: {error}"]
-    for notice in notices:
-        run.board.say(notice)
-
-
 def finish(run: Run) -> None:
     """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
     the test prompts, draw the plots, write the model cards, and leave the process group."""
@@ -130,7 +121,8 @@ def finish(run: Run) -> None:
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
     run.board.finish()
     distributed.on_main(provenance.end, run.folder)
-    distributed.on_main(_complete, run)
+    for notice in distributed.on_main(model_card.complete, run.folder):
+        run.board.say(notice)
     run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
     if run.config.logger != "none":
         run.board.say(f"python -m flow_grpo.monitoring.report {run.folder} writes a page of it")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +27,12 @@ MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits 
 LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
-class Pending:
+class Pending(NamedTuple):
     """Scores of B images that are being made."""
 
-    def __init__(self, finish: Callable[[], dict[str, Tensor]]):
-        self.finish, self.scores = finish, None
-
-    def result(self) -> dict[str, Tensor]:
-        """name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward failed that may.
-
-        Raises:
-            FloatingPointError: an image is not finite.
-            RewardFailed: a reward failed that must not.
-        """
-        if self.scores is None:
-            self.scores, self.finish = self.finish(), None
-        return self.scores
+    # () -> name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward failed that may. Raises
+    # FloatingPointError for an image that is not finite, and RewardFailed for a reward that must not fail.
+    result: Callable[[], dict[str, Tensor]]
 
 
 class Pool:

@@ -35,7 +35,7 @@ def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceM
     """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
     its weights are to be offloaded. Make one per run: each opens process groups of its own."""
     world_size = distributed.world_size()
-    if offload and not distributed.is_initialized():
+    if offload and not torch.distributed.is_initialized():
         raise UserError("config.fsdp.offload 'weights' needs torchrun, on one GPU too: torchrun --nproc_per_node=1 ...")
     if mode == "replicate" or (world_size == 1 and not offload):
         return None
