@@ -84,7 +84,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
         loss = loss + train.beta * kl
     log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio
     record_ratios(run, step, rows, log_ratio, surrogate.beyond)
-    backward(run, loss, rows, log_ratio)
+    backward(run, loss, rows)
 
 
 def main(

@@ -105,7 +105,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
         is_old = run.on_policy and not losses.old_policy_decay(run.step, train.old_decay_schedule)  # the trained one
         gap, how = surrogate.log_ratio.detach(), dict(on_policy=is_old, beyond=surrogate.beyond)
         ratio_statistics.record(run.meter, gap, gap, train.clip_range, **how)
-    backward(run, loss, rows, surrogate.log_ratio)
+    backward(run, loss, rows)
 
 
 def main(

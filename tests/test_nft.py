@@ -127,9 +127,7 @@ def test_an_old_policy_that_lags_behind_is_no_disparity(shallow, tmp_path):
 def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_noise_and_level(tmp_path, monkeypatch):
     seen, noised, backward = [], script.noised, script.backward
     monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), noised(x, noise, t))[1])
-    monkeypatch.setattr(
-        script, "backward", lambda run, loss, rows, *more: (batches.append(rows), backward(run, loss, rows, *more))
-    )
+    monkeypatch.setattr(script, "backward", lambda run, loss, rows: (batches.append(rows), backward(run, loss, rows)))
     batches, how = [], dict(sample__batch_size=8, sample__num_steps=8, train__timestep_fraction=0.5)
     train(f"{NAME},dgpo", tmp_path, eval_freq=0, num_epochs=1, **how)
     assert [len(rows.row_ids) for rows in batches] == [8] * 4

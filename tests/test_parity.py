@@ -10,7 +10,7 @@ import pytest
 import torch
 from small import MODELS, config_of, lines_of, train
 
-from flow_grpo.algorithms.ratio_statistics import Disagreement, FirstRatios, ParityError, exceeded, record
+from flow_grpo.algorithms.ratio_statistics import ParityError, exceeded, record
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
 from flow_grpo.run import sampling
@@ -189,33 +189,38 @@ def one_rank(sums, maxima):
     return sums, maxima
 
 
-def test_first_ratios_are_summed_up_in_clip_ranges_and_the_largest_names_its_denoising_step():
-    ratios = FirstRatios(4, "cpu")
-    ratios.add(torch.tensor([0, 0, 2, 2]), torch.tensor([0.0, -0.1, 0.0, 0.0]), clip_range=0.01)
-    ratios.add(torch.tensor([0]), torch.zeros(1), clip_range=0.01)
-    assert ratios.pop(one_rank, clip_range=0.01) == pytest.approx((10, 2, 1 / 5, 0))
-    assert ratios.pop(one_rank, clip_range=0.01) is None
-    ratios.add(torch.tensor([1]), torch.tensor([0.02]), clip_range=0.01)
-    assert ratios.pop(one_rank, clip_range=0.01) == pytest.approx((2, 2, 1, 1))
-    ratios.add(torch.tensor([1]), torch.tensor([0.02]), clip_range=0.0)
-    assert ratios.pop(one_rank, clip_range=0.0) is None
-
-
 @pytest.mark.parametrize(
-    ("found", "limit", "count"),
+    ("gaps", "limit", "beyond"),  # in clip ranges
     [
-        ((1.0, 0.1, 0.01), 1.0, 0),
-        ((1.1, 0.2, 0.02), 1.0, 3),
-        ((0.9, 0.2, 0.0), 1.0, 1),
-        ((0.9, 0.0, 0.02), 1.0, 1),
-        ((1.1, 0.2, 0.02), 2.0, 0),
-        ((1.1, 0.2, 0.02), 0.0, 0),
-        ((math.nan, math.nan, 0.0), 1.0, 0),
+        ([1.0, *[0.0] * 99], 1.0, []),
+        ([1.1, *[0.0] * 99], 1.0, ["at most"]),
+        ([1.1, 1.1, *[0.0] * 98], 1.0, ["at most", "of all rows"]),
+        ([0.2] * 100, 1.0, ["on average"]),
+        (
+            [1.1, -1.1, *[0.2] * 98],
+            1.0,
+            ["1.1 clip ranges at most", "0.218 clip ranges on average", "0.02 of all rows"],
+        ),
+        ([1.1, *[0.0] * 99], 2.0, []),
+        ([9.0], 0.0, []),
+        ([math.nan, 0.0], 1.0, []),
     ],
-    ids=["at it", "beyond all", "the mean", "clipped", "twice as large", "no limit", "another error names the row"],
+    ids=[
+        "at it",
+        "largest",
+        "clipped",
+        "mean",
+        "beyond all",
+        "twice as large",
+        "no limit",
+        "another error names the row",
+    ],
 )
-def test_limits_of_parity(found, limit, count):
-    assert len(exceeded(Disagreement(*found, step=0), limit)) == count
+def test_limits_of_parity(gaps, limit, beyond):
+    found = exceeded(torch.tensor(gaps) * 1e-4, 1e-4 * (1 + 1e-6), limit, one_rank)
+    assert len(found) == len(beyond)
+    assert all(words in sentence for words, sentence in zip(beyond, found))
+    assert exceeded(torch.tensor(gaps), 0.0, limit, one_rank) == []
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_a_rollout_that_the_update_disagrees_with_ends_the_run_before_the_step(
     name, disturb, epochs, shallow, tmp_path, monkeypatch
 ):
     disturb(monkeypatch)
-    with pytest.raises(ParityError):
+    with pytest.raises(ParityError, match=r"the largest is at denoising step \d of image \d+ \("):
         train(name, tmp_path, num_epochs=3, eval_freq=0, sample__num_prompts_per_epoch=2, **shallow)
     (folder,) = tmp_path.iterdir()
     assert len(lines_of(folder, "epoch")) == epochs

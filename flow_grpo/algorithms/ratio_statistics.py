@@ -18,16 +18,15 @@ class ParityError(RunFailed):
     """Rollout and update disagree before the first optimizer step of an epoch."""
 
 
-class Disagreement(NamedTuple):
-    """Of the rows of an epoch's first update, over all ranks, of the objective's log-ratios."""
+class FirstRatios(NamedTuple):
+    """Of a minibatch that was met before any update of its epoch."""
 
-    largest: float  # |log-ratio| in clip ranges
-    mean: float  # |log-ratio| in clip ranges
-    clipped: float  # share of rows
-    step: int  # denoising step of the largest
+    log_ratios: Tensor  # [R * J], which should be 0
+    row_ids: Tensor  # [R, 2] int64 on the CPU, as in Minibatch
+    timesteps: Tensor  # [R] f32
 
 
-# What of a Disagreement a run tolerates, as a fraction of config.train.parity_limit.
+# What a run tolerates of first log-ratios, as a fraction of config.train.parity_limit.
 TOLERATED = (1.0, "clip ranges at most"), (0.1, "clip ranges on average"), (0.01, "of all rows clipped")
 
 
@@ -56,39 +55,19 @@ def record(
         meter.add_max(**{"parity/log_prob_abs_diff_max": gap.abs()})
 
 
-class FirstRatios:
-    """The log-ratios of an epoch's rows that were met before any update, which should be 0."""
-
-    def __init__(self, num_steps: int, device):
-        self.sums = torch.zeros(3, dtype=torch.float64, device=device)  # rows, |log-ratio|, clipped
-        self.maxima = torch.zeros(num_steps, dtype=torch.float64, device=device)  # |log-ratio|, of each denoising step
-
-    @torch.no_grad()
-    def add(self, steps: Tensor, log_ratio: Tensor, clip_range: float) -> None:
-        """All [rows]; steps int64. No host sync."""
-        log_ratio = log_ratio.double()
-        clipped = (log_ratio.exp() - 1).abs() > clip_range
-        self.sums += torch.stack([torch.ones_like(log_ratio), log_ratio.abs(), clipped.double()]).sum(1)
-        self.maxima.scatter_reduce_(0, steps, log_ratio.abs(), "amax")
-
-    def pop(self, reduce: Callable, clip_range: float) -> Disagreement | None:
-        """What they amount to, and a new beginning; None without rows, or without a clip_range, its unit.
-        `reduce`: (sums, maxima) -> the same over all ranks."""
-        sums, maxima = (part.to("cpu", copy=True) for part in reduce(self.sums, self.maxima))
-        self.sums.zero_()
-        self.maxima.zero_()
-        rows, log_ratio, clipped = sums.tolist()
-        if not rows or not clip_range:
-            return None
-        largest, step = maxima.max(0)
-        return Disagreement(largest.item() / clip_range, log_ratio / rows / clip_range, clipped / rows, step.item())
-
-
-def exceeded(found: Disagreement, limit: float) -> list[str]:
-    """What of it is beyond config.train.parity_limit, or its fixed fraction of that; 0 = no limit. A NaN is no
-    disagreement: its row is named as not finite."""
+@torch.no_grad()
+def exceeded(log_ratios: Tensor, clip_range: float, limit: float, reduce: Callable) -> list[str]:
+    """What of first log-ratios [rows] is beyond config.train.parity_limit, or its fixed fraction of that; 0 = no limit,
+    as with a clip_range of 0, its unit. A NaN is no disagreement: its row is named as not finite. `reduce`: (sums,
+    maxima) -> the same over all ranks."""
+    if not (limit and clip_range):
+        return []
+    sizes, clipped = log_ratios.double().abs(), (log_ratios.double().exp() - 1).abs() > clip_range
+    sums, largest = reduce(torch.stack([torch.ones_like(sizes), sizes, clipped.double()]).sum(1), sizes.max()[None])
+    num_rows, total, num_clipped = sums.tolist()
+    found = largest.item() / clip_range, total / num_rows / clip_range, num_clipped / num_rows
     return [
         f"{value:.3g} {unit} (limit {limit * fraction:g})"
         for value, (fraction, unit) in zip(found, TOLERATED)
-        if limit and value > limit * fraction
+        if value > limit * fraction
     ]

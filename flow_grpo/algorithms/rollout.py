@@ -100,7 +100,6 @@ class TrainedRows(NamedTuple):
 
     loss: Tensor  # [R * J], weighted
     row_ids: Tensor  # [R, 2] int64 on the CPU, as in Minibatch
-    log_ratios: Tensor | None  # [R * J]; None where nothing has a ratio
 
     def row_id(self, outcome: Tensor) -> tuple[int, int]:
         """The global image and the trained step of an outcome, [] int64 below R * J."""

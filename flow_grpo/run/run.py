@@ -56,7 +56,6 @@ class Run:
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable[[Prompt], Condition]  # of one prompt, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
-    first_ratios: FirstRatios  # of this epoch  <- record_ratios, optimizer_step
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume
@@ -64,6 +63,7 @@ class Run:
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
+    first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, optimizer_step
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
-from flow_grpo.algorithms.ratio_statistics import FirstRatios
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -141,7 +140,6 @@ def _load(
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
-        first_ratios=FirstRatios(config.sample.num_steps, ranks.device),
     )
 
 

@@ -96,20 +96,17 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
     ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
     if run.on_policy:
-        number = (rows.timesteps[:, None] - run.scheduler.timesteps).abs().argmin(1)
-        run.first_ratios.add(number.repeat_interleave(run.plan.num_branches), log_ratio, clip_range)
+        run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), rows.row_ids, rows.timesteps))
 
 
-def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs, log_ratios: Tensor | None = None) -> None:
+def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     """Add the gradient of a minibatch's part of the update's mean loss.
 
     Args:
         loss: [R * J], not yet multiplied by rows.loss_weight, which is 0 for what is masked or filtered.
-        log_ratios: [R * J], by which a ParityError names the row.
     """
     loss = loss * rows.loss_weight
-    log_ratios = None if log_ratios is None else log_ratios.detach()
-    run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids, log_ratios))
+    run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids))
     (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss)
 
@@ -159,20 +156,23 @@ def learning_rate(run: Run) -> float:
 def _check_parity(run: Run) -> None:
     """Where the first ratios of the epoch are further from 1 than train.parity_limit, all ranks end the run by a
     ParityError, with the epochs before this one saved: nothing after it would be training."""
-    train = run.config.train
-    gap = run.first_ratios.pop(distributed.over_ranks, train.clip_range)
-    problems = ratio_statistics.exceeded(gap, train.parity_limit) if gap else []
+    train, parts = run.config.train, run.first_ratios
+    if not parts:
+        return
+    run.first_ratios = []
+    log_ratios, row_ids, timesteps = map(torch.cat, zip(*parts))
+    problems = ratio_statistics.exceeded(log_ratios, train.clip_range, train.parity_limit, distributed.over_ranks)
     if not problems:
         return
-    worst = [(part.log_ratios.abs().max().item(), part) for part in run.trained_rows]
-    size, part = max(worst, key=lambda pair: pair[0])
-    image, _ = part.row_id(part.log_ratios.abs().argmax())
-    _, image = max(distributed.gather_objects([(size, image)]))
+    size, worst = log_ratios.abs().max(0)
+    row = worst.item() // run.plan.num_branches
+    step = (timesteps[row] - run.scheduler.timesteps).abs().argmin().item()
+    _, image, step = max(distributed.gather_objects([(size.item(), row_ids[row, 0].item(), step)]))
     if run.epoch > run.saved_epoch:
         save.save(run)
     raise ratio_statistics.ParityError(
         f"epoch {run.epoch + 1}: the update disagrees with the rollout before the first optimizer step. Log-ratios are "
-        f"{', '.join(problems)}; the largest is at denoising step {gap.step} of {_image_name(run, image)}. "
+        f"{', '.join(problems)}; the largest is at denoising step {step} of {_image_name(run, image)}. "
         f"tools/check_parity.py names the cause; docs/design/parity.md has the ways out. This was found in update "
         f"{run.step + 1}{save.state_after_failure(run)}"
     )
