@@ -17,13 +17,18 @@ NAME = "shapes_qwenimage_nft"
 PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published
 
 
-@pytest.fixture(params=[4, 0], ids=["LoRA", "full weights"])
-def started(request, tmp_path):
-    """A run before its first epoch."""
-    config = config_of(NAME, tmp_path, lora__rank=request.param, **PLAIN)
-    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
-    yield run
-    run.board.finish()
+@pytest.fixture
+def start(tmp_path):
+    """(name, settings) -> a run before its first epoch."""
+    runs = []
+
+    def start(name=NAME, **how):
+        runs.append(startup.start(config_of(name, tmp_path, **how), checks.NFT, extra_policies=(script.OLD,)))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.board.finish()
 
 
 def rollout(run):
@@ -35,8 +40,9 @@ def velocity(run, rows):
     return run.velocity(rows.x_0, rows.timesteps, rows.condition)
 
 
-def test_the_old_policy_samples_whatever_the_trained_one_has_become_and_only_that_has_gradients(started):
-    run = started
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
+def test_the_old_policy_samples_whatever_the_trained_one_has_become_and_only_that_has_gradients(rank, start):
+    run = start(lora__rank=rank, **PLAIN)
     images = rollout(run)
     rows = images.take(torch.arange(4), 4)
     old, reference = script.frozen_velocities(run, rows, rows.x_0)
@@ -58,13 +64,11 @@ def test_the_old_policy_samples_whatever_the_trained_one_has_become_and_only_tha
 
 
 def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_alike_where_they_share_noise(
-    tmp_path, monkeypatch
+    start, monkeypatch
 ):
-    seen = []
-    plain = script.noised
-    monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), plain(x, noise, t))[1])
-    config = config_of(NAME, tmp_path, train__shared_noise=True)
-    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
+    seen, plain = [], script.noised
+    monkeypatch.setattr(script, "noised", lambda x, noise, t: seen.append(noise) or plain(x, noise, t))
+    run = start(train__shared_noise=True)
     images = rollout(run)
     assert images.timesteps.shape == (len(images.image_numbers), run.plan.num_trained_steps)
     assert set(images.timesteps.flatten().tolist()) <= set(run.scheduler.timesteps[:-1].tolist())
@@ -74,15 +78,14 @@ def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_a
         assert len(images.timesteps[groups == group].unique(dim=0)) == 1
     images.advantages = images.loss_weight = torch.ones(len(images.image_numbers))
     script.add_gradients(run, images.take(torch.arange(2, 8) * images.num_steps, 6))  # 2 of one group, 4 of the next
-    ((noise, _),) = seen
+    (noise,) = seen
     assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
-    run.board.finish()
 
 
-def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(tmp_path, monkeypatch):
+def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(start, monkeypatch):
     seen, plain, logged = [], losses.own_flow_matching_loss, []
-    monkeypatch.setattr(losses, "own_flow_matching_loss", lambda *args: (seen.append(plain(*args)), seen[-1])[1])
-    run = startup.start(config_of(f"{NAME},awm", tmp_path), checks.NFT, extra_policies=(script.OLD,))
+    monkeypatch.setattr(losses, "own_flow_matching_loss", lambda *args: seen.append(plain(*args)) or seen[-1])
+    run = start(f"{NAME},awm")
     rows = rollout(run)
     rows.advantages = rows.loss_weight = torch.ones(len(rows.image_numbers))
     for run.config.train.flow_matching_weight in (0.0, 0.5):
@@ -90,12 +93,10 @@ def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(tmp
         logged.append(run.meter.pop(lambda sums, maxima: (sums, maxima))["loss"])
     (own,) = seen
     assert logged[1] - logged[0] == pytest.approx(2.5 * own.mean().item(), rel=1e-4)
-    run.board.finish()
 
 
-def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_were_decoded(tmp_path):
-    config = config_of(NAME, tmp_path, train__diversity_weight=0.7, vae_batch_size=4)
-    run = startup.start(config, checks.NFT, extra_policies=(script.OLD,))
+def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_were_decoded(start):
+    run = start(train__diversity_weight=0.7, vae_batch_size=4)
     images, submitted = script.rollout(run, 0)
     assert len(submitted) > 1
     found, _ = rewards.advantages(run, all_scores := rewards.wait(run, 0, submitted[::-1]))
@@ -104,7 +105,6 @@ def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_w
     expected = group_advantages(all_scores.scores["avg"] + 0.7 * distance, groups, global_std=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert (found - group_advantages(all_scores.scores["avg"], groups, global_std=True)).abs().max() > 0.1
-    run.board.finish()
 
 
 @pytest.mark.parametrize("name", ["awm", "dgpo", "elbo"])
@@ -124,20 +124,17 @@ def test_an_old_policy_that_lags_behind_is_no_disparity(shallow, tmp_path):
     assert not any("parity" in name for line in updates for name in line)
 
 
-def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_noise_and_level(tmp_path, monkeypatch):
-    seen, noised, backward = [], script.noised, script.backward
-    monkeypatch.setattr(script, "noised", lambda x, noise, t: (seen.append((noise, t)), noised(x, noise, t))[1])
-    monkeypatch.setattr(script, "backward", lambda run, loss, rows: (batches.append(rows), backward(run, loss, rows)))
-    batches, how = [], dict(sample__batch_size=8, sample__num_steps=8, train__timestep_fraction=0.5)
-    train(f"{NAME},dgpo", tmp_path, eval_freq=0, num_epochs=1, **how)
-    assert [len(rows.row_ids) for rows in batches] == [8] * 4
-    for rows, (noise, timesteps) in zip(batches, seen, strict=True):
-        for group in (slice(0, 4), slice(4, 8)):
-            images, steps = rows.row_ids[group].T
-            assert (images - images[0]).tolist() == [0, 1, 2, 3]
-            assert images[0] % 4 == 0
-            assert [len(values.unique(dim=0)) for values in (steps, timesteps[group], noise[group])] == [1, 1, 1]
-    assert len({tuple(row) for rows in batches for row in rows.row_ids.tolist()}) == 32
+def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_step(tmp_path, monkeypatch):
+    """Which share noise and level, as all images of a group do: above."""
+    batches, plain = [], script.backward
+    monkeypatch.setattr(script, "backward", lambda *args: batches.append(args[2].row_ids) or plain(*args))
+    how = dict(sample__batch_size=8, sample__num_steps=8, train__timestep_fraction=0.5, eval_freq=0, num_epochs=1)
+    train(f"{NAME},dgpo", tmp_path, **how)
+    groups = torch.stack(batches).view(4 * 2, 4, 2)  # [group, image in it, (image, step)]
+    first = groups[:, :1]
+    assert torch.equal(groups - first, torch.tensor([[0, 0], [1, 0], [2, 0], [3, 0]]).expand(8, 4, 2))
+    assert not (first[..., 0] % 4).any()
+    assert len(groups.flatten(0, 1).unique(dim=0)) == 32
 
 
 @pytest.mark.parametrize(("kind", "schedule"), [("nft", 1), ("nft, full weights", 0.25)])

@@ -147,22 +147,6 @@ def test_where_a_rollout_and_the_update_part_and_why_is_named(
     assert (before["first"], before["cause"]) == (changed["first"], cause) or not (always or before["cause"])
 
 
-def test_a_merged_adapter_cannot_outlive_an_update():
-    """Neither by an optimizer's step nor by a swap of weights."""
-    transformer = QWEN.PIPELINE.from_pretrained("flow_grpo/assets/tiny_qwenimage").transformer
-    policies.attach(transformer, config_of("shapes_qwenimage").lora, QWEN.LORA_TARGETS)
-    adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
-    optimizer = torch.optim.AdamW(adapter, lr=1e-3)
-    merged = policies.MergedWeights(transformer).applied
-    with merged():
-        pass
-    for p in adapter:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="merge it again after an update"), merged():
-        pass
-
-
 def test_the_statistics_of_a_ratio_are_their_closed_forms():
     meter, ratio = Meter(), torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
     record(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
