@@ -63,7 +63,6 @@ class Dashboard:
         self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
-        self.since_epoch = []  # records logged after the last one of kind "epoch"
         self.trackers = []
         self._open(name)
 
@@ -101,7 +100,6 @@ class Dashboard:
             say(f"{self.run_dir} has no metrics.jsonl: curves, health and the figures before training begin anew")
         stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
         records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
-        self.since_epoch = [line for line in records if line["epoch"] == epoch]
         text = "".join(json.dumps(plain(record)) + "\n" for record in records)
         folders.write_text(self.run_dir / "metrics.jsonl", text)
         for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
@@ -127,7 +125,6 @@ class Dashboard:
             tracker.log(record, self.lines)
         self.lines += 1
         self.latest |= record
-        self.since_epoch = [] if kind == "epoch" else [*self.since_epoch, {"kind": kind, **record}]
         if kind != "update":
             say(self._summary(kind, epoch, values, seconds_left))
 

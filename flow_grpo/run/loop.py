@@ -38,8 +38,9 @@ def log_epoch(run: Run, epoch: int) -> None:
 
 def watch(run: Run, epoch: int) -> None:
     """Judge the epoch; where a sign of health exceeds its limit, do what health.action says."""
-    verdict = distributed.broadcast_object(_judge(run, epoch) if distributed.is_main() else None)
-    action = run.config.health.action
+    limits, action = run.config.health, run.config.health.action
+    verdict = health.judge(history(run, epoch), limits) if distributed.is_main() else None
+    verdict = distributed.broadcast_object(verdict)
     done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
     if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
@@ -56,21 +57,12 @@ def _tell(run: Run, text: str) -> None:
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name}: {text}"))
 
 
-def resume_history(run: Run) -> None:
-    """Take up the history of metrics.jsonl, without figures that later ones cannot be compared with."""
-    lines = [line for line in run.board.history() if line["epoch"] < run.epoch]  # [] on other ranks than the main one
+def history(run: Run, epoch: int) -> list[health.Epoch]:
+    """The epochs up to this one, whose own line is not written yet, without figures that cannot be compared with it."""
+    lines = [*run.board.history(), {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}]
     lines = [line for line in lines if line["kind"] != "eval" or line["epoch"] >= run.evaluations_since]
-    history = health.by_epoch(lines, run.config)
-    run.history = [e._replace(reward=None) if e.number < run.inputs.rewards_since else e for e in history]
-
-
-def _judge(run: Run, epoch: int) -> health.Verdict:
-    """On the main rank: enter the epoch into the history, and judge it."""
-    line = {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}
-    run.history.append(health.summarize([*run.board.since_epoch, line], run.config))
-    verdict = health.judge(run.history, run.config.health)
-    run.history[-1] = run.history[-1]._replace(acted=verdict.act)
-    return verdict
+    epochs = health.by_epoch(lines, run.config)
+    return [e._replace(reward=None) if e.number < run.inputs.rewards_since else e for e in epochs]
 
 
 def _lower_learning_rate(run: Run) -> str:

@@ -12,7 +12,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import dashboard
 from flow_grpo.monitoring.plots import read_metrics
-from flow_grpo.run import fingerprint, loop
+from flow_grpo.run import fingerprint
 from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
@@ -238,7 +238,6 @@ def resume(run: Run, place: Place) -> None:
         run.board.say(notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)
-    loop.resume_history(run)
     if place.parent:
         save(run)  # so that from now on the branch resumes without its parent
 

@@ -66,7 +66,6 @@ class Run:
     first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, optimizer_step
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
-    history: list[health.Epoch] = field(default_factory=list)  # of all epochs, on the main rank  <- resume, _judge
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
     learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume
     num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
