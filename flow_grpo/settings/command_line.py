@@ -1,8 +1,6 @@
-"""The command line of every script: --config FILE:NAME,VARIANT and --config.KEY=VALUE, and errors as sentences."""
+"""The command line of every script, answered before torch is imported, and errors as sentences."""
 
 import argparse
-import ast
-import difflib
 import os
 import re
 import signal
@@ -14,18 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.settings import answers, checks, config_files, older, table
+from flow_grpo.settings import answers, checks
+from flow_grpo.settings.overrides import config_of, split, world_size
 
 LONGEST = 2000  # characters of a sentence
-ALIKE = 0.8  # least similarity of the name of a setting that is offered for one that there is not
-FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
 AFTER_TORCHRUN = """for _ in $(seq 300); do kill -0 "$1" 2> /dev/null || break; sleep 0.1; done; printf %s "$2" >&2"""
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
@@ -43,15 +39,14 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     words = sys.argv[1:] if arguments is None else list(arguments)
     with sentences():
         _check_checkout()
-        file, others = _split(words, default)
+        file, others = split(words, default)
         if answer := answers.to(others, file, default):
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
-            lines = answers.replaced(file, config) + (
-                [answers.changed_settings(file, config)] if config.dry_run else []
-            )
+            lines = answers.replaced(file, config)
+            lines += [answers.changed_settings(file, config)] if config.dry_run else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
@@ -93,7 +88,7 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
         checks.check(config, script)
         served = [name for name, args in config.reward.args.items() if "url" in args]
         rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
-        script.plan(config, config.dry_run or _world_size())
+        script.plan(config, config.dry_run or world_size())
         _check_places(config, script.reads_dataset(config))
     except UserError as error:
         raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
@@ -208,104 +203,3 @@ def _is_of_another_rank(error: BaseException) -> bool:
     """Whether a rank that this one waited for has ended, as gloo says it."""
     ended = re.search("[Cc]onnection (closed|reset) by peer", str(error))
     return "RANK" in os.environ and isinstance(error, RuntimeError) and bool(ended)
-
-
-def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
-    """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
-    nearest), a value of another type."""
-    file, others = _split(arguments, default)
-    keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
-    for key in keys:
-        if key in older.ANSWERS:
-            raise UserError(f"config.{key} {older.ANSWERS[key]}")
-    config = config_files.load(file)
-    _add_rewards(config, others)
-    _refuse_unknown(config, keys)
-    _override(config, others)
-    return config
-
-
-def _split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """The config file that a command line names, and its other words, of which --dry_run is spelt out."""
-    file, others = default, []
-    words = iter(arguments)
-    for word in words:
-        if re.fullmatch("--?config", word):
-            file = next(words, "")
-        elif re.match("--?config=", word):
-            file = word.partition("=")[2]
-        elif match := re.fullmatch(r"--?dry_run(?:=(.*))?", word):
-            others.append(f"--config.dry_run={match[1] or _world_size()}")
-        else:
-            others.append(word)
-    return file, others
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
-    """Make room for rewards that the config file does not know: those of one's own, of a server, and their options."""
-    for word, following in zip(words, [*words[1:], ""]):
-        match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
-        if match:
-            name, of, option, value = match.groups()
-            with config.unlocked():
-                if name:
-                    _add(config.reward_fn, name, 0.0)
-                else:
-                    _add(config.reward.args, of, ConfigDict())
-                    _add(config.reward.args[of], option, _literal(following if value is None else value))
-
-
-def _add(config: ConfigDict, key: str, value: Any) -> None:
-    if key not in config:
-        config[key] = value
-
-
-def _literal(text: str) -> bool | int | float | str:
-    """A value of the type that an option's value on the command line has: 0.5 is a number, /models/clip is none."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, bool | int | float) else text
-
-
-def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
-    for key in keys:
-        try:
-            table.value_of(config, key)
-        except (KeyError, TypeError) as error:
-            near = " or ".join(f"config.{name}" for name in _nearest(key, [*table.flat(config)]))
-            section = key.partition(".")[0] if key.partition(".")[0] in answers.SECTIONS else "config"
-            advice = f"nearest: {near}" if near else f"--help {section} lists all of its section"
-            advice = "a config file of your own has to set it first" if key.startswith("custom.") else advice
-            raise UserError(f"there is no setting config.{key}; {advice}") from error
-
-
-def _nearest(key: str, names: Sequence[str]) -> list[str]:
-    """The settings, of its own section if possible, whose last part is most like that of `key`; none where that is only
-    loosely alike, since another setting would make another experiment of it."""
-    section, _, word = key.rpartition(".")
-    shares = {name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() for name in names}
-    best = [name for name, share in shares.items() if share == max(shares.values()) >= ALIKE]
-    return [name for name in best if name.rpartition(".")[0] == section] or best
-
-
-def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
-    """Put values of --config.KEY=VALUE into a config, each of its setting's type."""
-    values, line = flags.FlagValues(), [sys.argv[0], *arguments]
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
-        _, *words = values(line)
-    except flags.UnrecognizedFlagError as error:
-        raise UserError(f"--{error.flagname} means nothing: {FORMS}") from error
-    except (flags.Error, TypeError) as error:
-        key, value = [*re.findall(r"^flag --config\.([\w.]+)=(.*?): ", str(error)), ("", "")][0]
-        if key in table.BY_KEY:
-            table.BY_KEY[key].check(value, key)
-        raise UserError(str(error)) from error
-    if words:
-        raise UserError(f"{words[0]!r} on the command line means nothing: {FORMS}")
