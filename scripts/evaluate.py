@@ -95,6 +95,7 @@ from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.monitoring import recorded
 from flow_grpo.monitoring.dashboard import plain
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
@@ -161,8 +162,7 @@ def rows_of(candidate, model, pool, args, split, seeds):
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
     velocity = partial(policies.predict, model, config.precision)
-    silent = not distributed.is_main()
-    bar = lambda iterable, text: tqdm(iterable, text, leave=False, disable=silent or None)  # noqa: E731
+    bar = partial(tqdm, leave=False, disable=None if distributed.is_main() else True)
     sampler = evaluation.Sampler(
         model=model,
         velocity=velocity,
@@ -231,18 +231,13 @@ def cell(text):
 
 def over_seeds(rows, compared, by):
     """Mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are none."""
-    groups = {}
-    for row, candidate in zip(rows, compared) if len(rows) == len(compared) else ():
-        if policies_to_compare.is_run(Path(candidate.name)):
-            key = json.dumps(policies_to_compare.without_seed(Path(candidate.name)), sort_keys=True)
-            groups.setdefault(key, []).append(row)
+    row_of = {c.name: row for c, row in zip(compared, rows)} if len(rows) == len(compared) else {}
+    runs = [recorded.read(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
     lines = []
-    for group in (group for group in groups.values() if len(group) > 1):
-        means = torch.tensor([row["all"][by].mean for row in group], dtype=torch.float64)
-        estimate = estimates.Estimate(means.mean().item(), (means.std() / len(means) ** 0.5).item(), len(means))
-        lines.append(
-            f"{by} of {', '.join(row['policy'] for row in group)}, which differ in the seed: {shown(estimate)}"
-        )
+    for group in recorded.differing_in_seed(runs):
+        names = [run.label for run in group]
+        means = torch.tensor([row_of[name]["all"][by].mean for name in names], dtype=torch.float64)
+        lines.append(f"{by} of {', '.join(names)}, which differ in the seed: {shown(estimates.over_prompts(means))}")
     return "\n\n".join(["", *lines]) + "\n" if lines else ""
 
 

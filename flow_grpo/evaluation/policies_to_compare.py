@@ -46,12 +46,6 @@ def run_config(folder: Path) -> ConfigDict:
     return config
 
 
-def without_seed(folder: Path) -> dict:
-    """A run's stored settings but for its seed and its names."""
-    stored = folders.read_json(folder / "config.json")
-    return {key: value for key, value in stored.items() if key not in ("seed", "name", "run_name", "resume_from")}
-
-
 def find(name: str, config: ConfigDict, weights: str) -> Candidate:
     """What a folder or hub id is.
 

@@ -20,7 +20,7 @@ from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, with_error
 from flow_grpo.checkpoints import best
-from flow_grpo.monitoring import provenance, report
+from flow_grpo.monitoring import provenance, recorded
 from flow_grpo.settings import table
 from flow_grpo.weights import lora_files
 
@@ -34,7 +34,7 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
     Args:
         place: where a card's commands load them from.
     """
-    run, notices = report.read(run_folder, run_folder.resolve().name), []
+    run, notices = recorded.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
             if run.config.lora.rank:
@@ -90,7 +90,7 @@ def link_pipeline(folder: Path, model: str) -> None:
     shutil.copy(base / "model_index.json", folder)
 
 
-def write_card(run: report.Recorded, folder: Path, place: str) -> None:
+def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
     """Write README.md, with the pictures that it shows beside it."""
     for name in PICTURES:
         if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
@@ -132,7 +132,7 @@ def algorithm(config: ConfigDict) -> str:
     return (loss.card if loss else config.train[key]) + branches
 
 
-def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, str]]:
+def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str, str]]:
     """Name, figure before training, figure of these weights; on the test prompts."""
     tests = run.lines("test")
     first = next((record for record in tests if record["epoch"] == 0), {})
@@ -149,13 +149,13 @@ def before_and_after(run: report.Recorded, prefix: str) -> list[tuple[str, str, 
     return rows
 
 
-def num_tested(run: report.Recorded) -> str:
+def num_tested(run: recorded.Recorded) -> str:
     """How many test prompts the run was evaluated on; the most there can be where it is older than run.json."""
     counts = [start["num_tested"] for start in provenance.starts(run.folder) if "num_tested" in start]
     return str(counts[-1]) if counts else f"at most {run.config.eval.num_prompts}"
 
 
-def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
+def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:
     """What was trained, on what, for how long."""
     config, lines = run.config, run.lines("epoch")
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
@@ -175,7 +175,7 @@ def facts(run: report.Recorded, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _branch(run: report.Recorded) -> list[tuple[str, str]]:
+def _branch(run: recorded.Recorded) -> list[tuple[str, str]]:
     """How a branch's first epochs differ from what its settings say, in settings that a card may show."""
     if not (run.folder / folders.PARENT).is_file():
         return []
@@ -185,7 +185,7 @@ def _branch(run: report.Recorded) -> list[tuple[str, str]]:
     return [("branch", f"the first {parent['epoch']} epochs are those of {Path(parent['folder']).name}{of_parent}")]
 
 
-def _made_by(run: report.Recorded) -> list[tuple[str, str]]:
+def _made_by(run: recorded.Recorded) -> list[tuple[str, str]]:
     """Commit, versions, kind of GPU and duration of what made it, and no more of run.json."""
     starts = provenance.starts(run.folder)
     if not starts:
@@ -199,10 +199,10 @@ def _made_by(run: report.Recorded) -> list[tuple[str, str]]:
     ]
 
 
-def public_settings(run: report.Recorded) -> list[tuple[str, str]]:
+def public_settings(run: recorded.Recorded) -> list[tuple[str, str]]:
     """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
     be a path, an address or a secret, and so may all that a config file of a user's own adds."""
-    rows = [(key, value) for key, _, value in report.changed_settings([run]).rows if value]
+    rows = [(key, value) for key, _, value in recorded.changed_settings([run]).rows if value]
     return [(key, value) for key, value in rows if _is_public(key)]
 
 
@@ -210,7 +210,7 @@ def _is_public(key: str) -> bool:
     return key in table.BY_KEY and not table.BY_KEY[key].is_any_text
 
 
-def front_matter(run: report.Recorded) -> str:
+def front_matter(run: recorded.Recorded) -> str:
     """The card's data for the hub, as YAML."""
     tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{run.config.algorithm}"]
     return ModelCardData(
