@@ -1,4 +1,4 @@
-"""Prompt embeddings from a disk are those of the text encoders, bit for bit, and a second run needs no encoder."""
+"""Prompt embeddings are whole, keep all of their fields, and from a disk are the text encoders' bit for bit."""
 
 import os
 import shutil
@@ -14,11 +14,41 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from flow_grpo.base import folders
 from flow_grpo.data.embedding_cache import Cache, remembered
+from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
 TINY, CPU = "flow_grpo/assets/tiny_qwenimage", torch.device("cpu")
 TEXTS = "a photo of a red circle", "two blue squares"
 PROMPTS = as_prompts(TEXTS)
+
+
+def test_every_field_of_a_condition_is_taken_joined_and_repeated():
+    """So that a new one cannot be forgotten."""
+    rows = {name: torch.arange(3.0).view(3, 1, 1).expand(3, 4, 2) for name in TENSORS if name != "mask"}
+    negative = Condition(**{name: -values for name, values in rows.items()})
+    whole = Condition(**rows, mask=torch.ones(3, 4).bool(), negative=negative)
+    again = Condition.concat([whole.take(slice(0, 2)), whole.take(torch.tensor([2]))])
+    repeated = whole.take(slice(1, 2)).take(torch.zeros(5, dtype=torch.long))
+    assert set(whole.tensors()) == set(TENSORS)
+    for name, values in whole.tensors().items():
+        assert torch.equal(getattr(again, name), values)
+        assert torch.equal(getattr(repeated, name), values[1:2].expand_as(getattr(repeated, name)))
+        assert len(getattr(repeated, name)) == 5
+    assert again.negative.equals(whole.negative)
+    assert torch.equal(repeated.negative.text_embeds, -repeated.text_embeds)
+    wider = whole.padded(6)
+    assert wider.trimmed(2).text_embeds.shape == whole.text_embeds.shape
+    assert torch.equal(wider.pooled, whole.pooled)
+    assert wider.mask.sum() == 12
+
+
+@pytest.mark.parametrize("width", [None, 2048])
+def test_a_prompt_that_the_pipeline_would_cut_is_refused(width):
+    """Whatever is asked for: two prompts that differ at their ends would have one embedding."""
+    model, fits = loaded("qwenimage"), "red " * 1017 + "circle"
+    assert model.encode(as_prompts([fits]), width=width, guided=False).text_embeds.shape[1] == (width or 1024)
+    with pytest.raises(ValueError, match="more tokens than the 1024 that its pipeline reads; the longest has 1025"):
+        model.encode(as_prompts([f"{fits} red"]), width=width, guided=False)
 
 
 def assert_same(ours, theirs):

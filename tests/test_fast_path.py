@@ -2,6 +2,7 @@
 adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
+import copy
 import json
 import os
 from functools import partial
@@ -21,6 +22,7 @@ from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, prepare_e
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
+from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.weights import policies
 
 QWEN, SIZE = MODELS["qwenimage"], Size(64, 64)
@@ -77,11 +79,24 @@ def test_a_decoder_looks_at_the_one_slice_of_its_kernels_that_meets_a_picture():
     assert torch.equal(model.decode(latents, SIZE), expected)
 
 
-def test_text_is_cut_to_a_multiple_that_holds_its_longest_row():
+@torch.no_grad()
+def test_convolutions_in_2d_decode_the_same_picture():
+    """In float64 two kernels of one sum differ by 1e-15 of it; 1e-9 leaves room for what the layers make of that."""
+    plain = loaded("qwenimage", torch_dtype=torch.float64).pipeline.vae
+    vae = copy.deepcopy(plain)
+    convolve_in_2d(vae)
+    z = torch.randn(2, plain.config.z_dim, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    clip = torch.cat([z, z.flip(0)], dim=2)
+    for latents in (z, clip):
+        torch.testing.assert_close(vae.decode(latents).sample, plain.decode(latents).sample, rtol=0, atol=1e-9)
+
+
+def test_text_is_padded_with_zeros_and_cut_to_a_multiple_that_holds_its_longest_row():
     model = loaded("qwenimage")
     condition = model.encode(as_prompts(PROMPTS), width=20, guided=False)
     lengths = condition.mask.sum(1)
     assert 4 < lengths.max() <= 16
+    assert torch.equal(condition.text_embeds.any(-1), condition.mask)
     cut = condition.trimmed(4)
     assert cut.num_tokens == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
     assert torch.equal(cut.mask.sum(1), lengths)

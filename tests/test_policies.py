@@ -62,6 +62,14 @@ def test_a_fresh_adapter_is_the_base_and_alone_is_trained_but_with_rank_0_everyt
     assert all(trained == ("lora_" in name or rank == 0) for name, trained in flags(transformer).items())
 
 
+def test_a_blocks_twelve_linear_layers_are_adapted():
+    transformer, adapter = (pipeline_with(lora(rank)).transformer for rank in (0, 4))
+    linears = {name for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear)}
+    adapted = {name for name, layer in adapter.named_modules() if hasattr(layer, "lora_A")}
+    assert adapted == {name for name in linears if name.startswith("transformer_blocks.") and "_mod." not in name}
+    assert len(adapted) == 12 * len(transformer.transformer_blocks)
+
+
 @pytest.mark.parametrize(("fp8", "bound"), [(False, 1e-5), (True, 0.1)])
 def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp8, bound, base):
     transformer = pipeline_with(lora()).transformer

@@ -2,18 +2,21 @@
 
 import functools
 import itertools
+import shutil
 
 import pytest
 import torch
 from refused import assert_refused
-from small import MODELS, as_prompts, generators, loaded
+from small import MODELS, ROOT, as_prompts, generators, loaded
 
+from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
 from flow_grpo.diffusers_patch.sampling_params import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
 from flow_grpo.diffusers_patch.size import Size
 
 PROMPTS = ["a photo of a red circle", "two blue squares"]
 SIDES = dict(height=64, width=96)
+TINY = ROOT / "flow_grpo/assets/tiny_qwenimage"
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,17 @@ def test_guidance_needs_a_negative(model):
 def test_a_pipeline_of_another_class_is_named(model):
     with pytest.raises(ValueError, match="the pipeline is a SimplePipeline; there are QwenImagePipeline"):
         window(type("Loaded", (), {"pipeline": type("SimplePipeline", (), {})()}))
+
+
+def test_a_folders_pipeline_says_which_model_it_is(tmp_path):
+    assert model_classes.of_folder(str(TINY)) is MODELS["qwenimage"]
+    with pytest.raises(ValueError, match="no diffusers folder"):
+        model_classes.of_folder(str(tmp_path))
+    shutil.copy(TINY / "model_index.json", tmp_path)
+    index = tmp_path / "model_index.json"
+    index.write_text(index.read_text().replace('"QwenImagePipeline"', '"WanPipeline"'))
+    with pytest.raises(ValueError, match="holds a WanPipeline; there are QwenImagePipeline, "):
+        model_classes.of_folder(str(tmp_path))
 
 
 @pytest.mark.parametrize(("entry", "shape"), [(window, (2,)), (branches, (2, 2, 2))], ids=["window", "branches"])
