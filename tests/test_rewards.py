@@ -172,19 +172,6 @@ def test_options_that_are_no_plain_types_are_not_checked(write):
     rewards.check_options("misused", {"anything": 3, "number": 3})
 
 
-def test_a_reward_gets_each_images_own_prompt_with_branches_too(shallow, tmp_path):
-    def reads(images, prompts, metadata):
-        seen.append(set(prompts))
-        assert prompts == [row["prompt"] for row in metadata]
-        return images.mean((1, 2, 3))
-
-    seen = []
-    rewards.register("reads", reads)
-    how = dict(model=shallow["model"], reward_fn={"reads": 1.0}, num_epochs=1, eval_freq=0)
-    train(BRANCHES, tmp_path, sample__num_images_per_prompt=2, sample__batch_size=4, **how)
-    assert {len(prompts) for prompts in seen[1:]} == {2}  # to a batch; the first is of the grey image
-
-
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):
     how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
     folder = train(WINDOW, tmp_path, reward_fn={"jpeg_compressibility": 2.0}, eval__rewards=("shapes",), **how)
