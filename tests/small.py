@@ -111,9 +111,9 @@ def command_of(name, output_dir, **overrides):
     return [script, f"--config={file_of(name)}:{name},smoke", *flags]
 
 
-def loaded(name, **parts):
+def loaded(name, folder="", **parts):
     """A tiny model with its weights, on the CPU."""
-    pipeline = MODELS[name].PIPELINE.from_pretrained(registry.tiny_folder(name), **parts)
+    pipeline = MODELS[name].PIPELINE.from_pretrained(folder or registry.tiny_folder(name), **parts)
     pipeline.set_progress_bar_config(disable=True)
     return MODELS[name](pipeline, torch.device("cpu"))
 
@@ -184,6 +184,10 @@ def lines_of(folder, kind=None):
     assert {name for row in rows for name in row if not explain(name)} <= {*TEXTS}
     rows = [row for row in rows if kind in (None, row["kind"])]
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def flip_a_bit(path):

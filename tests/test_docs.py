@@ -255,13 +255,10 @@ def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stron
             assert float(beta[1]) == pytest.approx(published, rel=0.01)
 
 
-def test_every_path_that_is_named_exists():
-    named = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", NAMED))
-    assert len(named) > 20
-    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-def test_every_script_config_and_make_target_that_is_named_exists():
+def test_every_path_script_config_and_make_target_that_is_named_exists():
+    paths = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", NAMED))
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
     for script in re.findall(r"`(train_\w+?)(?:\.py)?`", NAMED):
         assert (ROOT / "scripts" / f"{script}.py").exists(), script
     runs = {run.__name__ for module in make_docs.CONFIGS.values() for run in module.RUNS}

@@ -14,7 +14,7 @@ import torch
 import warm
 from recorded import EPOCHS
 from refused import assert_refused
-from small import ROOT, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
+from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
 from flow_grpo.checkpoints import best
@@ -62,17 +62,14 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     assert best.find(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(dict(split="test"), dict(num_prompts=9), dict(noises_per_prompt=2), dict(num_steps=5), dict(best_by="other")),
-        *(dict(guidance_scale=2.0), dict(height=128), dict(width=128), dict(vae_precision="bf16")),
-    ],
-    ids=str,
-)
-def test_a_best_that_was_measured_otherwise_is_set_aside(change, tmp_path):
+OTHERWISE = dict(split="test", num_prompts=9, noises_per_prompt=2, num_steps=5, best_by="other", guidance_scale=2.0)
+OTHERWISE |= dict(height=128, width=128, vae_precision="bf16")
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
     write(tmp_path, 4, "checkpoint")
-    found, since, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **change))
+    found, since, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **{key: OTHERWISE[key]}))
     assert (found, since) == (None, 8)
     assert content(tmp_path / "best_epoch_000004") == 4
     assert str(tmp_path / "best_epoch_000004") in notice
@@ -175,8 +172,6 @@ def test_the_entropy_of_labels_is_of_pairs_of_a_prompts_images_that_have_one():
     assert variety.entropy_bits(labels) == pytest.approx(2)
     assert variety.entropy_bits(torch.zeros(4, 2, dtype=torch.int64)) == 0
     assert math.isnan(variety.entropy_bits(torch.tensor([[-1], [2]])))
-    uniform = torch.randint(8, (4, 4000), generator=torch.Generator().manual_seed(0))
-    assert variety.entropy_bits(uniform) == pytest.approx(3, abs=0.1)
 
 
 def test_variety_is_the_distance_over_that_before_training(runs):
@@ -234,9 +229,8 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
     arguments = "--seeds 0 1 3 --guidance-scales 1 2 --sizes 64 64x32 --best-of 1 2 --num-prompts 6 --rewards shapes"
     found, rows = evaluated(tmp_path, runs[4], *arguments.split())
-    assert [(row["guidance_scale"], row["size"]) for row in found["rows"]] == [
-        *((1, "64x64"), (1, "64x32"), (2, "64x64"), (2, "64x32"))
-    ]
+    drawn = [(row["guidance_scale"], row["size"]) for row in found["rows"]]
+    assert drawn == [(1, "64x64"), (1, "64x32"), (2, "64x64"), (2, "64x32")]
     for row, means in zip(found["rows"], rows, strict=True):
         scores = {name: torch.tensor(column) for name, column in row["scores"].items()}
         assert all(column.shape == (6, 3) for column in scores.values())
@@ -253,8 +247,7 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
 
 def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_mean(runs, tmp_path):
     again = shutil.copytree(runs[4], tmp_path / "again")
-    stored = json.loads((again / "config.json").read_text())
-    (again / "config.json").write_text(json.dumps(stored | {"seed": 7, "run_name": "again"}))
+    change_json(again / "config.json", seed=7, run_name="again")
     words = ["--num-prompts", 6, "--rewards", "shapes", "jpeg_compressibility"]
     found, rows = evaluated(tmp_path, runs[4], again, TINY, *words)
     table = (tmp_path / "out" / "table.md").read_text()

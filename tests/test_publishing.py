@@ -14,7 +14,7 @@ from PIL import Image
 from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
+from small import as_prompts, change_json, config_of, exported, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import folders
 from flow_grpo.base.quoting import with_error
@@ -104,8 +104,7 @@ def test_a_lora_of_zeros_is_said(copy):
     (notice,) = model_card.complete(copy)
     assert "changes nothing: all of its B weights are 0" in notice
     save_file(untouched, copy / "best" / LORA, metadata=metadata)
-    evaluation = json.loads((copy / "best/evaluation.json").read_text())
-    (copy / "best/evaluation.json").write_text(json.dumps(evaluation | {"epoch": 0}))
+    change_json(copy / "best/evaluation.json", epoch=0)
     assert "no evaluation was better than the one before training" in model_card.complete(copy)[1]
 
 

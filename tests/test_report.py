@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from PIL import Image
-from small import config_of, random_images
+from small import change_json, config_of, random_images
 
 from flow_grpo.base.metric_table import METRICS, explain
 from flow_grpo.monitoring import report
@@ -155,8 +155,7 @@ def test_tables_say_prompts_settings_and_alarms(page):
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):
     for seed in (1, 2):
         shutil.copytree(runs[0], folder := tmp_path / f"seed{seed}")
-        config = json.loads((folder / "config.json").read_text()) | {"seed": seed}
-        (folder / "config.json").write_text(json.dumps(config))
+        change_json(folder / "config.json", seed=seed)
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"eval/avg": 0.8', f'"eval/avg": 0.{seed}'))
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
@@ -170,9 +169,8 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curve
 
 def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, tmp_path):
     shutil.copytree(runs[0], folder := tmp_path / "first")
-    config = json.loads((folder / "config.json").read_text())
-    config["reward"]["args"], config["custom"] = {"judge": {"token": "secret-word"}}, {"token": "secret-word", "a": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    secret = dict(token="secret-word", a=1)
+    change_json(folder / "config.json", reward={"args": {"judge": secret}}, custom=secret)
     report.main([str(folder)])
     text = (folder / "report.html").read_text()
     assert "custom.a" in text
