@@ -8,14 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flow_grpo.kernels import compilation, quantised_linear
-from flow_grpo.kernels.quantised_linear import (
-    LARGEST,
-    NF4_LEVELS,
-    EightBitLinear,
-    NF4Linear,
-    quantise,
-    unpacked,
-)
+from flow_grpo.kernels.quantised_linear import LARGEST, NF4_LEVELS, EightBitLinear, NF4Linear, quantise, unpacked
 from flow_grpo.kernels.stochastic_rounding import rounded, rounded_by
 from flow_grpo.weights import policies, quantisation
 
