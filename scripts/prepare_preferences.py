@@ -83,7 +83,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 from tqdm import tqdm
 
@@ -99,7 +98,7 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings.older import with_defaults
+from flow_grpo.settings import older
 from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
 
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
@@ -275,15 +274,7 @@ def count_pairs(options: Options, folder: Path) -> dict[str, int]:
 
 
 def made_by(config, options: Options) -> dict:
-    return json.loads(json.dumps(config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}))
-
-
-def changed(before: dict, current: dict, file: Path) -> list[str]:
-    """Dotted keys of what the files depend on and is another one in `file`. Settings that are younger than the file
-    had their defaults."""
-    stored, current = table.flat(ConfigDict(with_defaults(before, file))), table.flat(ConfigDict(current))
-    keys = [key for key in sorted(stored | current) if key.split(".")[0] in MADE_BY and table.is_fixed(key)]
-    return [key for key in keys if stored.get(key) != current.get(key)]
+    return config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
 
 
 def digest_of(rows) -> str:
@@ -307,7 +298,8 @@ def claim(config, options: Options, folder: Path, digest: str) -> bool:
     source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
     if source.exists():
         before = folders.read_json(source)
-        if differ := changed(before["made_by"], current, source):
+        differ = older.changes(before["made_by"], current, source)
+        if differ := [key for key in differ if key.split(".")[0] in MADE_BY]:
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         if before.get("rows", digest) != digest:
             raise UserError(

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import folders, shipped
+from flow_grpo.settings import overrides
 
 FILE, SOURCE = "run.json", "source"
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -91,10 +92,8 @@ def starts(run_folder: Path) -> list[dict[str, Any]]:
 def _own_files(config: ConfigDict) -> dict[str, Path]:
     """What made a run and lies outside of the package, by its name in source/: the script, the config file, the model's
     class, the files of local rewards, and what was imported from the folders of all these."""
-    words = [word for before, word in zip(sys.argv, sys.argv[1:]) if before in ("--config", "-config")]
-    words += [word.partition("=")[2] for word in sys.argv if re.match("--?config=", word)]
-    files = [Path(word.partition(":")[0]) for word in words]
-    files += [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.source(name))]
+    files = [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.source(name))]
+    files.append(Path(overrides.split(sys.argv[1:], "")[0].partition(":")[0]))
     model_class = sys.modules.get(config.model_class.partition(":")[0])
     files += [Path(sys.argv[0]), *([Path(model_class.__file__)] if model_class else [])]
     named = {}

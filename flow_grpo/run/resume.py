@@ -16,7 +16,7 @@ from flow_grpo.run import fingerprint
 from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
-from flow_grpo.settings import older, table
+from flow_grpo.settings import older
 from flow_grpo.settings.checks import evaluates
 
 
@@ -88,14 +88,15 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
 
 
 def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str, tuple], dict[str, tuple]]:
-    """Epochs completed at a checkpoint, `changed_settings`, and num_epochs where another number changes the learning
+    """Epochs completed at a checkpoint, `older.changes`, and num_epochs where another number changes the learning
     rate."""
     if checkpoint is None:
         return 0, {}, {}
-    before, now = folders.read_json(checkpoint / "config.json").get("num_epochs"), config.num_epochs
+    stored = folders.read_json(file := checkpoint / "config.json")
+    before, now = stored.get("num_epochs"), config.num_epochs
     falls = config.train.learning_rate_schedule != "constant"
     rescheduled = {"num_epochs": (before, now)} if falls and before != now else {}
-    return checkpoints.read_progress(checkpoint).epoch, changed_settings(checkpoint, config), rescheduled
+    return checkpoints.read_progress(checkpoint).epoch, older.changes(stored, config.to_dict(), file), rescheduled
 
 
 def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
@@ -177,15 +178,6 @@ def _name(folder: Path) -> str:
     except UserError:
         return ""
     return Path(str(stored.get("run_name") or stored.get("name"))).name if "output_dir" in stored else ""
-
-
-def changed_settings(checkpoint: Path, config: ConfigDict) -> dict[str, tuple]:
-    """Settings that a run of a checkpoint's config keeps, and this config does not: key -> (stored, wanted)."""
-    file = checkpoint / "config.json"
-    stored = table.flat(ConfigDict(older.with_defaults(folders.read_json(file), file)))
-    current = table.flat(ConfigDict(json.loads(json.dumps(config.to_dict()))))
-    pairs = {key: (stored.get(key), current.get(key)) for key in sorted(stored.keys() | current.keys())}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and table.is_fixed(key)}
 
 
 def _words(changed: dict[str, tuple]) -> str:

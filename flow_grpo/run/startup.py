@@ -39,12 +39,13 @@ class Prompts(NamedTuple):
     train: list[Prompt]
     choosing: prompts.Split
     test: prompts.Split
+    evaluated: list[prompts.Split]  # each once; [] where nothing is evaluated
     drawn: bool  # whether images of the training prompts are made; not where they are stored
 
     @property
-    def any(self) -> Prompt:
-        """One that images are made of."""
-        return (self.train if self.drawn else self.test.prompts)[0]
+    def any(self) -> Prompt | None:
+        """One that images are made of; None where none is ever made."""
+        return self.train[0] if self.drawn else next((split.prompts[0] for split in self.evaluated), None)
 
 
 def start(
@@ -67,9 +68,8 @@ def start(
     trackers.check(config.logger)
     family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
-    evaluated = [*{split.name: split for split in (texts.choosing, texts.test)}.values()] if evaluates(config) else []
     if config.dry_run:
-        _end_dry_run(config, script, family, texts, evaluated)
+        _end_dry_run(config, script, family, texts)
     ranks = distributed.init_distributed()
     quantisation.check_device(config, ranks.device)
     flash_attention.check_device(config.attention, ranks.device)
@@ -80,7 +80,7 @@ def start(
     if place.checkpoint:
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
-    run.board.say(dry_run.overlap(texts.train, evaluated))
+    run.board.say(dry_run.overlap(texts.train, texts.evaluated))
     num_tested = len(part_of(run.test_prompts, config).prompts)
     distributed.on_main(provenance.begin, run.folder, config, run.world_size, run.epoch, num_tested)
     if evaluates(config) and run.choosing_prompts.name == "test":
@@ -88,14 +88,12 @@ def start(
     return run
 
 
-def _end_dry_run(
-    config: ConfigDict, script: checks.Script, family: type[FlowModel], texts: Prompts, evaluated: list[prompts.Split]
-) -> NoReturn:
+def _end_dry_run(config: ConfigDict, script: checks.Script, family: type[FlowModel], texts: Prompts) -> NoReturn:
     """Say what the run would be, and end the process."""
     plan = script.plan(config, config.dry_run)
     if int(os.environ.get("RANK", "0")) == 0:
-        say(dry_run.describe(config, plan, family, texts.train, evaluated))
-        if texts.drawn or evaluated:
+        say(dry_run.describe(config, plan, family, texts.train, texts.evaluated))
+        if texts.any:
             pool = Pool(torch.device("cpu"), config.reward_fn, config.eval.rewards, config.reward)
             pool.try_rewards(training_size(config), texts.any)
             pool.close()
@@ -116,7 +114,7 @@ def _load(
     # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
     synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
     pool = None
-    if texts.drawn or evaluates(config):
+    if texts.any:
         pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
         distributed.on_all(pool.try_rewards, training_size(config), texts.any)
     model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
@@ -148,14 +146,14 @@ def _load_frozen(
 ) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
     """The model, its transformer still empty, and prompt -> its condition, one at a time, so that its numbers do not
     depend on its neighbours. Text encoders are loaded where config.cache_dir lacks prompts, and dropped with it."""
-    images, cache, missing = texts.drawn or evaluates(config), None, []
-    if config.cache_dir and images:
+    cache, missing = None, []
+    if config.cache_dir and texts.any:
         cache, missing = _open_cache(config, family, device, plan, texts)
     model = family.load(
         config.model,
         device,
         vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
-        alone=not images,
+        alone=texts.any is None,
         text=cache is None or bool(missing),
     )
     guided = _is_guided(config, family)
@@ -196,7 +194,8 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
     light.check_sources(scored)
     light.check(scored, config.text_tokens)
-    return Prompts(train, chooses, test, drawn)
+    evaluated = [*{split.name: split for split in (chooses, test)}.values()] if evaluates(config) else []
+    return Prompts(train, chooses, test, evaluated, drawn)
 
 
 def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
@@ -248,8 +247,7 @@ def _open_cache(
         for epoch in range(config.num_epochs if texts.drawn else 0)
         for pick in prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
     ]
-    splits = (texts.choosing, texts.test) if evaluates(config) else ()
-    evaluated = [prompt for split in splits for prompt in part_of(split, config).prompts]
+    evaluated = [prompt for split in texts.evaluated for prompt in part_of(split, config).prompts]
     missing = distributed.on_main(cache.missing, [*drawn, *evaluated])
     if missing:
         cache.check_writable()

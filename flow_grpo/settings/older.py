@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
+from flow_grpo.settings import table
 from flow_grpo.settings.table import BY_KEY, SETTINGS, value_of
 
 MOVED = {  # setting that is none any more -> what says the same today
@@ -97,6 +98,14 @@ def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
     if is_older:
         _published_fraction(stored["sample"], stored["train"])
     return stored
+
+
+def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> dict[str, tuple]:
+    """Where a config differs from one as a JSON file holds it, in what a resumed run keeps: key -> (stored, wanted)."""
+    before = table.flat(ConfigDict(with_defaults(stored, file)))
+    now = table.flat(ConfigDict(json.loads(json.dumps(wanted))))
+    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _drop(stored: dict[str, Any], file: PurePath) -> None:
