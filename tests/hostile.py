@@ -86,12 +86,8 @@ def drips(handler, body, number):
 
 
 def floods(handler, body, number):
-    """A gigabyte, if anyone reads it."""
-    handler.send_response(200)
-    handler.send_header("content-length", str(2**30))
-    handler.end_headers()
-    for _ in range(2**10):
-        handler.wfile.write(b" " * 2**20)
+    """The beginning of a gigabyte; who waits for the rest waits for ever."""
+    send(handler, b" " * (2**24 + 1), length=2**30)
 
 
 def says(answer, status=200):

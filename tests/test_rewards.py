@@ -16,8 +16,8 @@ import train_qwenimage_nft
 from brightness import brightness
 from hostile import http_server
 from recorded import assert_same
-from small import ENV, ROOT, as_prompts, config_of, lines_of, random_images, stored, train
-from test_scoring import listening
+from small import ENV, ROOT, as_prompts, lines_of, random_images, stored, train
+from test_scoring import listening, settings
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
@@ -43,9 +43,7 @@ def registered(monkeypatch):
 def pool_of(score, name="own", **how):
     """Of one reward, which is a function."""
     rewards.register(name, score)
-    settings = config_of(WINDOW).reward
-    settings.update(dict(batch_size=2, timeout_s=20.0) | how)
-    return Pool(CPU, {name: 2.0}, (), settings)
+    return Pool(CPU, {name: 2.0}, (), settings(**dict(batch_size=2, timeout_s=20.0) | how))
 
 
 def submit(pool):
@@ -64,7 +62,7 @@ def test_a_function_is_a_reward_once_it_is_registered():
     with pytest.raises(ValueError, match="'shapes': it is a file's name"):
         rewards.register("shapes", redness)
     rewards.register("redness_max", redness)  # as a figure of the other one is called
-    both = Pool(CPU, {"redness": 1.0, "redness_max": 1.0}, [], config_of(WINDOW).reward)
+    both = Pool(CPU, {"redness": 1.0, "redness_max": 1.0}, [], settings())
     with pytest.raises(RewardFailed, match="redness_max"):
         submit(both).result()
 
@@ -212,12 +210,12 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
 def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(shallow, tmp_path, monkeypatch):
     """And scores the same evaluations."""
     monkeypatch.setenv("REWARD_TOKEN", token := secrets.token_hex())
-    common = dict(num_epochs=2, eval_freq=2, model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
+    common = dict(num_epochs=1, eval_freq=1, model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
     in_a_thread = train(BRANCHES, tmp_path / "thread", **common)
     with listening(rewards.load("jpeg_compressibility", CPU), token=token) as url:
         args = {"jpeg_compressibility": {"url": url}}
         by_a_server = train(BRANCHES, tmp_path / "url", reward__args=args, **common)
-    assert_same(in_a_thread, by_a_server, epoch=2)
+    assert_same(in_a_thread, by_a_server, epoch=1)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if token.encode() in path.read_bytes()]
 
