@@ -165,6 +165,28 @@ def test_four_blocks_of_a_transformer_are_compiled_once(kind, tmp_path, monkeypa
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
+    """Graphs are cut as they are for compiled kernels, which take seconds."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+
+    def kept(share):
+        torch._dynamo.reset()
+        sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 32, requires_grad=True)
+        compilation.compile_units(module, ("Block",), share)
+
+        def note(tensor):
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            module(x).sum().backward()
+        return sum(sizes.values())
+
+    whole, part = kept(1.0), kept(0.25)
+    torch._functorch.config.activation_memory_budget = 1.0
+    assert part < 0.8 * whole
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["blocks", "decoder"])
 def test_no_graph_has_sums_that_were_chosen_by_their_time(part):

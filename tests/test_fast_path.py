@@ -13,7 +13,6 @@ import torch
 import warm
 from rounding import rounding
 from small import ENV, MODELS, as_prompts, config_of, generators, loaded, train
-from torch import nn
 
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, registry
@@ -195,38 +194,3 @@ def test_blocks_are_measured():
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["what"] for line in found] == [*["forward"] * 3, "step", *["decode"] * 4]
     assert all(line["ms"] > 0 for line in found)
-
-
-class Block(nn.Module):
-    """Four layers, between which there is something to keep."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(nn.functional.gelu(x))
-        return x
-
-
-def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
-    """Graphs are cut as they are for compiled kernels, which take seconds."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-
-    def kept(share):
-        torch._dynamo.reset()
-        sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 64, requires_grad=True)
-        compilation.compile_units(module, ("Block",), share)
-
-        def note(tensor):
-            sizes[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            module(x).sum().backward()
-        return sum(sizes.values())
-
-    whole, half = kept(1.0), kept(0.5)
-    torch._functorch.config.activation_memory_budget = 1.0
-    assert half < 0.8 * whole

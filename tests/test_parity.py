@@ -11,6 +11,7 @@ import torch
 from small import MODELS, config_of, lines_of, train
 
 from flow_grpo.algorithms.ratio_statistics import ParityError, exceeded, record
+from flow_grpo.base import distributed
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
 from flow_grpo.run import sampling
@@ -150,7 +151,7 @@ def test_where_a_rollout_and_the_update_part_and_why_is_named(
 def test_the_statistics_of_a_ratio_are_their_closed_forms():
     meter, ratio = Meter(), torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
     record(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
-    assert meter.pop(one_rank) == pytest.approx(
+    assert meter.pop(distributed.over_ranks) == pytest.approx(
         {
             "ratio_mean": ratio.mean().item(),
             "ratio_std": ratio.std(correction=0).item(),
@@ -165,46 +166,37 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
     )
     beyond = torch.tensor([True, False, False, True])  # of the objective's own trust region
     record(meter, ratio.log(), ratio.log(), 0.01, on_policy=False, beyond=beyond)
-    found = meter.pop(one_rank)
+    found = meter.pop(distributed.over_ranks)
     assert (found["clip_fraction_high"], found["clip_fraction_low"]) == (2 / 4, 0)
 
 
-def one_rank(sums, maxima):
-    return sums, maxima
+def gaps(*largest, others=0.0):
+    """Of a hundred rows, in clip ranges."""
+    return torch.tensor([*largest, *[others] * (100 - len(largest))])
 
 
-@pytest.mark.parametrize(
-    ("gaps", "limit", "beyond"),  # in clip ranges
-    [
-        ([1.0, *[0.0] * 99], 1.0, []),
-        ([1.1, *[0.0] * 99], 1.0, ["at most"]),
-        ([1.1, 1.1, *[0.0] * 98], 1.0, ["at most", "of all rows"]),
-        ([0.2] * 100, 1.0, ["on average"]),
-        (
-            [1.1, -1.1, *[0.2] * 98],
-            1.0,
-            ["1.1 clip ranges at most", "0.218 clip ranges on average", "0.02 of all rows"],
-        ),
-        ([1.1, *[0.0] * 99], 2.0, []),
-        ([9.0], 0.0, []),
-        ([math.nan, 0.0], 1.0, []),
-    ],
-    ids=[
-        "at it",
-        "largest",
-        "clipped",
-        "mean",
-        "beyond all",
-        "twice as large",
-        "no limit",
-        "another error names the row",
-    ],
-)
-def test_limits_of_parity(gaps, limit, beyond):
-    found = exceeded(torch.tensor(gaps) * 1e-4, 1e-4 * (1 + 1e-6), limit, one_rank)
-    assert len(found) == len(beyond)
-    assert all(words in sentence for words, sentence in zip(beyond, found))
-    assert exceeded(torch.tensor(gaps), 0.0, limit, one_rank) == []
+LIMITS = {  # gaps, the limit, and words of the sentences
+    "at it": (gaps(1.0), 1.0, []),
+    "largest": (gaps(1.1), 1.0, ["at most"]),
+    "clipped": (gaps(1.1, 1.1), 1.0, ["at most", "of all rows"]),
+    "mean": (gaps(others=0.2), 1.0, ["on average"]),
+    "all": (
+        gaps(1.1, -1.1, others=0.2),
+        1.0,
+        ["1.1 clip ranges at most", "0.218 clip ranges on average", "0.02 of all"],
+    ),
+    "twice as large": (gaps(1.1), 2.0, []),
+    "no limit": (gaps(9.0), 0.0, []),
+    "another error names the row": (gaps(math.nan), 1.0, []),
+}
+
+
+@pytest.mark.parametrize(("gaps", "limit", "words"), LIMITS.values(), ids=LIMITS)
+def test_limits_of_parity(gaps, limit, words):
+    found = exceeded(gaps * 1e-4, 1e-4 * (1 + 1e-6), limit, distributed.over_ranks)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found))
+    assert exceeded(gaps, 0.0, limit, distributed.over_ranks) == []
 
 
 @pytest.mark.parametrize(
