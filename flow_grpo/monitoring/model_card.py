@@ -12,7 +12,6 @@ import jinja2
 from huggingface_hub import ModelCardData
 from ml_collections import ConfigDict
 from peft import LoraConfig
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flow_grpo import rewards
@@ -50,9 +49,8 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
 
 def changes_nothing(folder: Path) -> str:
     """Why a LoRA leaves its base as it is; "" where it does not."""
-    with safe_open(folder / lora_files.FILE, framework="pt") as file:
-        if any(file.get_tensor(name).any() for name in file.keys() if ".lora_B." in name):  # noqa: SIM118
-            return ""
+    if any(weight.any() for name, weight in lora_files.weights(folder).items() if ".lora_B." in name):
+        return ""
     evaluation = best.read(folder.parent) if folder.name == best.NAME else None
     if evaluation and evaluation.epoch == 0:
         return "the LoRA changes nothing, since no evaluation was better than the one before training"

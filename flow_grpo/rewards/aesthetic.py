@@ -42,7 +42,6 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
         embeddings = clip.visual_projection(clip.vision_model(pixel_values=pixels).pooler_output)
         return rating(normalize(embeddings)).squeeze(1)
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         return in_batches(rated, images)
 

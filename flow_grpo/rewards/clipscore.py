@@ -26,7 +26,6 @@ def load(device: torch.device | str, model: str = MODEL, prefix: str = ""):
     """
     clip, prepare = load_clip("clipscore", model, model, device)
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         texts = [prefix + prompt for prompt in prompts]
         similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), images, texts)

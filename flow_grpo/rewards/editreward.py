@@ -31,7 +31,6 @@ def load(device: torch.device | str, checkpoint: str, config: str):
     except (OSError, ValueError) as error:
         raise UserError(f"reward editreward needs the weights {checkpoint!r}, which cannot be had: {error}") from error
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict], sources: list[list[Tensor]]) -> Tensor:
         """[B], an image per forward, so that no score depends on its neighbours."""
         if not all(sources):

@@ -37,7 +37,6 @@ def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str =
         seen = clip.encode_image(torch.stack([prepare(p) for p in to_pictures(images)]).to(device), normalize=True)
         return (seen * clip.encode_text(tokenize(prompts).to(device), normalize=True)).sum(1)
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         return in_batches(cosines, images, prompts)
 

@@ -31,7 +31,6 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
         name = checkpoint or "MizzenAI/HPSv3"
         raise UserError(f"reward hpsv3 needs the weights {name!r}, which cannot be had: {error}") from error
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> [B] each, an image per forward as bfloat16 would feel its neighbours."""
         pairs = zip(to_pictures(images), prompts, strict=True)

@@ -33,7 +33,6 @@ def load(device: torch.device | str, model: str = MODEL, folder: str | None = No
     except (OSError, RuntimeError) as error:
         raise UserError(f"reward imagereward needs the weights {model!r}, which cannot be had: {error}") from error
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32, an image per forward."""
         return torch.tensor([judge.score(prompt, picture) for prompt, picture in zip(prompts, to_pictures(images))])

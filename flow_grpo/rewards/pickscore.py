@@ -25,7 +25,6 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
     """
     clip, prepare = load_clip("pickscore", model, processor, device)
 
-    @torch.no_grad()
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         return in_batches(lambda *rows: clip.logit_scale.exp() * cosines(clip, prepare, *rows) / SCALE, images, prompts)
 

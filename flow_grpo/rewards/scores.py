@@ -46,6 +46,7 @@ def takes_sources(score: Callable) -> bool:
     return "sources" in inspect.signature(score).parameters
 
 
+@torch.no_grad()
 def scores_of(
     name: str,
     score: Callable,

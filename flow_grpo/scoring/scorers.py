@@ -157,7 +157,6 @@ class LocalScorer(Scorer):
         took_s = time.monotonic() - since_s
         return f"reward {self.name!r} ({self.address}) has been scoring for {took_s:.0f} s; first prompt: {prompt!r}"
 
-    @torch.no_grad()
     def _score(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         with torch.cuda.stream(self.stream):  # None = the present one
             if drawn:

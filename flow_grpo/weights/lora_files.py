@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flow_grpo.base import checksums
@@ -67,8 +68,8 @@ def check(folder: Path | str) -> Adapter:
 
 def weights(folder: Path | str) -> dict[str, Tensor]:
     """Parameter name -> float32, on the CPU."""
-    with safe_open(Path(folder, FILE), framework="pt") as file:
-        return {name.removeprefix("transformer."): file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    stored = load_file(Path(folder, FILE))
+    return {name.removeprefix("transformer."): weight.float() for name, weight in stored.items()}
 
 
 def check_fits(folder: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
