@@ -11,7 +11,6 @@ from torch import Tensor
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError, WriteFailed
 from flow_grpo.checkpoints import best, checkpoints, exports
-from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run.run import Run
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
@@ -101,7 +100,7 @@ def load_export(run: Run, folder: Path) -> None:
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:
     """The record of an evaluation of the averaged weights. Raises UserError unless eval.best_by is a figure."""
     settings = run.config.eval
-    chooses, size = run.choosing_prompts, training_size(run.config)
+    chooses, size = run.choosing_prompts, run.size
     if figures and settings.best_by not in figures:
         raise UserError(f"config.eval.best_by is {settings.best_by!r}; it may be {', '.join(sorted(figures))}")
     return best.Evaluation(

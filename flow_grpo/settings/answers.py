@@ -55,12 +55,9 @@ def _section(name: str) -> str:
         raise UserError(f"--help {quoted(name)}: there is no such section or setting; sections: {', '.join(SECTIONS)}")
     lines = [f"\n{name}: {table.SECTIONS[SECTIONS[name]]}"] if name in SECTIONS else []
     for setting in chosen:
-        lines += ["", f"--config.{setting.key}={setting.default!r}", _indented(setting.description())]
+        meaning = textwrap.fill(setting.description(), WIDTH, initial_indent="    ", subsequent_indent="    ")
+        lines += ["", f"--config.{setting.key}={setting.default!r}", meaning]
     return "\n".join(lines)
-
-
-def _indented(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def _list(file: str) -> str:
@@ -117,14 +114,9 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
     if "smoke" not in name.split(",")[1:]:
         return []
     others = ",".join(word for word in name.split(",") if word != "smoke")
-    before, after = (config_files.load(f"{path}:{words}") for words in (others, name))
+    before, after = (config_files.load(f"{path}:{words}").to_dict() for words in (others, name))
     keys = ("model", "dataset", "reward_fn", "height", "width", "precision")
-    values = {key: (_plain(before[key]), _plain(after[key])) for key in keys}
-    return [f"smoke replaces {key} {old} by {new}" for key, (old, new) in values.items() if old != new]
-
-
-def _plain(value: object) -> object:
-    return value.to_dict() if isinstance(value, ConfigDict) else value
+    return [f"smoke replaces {key} {before[key]} by {after[key]}" for key in keys if before[key] != after[key]]
 
 
 def culprit(error: UserError, file: str, config: ConfigDict) -> str:

@@ -47,7 +47,7 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
 
 
 def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
-    """What a run or variant returns. Raises UserError for a setting that does not exist; a bug in it stays a bug."""
+    """What a config file's function returns. Raises UserError for a setting that does not exist; a bug stays a bug."""
     try:
         config = function(*arguments)
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
@@ -83,9 +83,7 @@ def load(text: str) -> ConfigDict:
     get_config = getattr(module_of(path), "get_config", None)
     if get_config is None:
         raise UserError(f"{path} has no get_config(name); docs/howto/own_config.md shows a whole file")
-    config = get_config(name) if name else get_config()
-    if not isinstance(config, ConfigDict):
-        raise UserError(f"get_config() of {path} returns {config!r} instead of a config")
+    config = _made(get_config, (name,) if name else (), str(path))
     run, *variants = name.split(",")
     if variants and get_config(run) == config:  # select names a config after its variants
         raise UserError(f"get_config() of {path} makes of {name!r} what it makes of {run!r}; docs/howto/own_config.md")
