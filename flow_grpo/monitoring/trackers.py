@@ -67,7 +67,6 @@ class Wandb:
         self.run.log({f"images/{name}": shown, **at}, step=line)
 
     def close(self) -> None:
-        """Write what is left."""
         alerts.senders.pop("wandb", None)
         self.run.finish()
 
@@ -103,7 +102,6 @@ class TensorBoard:
         self._opened(at["step"]).add_image(f"images/{name}", np.asarray(sheet), at["step"], dataformats="HWC")
 
     def close(self) -> None:
-        """Write what is left."""
         if self.writer is not None:
             self.writer.close()
 

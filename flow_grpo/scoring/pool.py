@@ -137,6 +137,5 @@ class Pool:
         return shares
 
     def close(self) -> None:
-        """Stop the threads."""
         for scorer in self.scorers.values():
             scorer.close()
