@@ -179,7 +179,6 @@ RIGHT = dict(
         {name: tensor[:2].clone() if ".lora_A" in name else tensor[:, :2].clone() for name, tensor in tensors.items()},
         None,
     ),
-    attention_alone=of_layers(lambda name: ".attn." in name),
     without_one_layer=of_layers(lambda name: "0.attn.to_q." not in name),
     in_half_precision=with_tensors(lambda name, tensor: tensor.half()),
 )

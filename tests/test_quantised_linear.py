@@ -13,7 +13,6 @@ from flow_grpo.kernels.stochastic_rounding import rounded, rounded_by
 from flow_grpo.weights import policies, quantisation
 
 WIDTH, INNER = 64, 208
-ROWS = 2, 70  # 140 rows, no multiple of 16
 
 
 def layer_of(kind, weight, bias=None):
