@@ -9,7 +9,6 @@ import re
 import shutil
 from contextlib import nullcontext, suppress
 
-import numpy as np
 import prepare_preferences
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,6 +26,7 @@ from flow_grpo.data import image_pairs, preferences
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.rewards.clients.wire import pack_image
 from flow_grpo.scoring.scorers import RewardFailed
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -305,17 +305,15 @@ def test_two_ranks_make_the_files_of_one(tmp_path):
     assert sizes[0] == sizes[1]
 
 
-def picture(number, size=(80, 64)):
-    pixels = np.random.default_rng(number).integers(0, 255, (*size[::-1], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return file.getvalue()
+def picture(number, height=64, width=80):
+    """The bytes of a file of noise."""
+    return pack_image(torch.rand(3, height, width, generator=torch.Generator().manual_seed(number)), "png")
 
 
 def test_a_picture_is_turned_upright_and_made_smaller_by_averaging():
-    large, small = (image_pairs.load_image(picture(0, (side, side)), Size(64, 64)) for side in (512, 64))
+    large, small = (image_pairs.load_image(picture(0, side, side), Size(64, 64)) for side in (512, 64))
     assert large.std() < 0.1 < 0.25 < small.std()
-    upright, turned, exif = picture(0, (64, 96)), io.BytesIO(), Image.Exif()
+    upright, turned, exif = picture(0, 96, 64), io.BytesIO(), Image.Exif()
     exif[0x0112] = 6  # its first row is on the right
     Image.open(io.BytesIO(upright)).transpose(Image.Transpose.ROTATE_90).save(turned, "png", exif=exif)
     assert torch.equal(*(image_pairs.load_image(file, Size(96, 64)) for file in (upright, turned.getvalue())))
@@ -330,14 +328,9 @@ def images(tmp_path):
         (folder / f"{number}.png").write_bytes(picture(number))
     (folder / "broken.png").write_bytes(picture(0)[:500])
     good = [dict(prompt=f"a photo of {i} circles", winner=f"{2 * i}.png", loser=f"{2 * i + 1}.png") for i in range(8)]
-    bad = [
-        dict(prompt="a", winner="broken.png", loser="1.png"),
-        dict(prompt="a", winner="nowhere.png", loser="1.png"),
-        dict(prompt="a", winner="1.png", loser="1.png"),
-        dict(prompt=" ", winner="0.png", loser="1.png"),
-        dict(prompt="word " * 99, winner="0.png", loser="1.png"),
-        dict(prompt="a", winner="0.png", loser="1.png", winner_score=0.5, loser_score=0.5),
-    ]
+    bad = [good[0] | dict(winner=name) for name in ("broken.png", "nowhere.png", "1.png")]
+    bad += [good[0] | dict(prompt=text) for text in (" ", "word " * 99)]
+    bad.append(good[0] | dict(winner_score=0.5, loser_score=0.5))
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good + bad))
     return folder
 
@@ -383,12 +376,9 @@ def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes
 
 
 def test_pick_a_pics_columns(images, tmp_path):
-    labels = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.0, 1.0), (1.0, 0.0)]
-    columns = ("caption", "jpg_0", "jpg_1", "label_0", "label_1", "user_id")
-    rows = [
-        dict(zip(columns, (f"a photo of {i} circles", picture(2 * i), picture(2 * i + 1), a, b, i)))
-        for i, (a, b) in enumerate(labels)
-    ]
+    rows = [dict(caption=f"a photo of {i} circles", jpg_0=picture(2 * i), jpg_1=picture(2 * i + 1)) for i in range(5)]
+    for row, label in zip(rows, (1.0, 0.0, 0.5, 0.0, 1.0)):
+        row.update(label_0=label, label_1=1 - label, user_id=7)
     source = tmp_path / "pickapic"
     source.mkdir()
     for part, some in enumerate((rows[:2], rows[2:])):
@@ -396,8 +386,7 @@ def test_pick_a_pics_columns(images, tmp_path):
     opened = image_pairs.open_rows(str(source))
     assert len(opened) == 5
     assert [row["prompt"] for row in opened[1:4]] == [row["caption"] for row in rows[1:4]]
-    assert opened[0:2][0]["winner"] == rows[0]["jpg_0"]
-    assert opened[0:2][1]["winner"] == rows[1]["jpg_1"]
+    assert [row["winner"] for row in opened[0:2]] == [rows[0]["jpg_0"], rows[1]["jpg_1"]]
     folder = prepare(NAME, tmp_path / "pairs", source=str(source), validation_share=0.0)
     table = pq.read_table(folder / "train_00000.parquet").to_pylist()
     assert [row["prompt"] for row in table] == [rows[i]["caption"] for i in (0, 1, 3, 4)]
