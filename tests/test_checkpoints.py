@@ -184,16 +184,6 @@ def test_one_rank_with_a_full_disk_stops_both_and_costs_nothing(folder, ranks):
     assert [path.name for path in (folder / "full").iterdir()] == ["epoch_000001"]
 
 
-def test_a_run_that_is_saved_and_resumed_before_its_first_step_is_bit_for_bit_one_that_was_not(folder, tmp_path):
-    """After steps: test_resume.py."""
-    saved, resumed, unsaved = (start(folder / "base") for _ in range(3))
-    assert restore(save(tmp_path, saved, 4, step=0), resumed)[:2] == (4, 0)
-    for run in (saved, resumed, unsaved):
-        train(*run[:2], range(3), run[2])
-    assert same(whole(resumed), whole(unsaved))
-    assert same(whole(saved), whole(unsaved))
-
-
 def compare(tmp_path, stored, config):
     """The settings in which a resumed run's config must not differ from a stored one, but does."""
     return older.changes(json.loads(json.dumps(stored)), config.to_dict(), tmp_path / "config.json")
