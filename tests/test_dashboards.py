@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     assert resumed.trackers[0].run.id == first.run.id == (tmp_path / "wandb_id").read_text()
     resumed.log("epoch", {}, epoch=2, step=2)
     assert [line["epoch"] for line in dashboard.read_metrics(tmp_path)] == [0, 1, 2]
-    assert (resumed.lines, resumed.latest["images"]) == (3, 20)
+    assert (len(resumed.history), resumed.latest["images"]) == (3, 20)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "images", "metrics.jsonl", "wandb", "wandb_id"]
     resumed.close()
 

@@ -135,7 +135,7 @@ def test_an_epoch_is_summed_up_from_its_records():
 def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_with():
     kinds = {"eval": {"eval/avg": 0.6}, "epoch": {"reward/avg": 0.4}}
     lines = [dict(kind=kind, epoch=i) | figures for i in range(4) for kind, figures in kinds.items()]
-    run = Record(board=Record(history=lambda: lines[:-1]), inputs=Record(rewards_since=1), evaluations_since=2)
+    run = Record(board=Record(history=lines[:-1]), inputs=Record(rewards_since=1), evaluations_since=2)
     run.config, run.epoch_metrics = CONFIG, {"reward/avg": 0.5}
     found = [(e.reward, e.evaluation) for e in loop.history(run, 3)]
     assert found == [(None, None), (0.4, None), (0.4, 0.6), (0.5, 0.6)]

@@ -23,9 +23,7 @@ class Objective:
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
-    check: Callable[[ConfigDict], None] = lambda config: (
-        None
-    )  # of config; raises UserError for what it cannot be trained with
+    check: Callable[[ConfigDict], None] | None = None  # of config; raises UserError for what it cannot be trained with
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
 
     @property

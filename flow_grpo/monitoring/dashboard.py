@@ -63,7 +63,7 @@ class Dashboard:
         self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
-        self.trackers = []
+        self.trackers, self.history = [], []  # the lines of metrics.jsonl, on the main rank
         self._open(name)
 
     @on_main
@@ -76,13 +76,8 @@ class Dashboard:
         self._recall()
 
     def _recall(self):
-        records = read_metrics(self.run_dir)
-        self.lines = len(records)
-        self.latest = {name: value for record in records for name, value in record.items()}
-
-    def history(self) -> list[dict[str, float]]:
-        """The lines so far; [] on other ranks than the main one."""
-        return read_metrics(self.run_dir) if self.is_main else []
+        self.history = read_metrics(self.run_dir)
+        self.latest = {name: value for record in self.history for name, value in record.items()}
 
     @on_main
     def say(self, text: str) -> None:
@@ -119,11 +114,12 @@ class Dashboard:
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
+        line = {"kind": kind, "written_at": provenance.now(), **record}
         with (self.run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(plain({"kind": kind, "written_at": provenance.now(), **record})) + "\n")
+            file.write(json.dumps(plain(line)) + "\n")
         for tracker in self.trackers:
-            tracker.log(record, self.lines)
-        self.lines += 1
+            tracker.log(record, len(self.history))
+        self.history.append(line)
         self.latest |= record
         if kind != "update":
             say(self._summary(kind, epoch, values, seconds_left))
@@ -199,7 +195,7 @@ class Dashboard:
         labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
         for tracker in self.trackers:
             at = {"epoch": epoch, "step": step}
-            tracker.log_images(name, to_pictures(images), labels, sheet.page, at, self.lines)
+            tracker.log_images(name, to_pictures(images), labels, sheet.page, at, len(self.history))
         file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
         file.parent.mkdir(exist_ok=True)
         file.with_suffix(".json").write_text(json.dumps(plain({"cells": sheet.cells, "scores": scores or {}})))
@@ -225,7 +221,7 @@ class Dashboard:
     def finish(self) -> None:
         """Draw reward.png and samples.png, and close the trackers."""
         best_by = self.config.eval.best_by
-        self._draw("reward.png", lambda folder: plot_reward(self.history(), best_by, folder / "reward.png"))
+        self._draw("reward.png", lambda folder: plot_reward(self.history, best_by, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
         self._draw_report()
         self.close()

@@ -99,7 +99,7 @@ def _logged(run: Run, kind: str, figures: dict[str, float]) -> dict[str, float]:
     of the first such line."""
     if "distance" in figures:
         key = f"{kind.removesuffix('_best')}/distance"
-        first = next((line[key] for line in run.board.history() if key in line), figures["distance"])
+        first = next((line[key] for line in run.board.history if key in line), figures["distance"])
         figures = figures | {"variety": figures["distance"] / first if first else math.nan}
     return {f"{kind}/{name}": value for name, value in figures.items()}
 
@@ -122,7 +122,7 @@ def conclude(run: Run) -> None:
         save.load_export(run, folder)
         figures = score_test(run)
     logged = _logged(run, "test_best", figures) | {"best_epoch": chosen.epoch}
-    lines = [line for line in run.board.history() if line["kind"] == "test" and line["epoch"] == 0]
+    lines = [line for line in run.board.history if line["kind"] == "test" and line["epoch"] == 0]
     first = {key.removeprefix("test/"): value for key, value in lines[0].items()} if lines else {}
     moments = {"before": first, "last": run.test_figures, "best": figures}
     known = [

@@ -59,7 +59,7 @@ def _tell(run: Run, text: str) -> None:
 
 def history(run: Run, epoch: int) -> list[health.Epoch]:
     """The epochs up to this one, whose own line is not written yet, without figures that cannot be compared with it."""
-    lines = [*run.board.history(), {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}]
+    lines = [*run.board.history, {"kind": "epoch", "epoch": epoch, **run.epoch_metrics}]
     lines = [line for line in lines if line["kind"] != "eval" or line["epoch"] >= run.evaluations_since]
     epochs = health.by_epoch(lines, run.config)
     return [e._replace(reward=None) if e.number < run.inputs.rewards_since else e for e in epochs]

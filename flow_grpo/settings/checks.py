@@ -81,7 +81,8 @@ def _check_loss(config: ConfigDict, script: Script) -> None:
                 raise UserError(
                     f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
                 )
-        records[train[key]].check(config)
+        if check := records[train[key]].check:
+            check(config)
 
 
 def drop_unused_rewards(config: ConfigDict) -> None:
