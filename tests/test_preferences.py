@@ -83,6 +83,13 @@ def with_table(change):
     return lambda path: pq.write_table(change(pq.read_table(path)), path)
 
 
+def without(column):
+    """A change of the file: its last row has nothing in a column."""
+    return with_table(
+        lambda table: pa.concat_tables([table[:8], table[8:].drop_columns(column)], promote_options="default")
+    )
+
+
 NAN = some_rows(9)["winner_latents"]
 NAN[7, 3, 5] = float("nan")
 WRONG = {  # what changes a good file, and words of the sentence
@@ -92,6 +99,8 @@ WRONG = {  # what changes a good file, and words of the sentence
     "width": (with_rows(width=[64] * 8 + [96]), "'width'", "96", "64"),
     "missing": (with_table(lambda table: table.drop_columns("loser_latents")), "'loser_latents'", "nothing"),
     "unknown": (with_table(lambda table: table.append_column("seed", pa.array(range(9)))), "'seed'", "nothing"),
+    "hole": (without("text"), "'text'", "no value"),
+    "no prompt": (without("prompt"), "'prompt'", "no value"),
     "empty": (with_table(lambda table: table.slice(0, 0)), "row"),
     "type": (with_table(lambda table: table.set_column(0, "prompt", pa.array(range(9)))), "'prompt'", "int64"),
     "no parquet": (lambda path: path.write_bytes(b"not parquet"), "parquet"),

@@ -218,11 +218,15 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 
 def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
-    """Columns of a file, or of one of its row groups. Raises UserError where its checksums are others."""
+    """Columns of a file, or of one of its row groups. Raises UserError where its checksums are others, or a row has no
+    value."""
     try:
-        return file.read(columns) if group is None else file.read_row_group(group, columns)
+        table = file.read(columns) if group is None else file.read_row_group(group, columns)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged: {in_one_line(error)}") from error
+    if missing := [name for name in table.column_names if table[name].null_count]:
+        raise UserError(f"{path}, column {missing[0]!r}: a row has no value")
+    return table
 
 
 def _read_arrays(path: Path, file: pq.ParquetFile, group: int, columns: tuple[str, ...]) -> dict[str, Tensor]:
