@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -135,6 +136,27 @@ def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
     picture = page.all("img")[before + 4]["src"].partition("base64,")[2]
     mean = Image.open(io.BytesIO(base64.b64decode(picture))).resize((1, 1), Image.Resampling.BOX).getpixel((0, 0))
     torch.testing.assert_close(torch.tensor(mean) / 255, random_images(3, 32, 4)[1].mean((1, 2)), atol=0.02, rtol=0)
+
+
+TO_THE_LEFT = """<script>
+const slider = document.querySelector("input"), root = document.documentElement;
+slider.value = 0;
+slider.dispatchEvent(new Event("input"));
+const shown = [...document.querySelector(".run").querySelectorAll(".images")].map(part => part.offsetHeight > 0);
+const said = [shown, document.querySelector("output").textContent, root.scrollWidth <= innerWidth];
+document.body.textContent = JSON.stringify(said);
+</script></body>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium in the PATH")
+def test_in_a_browser_the_slider_moves_and_nothing_is_wider_than_the_window(page, tmp_path):
+    (file := tmp_path / "moved.html").write_text(page.text.replace("</body>", TO_THE_LEFT))
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    done = subprocess.run(
+        ["chromium", "--headless=new", "--window-size=500,900", *flags, file.as_uri()],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert '[[true,false,false],"after 0 epochs",true]' in done.stdout
 
 
 def test_tables_say_prompts_settings_and_alarms(page):
