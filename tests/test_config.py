@@ -119,6 +119,7 @@ def test_every_run_passes_its_own_scripts_checks():
         if config.algorithm == "dpo":
             plan(config)
             assert bool(config.preferences.path) == ("online" not in variant)
+            assert variant != ",smoke" or config.preferences.path == config_of(run).preferences.path + "_smoke"
 
 
 def test_variants_give_the_same_config_in_any_order():

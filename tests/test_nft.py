@@ -137,6 +137,13 @@ def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_step(tmp_path, monkeypatc
     assert len(groups.flatten(0, 1).unique(dim=0)) == 32
 
 
+def test_the_reference_is_guided_until_it_becomes_the_policy(recorded):
+    """After three updates: the fourth begins with what it is held to."""
+    distances = [line["reference_distance"] for line in lines_of(recorded("nft").folder, "update")]
+    assert distances[0] > 0.01
+    assert [distance == 0 for distance in distances] == [False] * 3 + [True] + [False] * 2
+
+
 @pytest.mark.parametrize(("kind", "schedule"), [("nft", 1), ("nft, full weights", 0.25)])
 def test_the_old_policy_follows_its_schedule(kind, schedule, recorded):
     states = [stored(recorded(kind).folder, epoch) for epoch in (1, 2, 3)]

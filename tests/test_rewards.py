@@ -281,6 +281,7 @@ def test_a_masked_image_does_not_move_the_policy(name, more, shallow, tmp_path, 
             monkeypatch.setattr(module, "sample_epoch", draw)
         folder = train(name, tmp_path / f"run {len(gradients)}", **how)
         (epoch,) = lines_of(folder, "epoch")
+        assert "reward/shapes" not in epoch, "a weight of 0 leaves it out"
         assert epoch["reward/brightness_masked_share"] == masked / epoch["images"]
         gradients.append([line["grad_norm"] for line in lines_of(folder, "update")])
         weights.append(stored(folder, epoch=1))

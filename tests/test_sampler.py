@@ -104,6 +104,7 @@ def test_whatever_is_not_refused_has_finite_images_and_log_probs(sde_type, model
 def test_guidance_needs_a_negative(model):
     with pytest.raises(ValueError, match=r"guidance_scale is 4.0, .* guided=False"):
         window(model, model.encode(as_prompts(PROMPTS), guided=False), guidance_scale=4.0)
+    assert not model.is_guided(0.0)
 
 
 def test_a_pipeline_of_another_class_is_named(model):

@@ -361,6 +361,7 @@ REFUSED = {  # a request, the status and words of the answer
     "too few values": (parts(GOOD[:-4]), 422, f"in {4 * 3 * 16 * 16 - 4} bytes"),
     "objects": (parts(GOOD.replace(b"'<f4'", b"'|O' ")), 422, "of object"),
     "values": (parts(wire.pack_image(torch.full((3, 4, 4), 9.0), "npy")), 422, "outside [0, 1]"),
+    "NaN": (parts(wire.pack_image(torch.full((3, 4, 4), torch.nan), "npy")), 422, "outside [0, 1]"),
     "too long": (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
     "unannounced": (dict(content=iter([b" " * (1 << 18)] * 5)), 411, "Content-Length"),
     "memory": (parts(b"", request=json.dumps(["a" * 250_000])), 413, "more than all"),
@@ -446,6 +447,6 @@ def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
 
 
 def test_no_token_is_needed_where_nobody_else_can_connect(monkeypatch):
-    for host, token in (("::1", ""), ("::", "sesame")):  # without: a row of test_refusals.py
+    for host, token in (("127.0.0.1", ""), ("::1", ""), ("::", "sesame")):  # without: a row of test_refusals.py
         monkeypatch.setenv("REWARD_TOKEN", token)
         serve_reward.check(serve_reward.parser().parse_args(["shapes", "--host", host]))
