@@ -220,8 +220,7 @@ class Dashboard:
     @on_main
     def finish(self) -> None:
         """Draw reward.png and samples.png, and close the trackers."""
-        best_by = self.config.eval.best_by
-        self._draw("reward.png", lambda folder: plot_reward(self.history, best_by, folder / "reward.png"))
+        self._draw("reward.png", lambda folder: plot_reward(self.history, self.config, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
         self._draw_report()
         self.close()

@@ -15,12 +15,13 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.rewards import GROUP_FIGURES
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 STYLE |= {"text.parse_math": False}  # a name from outside is no TeX
@@ -33,7 +34,7 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
 # What a damaged sheet, or its .json, raises.
 DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, Image.DecompressionBombError
 MOST_POINTS = 200  # of a line; more are averaged
-SPREADS = f"({'|'.join(GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
+SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
 TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
 
 
@@ -90,26 +91,11 @@ def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line
     return Line(label, np.array(epochs), *np.array([rest for _, *rest in points]).T) if points else None
 
 
-def rewards_alone(records: list[dict], names: Iterable[str]) -> list[str]:
-    """The same names without a reward's that is the only one: the weighted sum says what it says."""
-
-    def repeats_the_sum(name: str) -> bool:
-        total = f"{name.partition('/')[0]}/avg"
-        return name != total and all(record[name] == record.get(total) for record in records if name in record)
-
-    return [name for name in names if not repeats_the_sum(name)]
-
-
-def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
-    """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet.
-
-    Args:
-        best_by: config.eval.best_by, as of `curve`.
-    """
-    logged = dict.fromkeys(name for record in records for name in record if name.startswith(("reward/", "eval/")))
-    logged = [name for name in logged if not re.search(SPREADS, name)]
-    is_single = len(rewards_alone(records, logged)) < len(logged)
-    names = sorted({name.partition("/")[2] for name in logged} - ({"avg"} if is_single else set()))
+def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> bool:
+    """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
+    logged = {name for record in records for name in record if name.startswith(("reward/", "eval/"))}
+    names = {name.partition("/")[2] for name in logged if not re.search(SPREADS, name)}
+    names = sorted(name for name in names if rewards.called(name, config.reward_fn) == name)
     if not names:
         return False
     columns = min(3, len(names))
@@ -120,8 +106,8 @@ def plot_reward(records: list[dict], best_by: str, file: Path) -> bool:
             row, column = divmod(position, columns)
             place = (column + 0.16) / columns, (rows - row - 0.86) / rows, 0.81 / columns, 0.76 / rows
             axes = figure.add_axes(place)  # a layout engine takes half the time
-            kinds = {"reward": "training", "eval": "evaluation", "test": "test"}
-            draw_lines(axes, [curve(records, f"{kind}/{name}", label, best_by) for kind, label in kinds.items()])
+            kinds, chosen = {"reward": "training", "eval": "evaluation", "test": "test"}, config.eval.best_by
+            draw_lines(axes, [curve(records, f"{kind}/{name}", label, chosen) for kind, label in kinds.items()])
             axes.legend(frameon=False, fontsize=7, handlelength=3)
             axes.yaxis.get_offset_text().set(x=1, ha="right")  # out of the title's way
             axes.set_title(name, loc="left", fontweight="bold", color=INK)

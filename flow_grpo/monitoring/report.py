@@ -35,6 +35,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
 
 import jinja2
 
+from flow_grpo import rewards
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
@@ -59,13 +60,18 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
-    records = [record for run in runs for record in run.records]
     chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
-    for name in plots.rewards_alone(records, logged):
+    for name in (name for name in logged if not repeats_the_sum(runs, name.partition("/")[2])):
         _, metric = explain(name) or (name, OWN)
         chosen[metric.group].append(name)
     del chosen[NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+
+
+def repeats_the_sum(runs: Sequence[Recorded], reward: str) -> bool:
+    """Whether it is the only reward of all runs that train on it, so that the weighted sum says what it says."""
+    weights = [run.config.reward_fn for run in runs if reward in run.config.reward_fn]
+    return bool(weights) and all(rewards.called("avg", of_run) == reward for of_run in weights)
 
 
 def constants(runs: Sequence[Recorded]) -> dict[str, float]:
@@ -195,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")
     if out.suffix not in FIGURES:
         write(args.runs, out)
-    elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config.eval.best_by, out):
+    elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config, out):
         raise UserError(f"{args.runs[0]}: no reward was logged yet")
     sys.stdout.write(f"{out}\n")
 
