@@ -64,7 +64,8 @@ def assert_planned_or_explained(name, world_size):
 
 
 def test_every_run_plans_on_1_to_32_gpus_or_says_which_batch_sizes_would():
-    for name in NAMES:
+    read = {str([c.sample, c.train.updates_per_epoch, c.train.timestep_fraction]): name for name, c in CONFIGS.items()}
+    for name in read.values():  # those that plans could tell apart
         for world_size in range(1, 33):
             assert_planned_or_explained(name, world_size)
 
