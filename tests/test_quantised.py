@@ -20,46 +20,36 @@ PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
 
 
-def on_meta(model, precision):
-    """The transformer with quantised layers, without numbers, as a run has it before it loads."""
-    transformer = type(model.transformer).from_config(model.transformer.config).to("meta").requires_grad_(False)
-    policies.attach(transformer, config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
-    quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
-    return transformer
-
-
 def copy_to(target, rows):
     (target.store if isinstance(target, QuantisedLinear) else target.copy_)(rows[:])
 
 
-def assert_same_layers(transformer, other):
-    """Whether or not they have adapters."""
-    expected, found = (
-        {
-            f"{name.removesuffix('.base_layer')}.{key}": tensor.view(torch.uint8)
-            for name, layer in quantised_layers(each).items()
-            for key, tensor in layer.named_buffers()
-        }
-        for each in (transformer, other)
-    )
-    assert expected
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+def numbers_of(transformer):
+    """Those of its quantised layers, whether or not they have adapters."""
+    return {
+        f"{name.removesuffix('.base_layer')}.{key}": tensor.view(torch.uint8)
+        for name, layer in quantised_layers(transformer).items()
+        for key, tensor in layer.named_buffers()
+    }
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", KINDS)
 def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weights(name, precision, tmp_path):
-    """The same numbers as quantising what is loaded."""
+    """The same numbers as quantising what is loaded; before it loads, a run has layers without numbers."""
     model = loaded(name)
     model.transformer.save_pretrained(tmp_path)
-    empty = on_meta(model, precision)
-    quantisation.quantise_units(model.transformer.requires_grad_(False), model.SHARD_UNITS, precision)
-    units = [unit for unit in model.transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
+    empty = type(model.transformer).from_config(model.transformer.config).to("meta")
+    policies.attach(empty.requires_grad_(False), config_of("shapes_qwenimage").lora, model.LORA_TARGETS)
+    for transformer in (empty, model.transformer.requires_grad_(False)):
+        quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
+        units = [unit for unit in transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
     assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
-
     safetensors_reader.read(empty.to_empty(device="cpu"), tmp_path, copy_to)
-    assert_same_layers(model.transformer, empty)
+    expected = numbers_of(model.transformer)
+    assert expected
+    torch.testing.assert_close(numbers_of(empty), expected, rtol=0, atol=0)
 
 
 def test_pairs_are_drawn_on_the_base_that_is_trained_on():
