@@ -3,6 +3,15 @@
 from flow_grpo.base.errors import UserError
 
 
+def refusal(check, *arguments):
+    """What a check says, "" if it says nothing. Any other error than ValueError is the test's."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def otherwise(call, words, error=UserError):
     """What a call does instead of refusing in one line that holds all words; "" if it does so."""
     try:

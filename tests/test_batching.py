@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from ml_collections import ConfigDict
+from refused import refusal
 from train_qwenimage import window_at
 
 from config import grpo, nft
@@ -25,15 +26,6 @@ CONFIGS = {
 NAMES = list(CONFIGS)
 
 
-def problem(config, world_size):
-    """What the message says; "" where there is a plan."""
-    try:
-        plan_batches(config, world_size)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def plain(config):
     """With attributes that are read and set ten times faster than a ConfigDict's."""
     values = {key: plain(value) if isinstance(value, ConfigDict) else value for key, value in config.items()}
@@ -43,14 +35,14 @@ def plain(config):
 def assert_planned_or_explained(name, world_size):
     """The plan's numbers multiply to the epoch's images, or the message names exactly the batch sizes that would do."""
     config, cell = plain(CONFIGS[name]), f"{name} on {world_size} GPUs"
-    sample, message = config.sample, problem(config, world_size)
+    sample, message = config.sample, refusal(plan_batches, config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if message:
         numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, sample.batch_size}
         assert numbers <= {int(number) for number in re.findall(r"\d+", message)}, cell
         works, batch_size = [], sample.batch_size
         for sample.batch_size in range(1, images + 1):
-            works += [sample.batch_size] if not problem(config, world_size) else []
+            works += [sample.batch_size] if not refusal(plan_batches, config, world_size) else []
         (named,) = re.findall(r"batch sizes that do: (\[[\d, ]+\]|none);", message)
         assert json.loads(named.replace("none", "[]")) == works, cell
         counts = json.loads(re.search(r"numbers of GPUs that do[\w ]*: (\[.+\])", message)[1])
@@ -74,7 +66,7 @@ def test_every_run_plans_on_one_gpu_and_on_two_and_the_published_ones_on_the_usu
     published = [name for name in NAMES if name.startswith("pickscore") and "," not in name]
     assert len(published) > 1
     cells = [*itertools.product(NAMES, (1, 2)), *itertools.product(published, (4, 8, 16))]
-    messages = {(name, gpus): problem(CONFIGS[name], gpus) for name, gpus in cells}
+    messages = {(name, gpus): refusal(plan_batches, CONFIGS[name], gpus) for name, gpus in cells}
     assert {cell: message for cell, message in messages.items() if message} == {}
 
 

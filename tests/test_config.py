@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
+from refused import refusal
 from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
@@ -293,15 +294,6 @@ def check_all(config, algorithm):
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     policies.check_lora(config.lora)
     plan(config)
-
-
-def refusal(check, *arguments):
-    """What a check says, "" if it says nothing. Any other error than ValueError is the test's."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def test_each_entry_takes_its_own_default_and_refuses_what_is_not_of_its_type_or_beyond_its_limits():
