@@ -7,6 +7,7 @@ import re
 import shutil
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import evaluate
 import pytest
@@ -20,6 +21,7 @@ from flow_grpo import rewards
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
+from flow_grpo.run import save
 from flow_grpo.run.evaluate import due
 from flow_grpo.settings.table import default_config
 
@@ -46,6 +48,15 @@ def test_only_a_higher_finite_value_is_better():
     values = 0.6, 0.5, 0.4, float("nan"), float("inf")
     assert [value for value in values if best.improves(record(2, value), record(1, 0.5))] == [0.6]
     assert [value for value in values if best.improves(record(0, value), None)] == [0.6, 0.5, 0.4]
+
+
+def test_a_figure_that_no_reward_has_cannot_choose():
+    """Which is known once there are figures; a reward that there is not: test_refusals.py."""
+    config = default_config()
+    config.eval.best_by = "shapes_beauty"
+    run = SimpleNamespace(config=config, choosing_prompts=None, size=None)
+    figures = dict(avg=0.5, shapes=0.5, shapes_accuracy=0.5)
+    assert_refused([("", lambda: save.best_candidate(run, 0, figures), ["'shapes_beauty'", "avg, shapes, shapes_ac"])])
 
 
 def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
@@ -85,9 +96,15 @@ def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the
 
 def test_a_run_is_evaluated_by_its_own_settings(tmp_path):
     changes = dict(height=96, width=32, precision="bf16", base_precision="nf4", vae_precision="bf16", text_tokens=9)
-    (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict() | changes))
+    stored = default_config().to_dict() | changes
+    del stored["model_class"], stored["eval"]["noises_per_prompt"]  # of a run that is older than these
+    (tmp_path / "config.json").write_text(json.dumps(stored))
     config = policies_to_compare.run_config(tmp_path)
     assert {name: config[name] for name in changes} == changes
+    assert (config.model_class, config.eval.noises_per_prompt) == ("", 1)
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"eval": 5}))
+    with pytest.raises(ValueError, match=r"config.json is damaged: its 'eval' is 5, no section of settings"):
+        policies_to_compare.run_config(tmp_path)
 
 
 @pytest.fixture

@@ -188,7 +188,10 @@ def test_a_run_that_is_to_stop_or_may_not_roll_back_any_more_stops_with_everythi
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(shallow, tmp_path, alarmed, monkeypatch):
     monkeypatch.setattr(health, "PAUSE", 3)
     how = shallow | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=4, eval_freq=0)
+    how |= dict(train__learning_rate=1e-3, train__warmup_updates=3)
     whole = train(NAME, tmp_path / "whole", **how)
+    rates = [line["learning_rate"] for line in lines_of(whole, "update")]  # the optimizer's
+    assert rates == pytest.approx([1e-3 / 4, 1e-3 / 2, 1e-3 * 3 / 8, *[1e-3 / 2] * 5])
     factors = [line["health/learning_rate_factor"] for line in lines_of(whole, "epoch")]
     assert factors == [1 / 2] * 3 + [1 / 4]
     train(NAME, tmp_path / "parts", **how | dict(num_epochs=2))

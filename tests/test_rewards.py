@@ -112,7 +112,7 @@ def test_what_is_waited_for_is_said(monkeypatch):
 WRONG = {
     "no score": (lambda images: {"other": images.mean((1, 2, 3))}, "a dict without 'score', but with 'other'"),
     "nothing": (lambda images: None, "NoneType"),
-    "no number": (lambda images: images.mean((1, 2, 3)) * math.nan, "is nan for"),
+    "no number": (lambda images: images.mean((1, 2, 3)) * torch.tensor([1, math.nan]), "is nan for 'prompt 1'"),
     "the run's": (lambda images: dict.fromkeys(("score", "masked_share"), images.mean((1, 2, 3))), "masked_share"),
 }
 

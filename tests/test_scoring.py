@@ -244,6 +244,7 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited(
     asked, sources = [], (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9)))
     with http_server(answer) as (url, _):
         args = {"vlm_judge": dict(url=url, model="qwen")}
+        scoring_settings.check_rewards({"vlm_judge": 1.0}, (), settings(args=args))  # it has no /health to ask for
         pool = Pool(CPU, {"vlm_judge": 1.0}, (), settings(args=args))
         scores = pool.submit(random_images(2), [Prompt("make it red", {}, sources), Prompt("b", {})]).result()["avg"]
     assert scores.tolist() == pytest.approx([1.0, 0.4])

@@ -121,9 +121,10 @@ def test_a_student_comes_near_to_its_teacher_and_of_several_learns_the_mean(shal
         (WINDOW + ",fast", dict(sample__sde_window_range=(1, 3)), 4 + 8 * 3 + 16),  # a forward has 4 rows
         (NFT, dict(train__beta=0.5, train__reference_guidance_scale=3.0), 8 * 2 + 8 * (1 + 2 + 1)),
         (NFT, dict(train__guidance_scale=3.0, train__reference_guidance_scale=1.0), 8 * 2 + 8 * (2 + 1 + 2)),
+        (DPO, dict(sample__flash_ratio=0.7, sample__flash_solver="extrapolate"), 8 * 3 + 2 * 2 * 2),  # "dpm": 8 * 2
         (DPO, dict(), 8 * 2 + 2 * 2 * 2),
     ],
-    ids=["plain", "guided reference", "guidance, inner epochs", "shared steps", "NFT", "guided update", "DPO"],
+    ids=["plain", "guided reference", "inner epochs", "shared steps", "NFT", "guided update", "solver", "DPO"],
 )
 def test_forwards_are_the_rows_of_rollout_and_update(name, how, per_epoch, shallow, tmp_path):
     """8 images of 2 prompts, 4 steps (2 with flash), 2 of them trained (1 by NFT). Evaluations do not count."""
