@@ -95,11 +95,13 @@ from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.evaluation import policies_to_compare
+from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import older
-from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
+from flow_grpo.weights import load_weights, policies, quantisation
 
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
 MADE_BY += ("lora", "sample", "model_class", "preferences", "options")
@@ -145,12 +147,8 @@ def check(config, source: str):
 
 def load(config, family, device):
     """The model with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
-    model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
-    model.transformer.requires_grad_(False)
-    if config.lora.path:
-        policies.attach(model.transformer, config.lora, policies.targets(config.lora, family))
-    load_weights.fill(config, model)
-    return model
+    lora = Path(config.lora.path) if config.lora.path else None
+    return policies_to_compare.load(Candidate(config.model, "base", config, lora, None), family, device)
 
 
 def from_rollouts(config, family, device) -> tuple[Make, Check]:
