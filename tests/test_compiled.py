@@ -212,14 +212,16 @@ def test_no_graph_has_sums_that_were_chosen_by_their_time(part):
 )
 def test_kernels_give_a_rollout_the_updates_bits_and_see_its_new_weights():
     """Of small blocks, each kernel of which takes seconds; whole runs: test_models.py, test_ranks.py."""
-    model, plain = adapted(), adapted()
+    model, plain, modes = adapted(), adapted(), []
     torch._dynamo.reset()
     compilation.compile_units(model, ("Block",))
     for _ in range(2):
         for each in (model, plain):
             move(p for p in each.parameters() if p.requires_grad)
-        found = step(model)
+        with inductor.patch(post_grad_custom_post_pass=lambda graph: modes.append(inductor.deterministic)):
+            found = step(model)
         for one, other in zip(found, step(plain), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         with torch.no_grad(), compilation.training_graph(model):
             assert torch.equal(model(rows()), found[0])
+    assert modes == [True] * 2, "of the forward and of the backward"

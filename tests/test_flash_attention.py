@@ -60,6 +60,9 @@ def test_values_and_gradients_are_those_of_masked_attention():
     assert all(not grad[behind].any() for grad in ours[2:])  # of keys and values
     checks = "test_schema", "test_autograd_registration", "test_faketensor"  # the others ask for a gradient of the sums
     torch.library.opcheck(attend_first, ([x.requires_grad_() for x in tokens] + [lengths]), test_utils=checks)
+    out, sums = attend_first(*tokens, lengths)
+    with pytest.raises(AssertionError, match="sums"):
+        (out.sum() + sums.sum()).backward()
 
 
 @pytest.mark.parametrize("compiles", [False, True])
