@@ -43,6 +43,7 @@ def mine():
 def large():
     config = grpo.pickscore_qwenimage()
     config.dataset, config.reward_fn, config.text_tokens = ".", {"mine": 1.0, "pickscore": 1.0}, 77
+    config.attention = "flash_4"
     return config
 
 
@@ -101,6 +102,7 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     config = command_line.config_of([f"--config={own_file}:large,smoke"], DEFAULT)
     assert (config.dataset, config.text_tokens) == (".", 77)
     assert (config.model, config.height, config.precision) == ("flow_grpo/assets/tiny_qwenimage", 64, "fp32")
+    assert (config.attention, config.vae_precision, config.compile, config.cache_dir) == ("", "fp32", False, "")
     assert config.reward_fn.to_dict() == {"mine": 1.0}  # a file of one's own stays, one with hub weights goes
     lines = answers.replaced(f"{own_file}:large,smoke", config)
     assert [line.split()[2] for line in lines] == ["model", "reward_fn", "height", "width", "precision"]

@@ -64,6 +64,25 @@ def test_what_the_commands_of_pages_name_is_there(tmp_path):
             commands.check(words, {"~/experiments/mine.py": own_config})
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python scripts/train_sd3.py --config config/grpo.py:pickscore_sd4",
+        "python scripts/train_sd3.py --config.train.learning_rat=1",
+        "torchrun --nproc_per_node=7 scripts/train_sd3.py",
+        "python scripts/evaluate.py runs/x --guidance-scale 1",
+        "python scripts/evaluatee.py runs/x",
+        "python -m flow_grpo.metricss",
+        "make demmo",
+        "tochrun scripts/train_sd3.py",
+    ],
+)
+def test_a_command_that_names_what_is_not_there_is_seen(command):
+    (words,) = commands.commands(command)
+    with pytest.raises((AssertionError, ValueError)):
+        commands.check(words, {})
+
+
 def test_every_python_block_is_run_by_a_test_or_says_why_not():
     """A test takes all of a page's blocks, which it counts. Those of README are run as they come."""
     tests = Path(__file__).read_text()
@@ -75,6 +94,11 @@ def test_every_python_block_is_run_by_a_test_or_says_why_not():
 def test_shell_scripts_name_settings_that_there_are_and_plan_on_their_gpus():
     for path in (ROOT / "scripts").glob("*/*.sh"):
         subprocess.run(["bash", "-n", path], check=True)
+    for missing, given in {"NODES": {}, "NODE_RANK": dict(NODES="2"), "HEAD": dict(NODES="2", NODE_RANK="0")}.items():
+        command = ["bash", ROOT / "scripts/multi_node/torchrun.sh"]
+        done = subprocess.run(command, env={"PATH": "/usr/bin:/bin"} | given, capture_output=True, text=True)
+        assert done.returncode, missing
+        assert f"{missing}: " in done.stderr
     rows = re.findall(r"^\| `(\w+\.sh)` \|", (ROOT / "scripts/reproduce/README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == [path.name for path in RECIPES]
     assert len(SHELL) >= 11

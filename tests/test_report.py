@@ -211,3 +211,4 @@ def test_a_name_has_the_row_that_fits_it_best():
     }
     assert {name: explain(name)[0] for name in rows} == rows
     assert explain("rewards") is None
+    assert [name for name, metric in METRICS.items() if not (metric.meaning and metric.expect)] == []
