@@ -31,7 +31,7 @@ def save(run: Run) -> None:
 
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
-            _export(run, folder)
+            export(run, folder)
         distributed.on_main(best.link, run.folder, folder)
 
     with run.board.timed("save"), _explained(run.folder):
@@ -64,10 +64,6 @@ def export(run: Run, folder: Path) -> None:
     """Write the averaged weights for diffusers: a LoRA file, or the whole transformer in full-weight training. Raises
     FloatingPointError, and writes nothing, where they are not finite."""
     _check_finite(run, run.ema.state_dict())
-    _export(run, folder)
-
-
-def _export(run: Run, folder: Path) -> None:
     with run.ema.applied():
         if run.config.lora.rank:
             exports.save_lora(run.pipeline, folder)
