@@ -48,7 +48,8 @@ def plan_batches(config, world_size: int) -> BatchPlan:
             f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
             f"{sample.batch_size} = {sample.batch_size * world_size}; {ways_out}"
         )
-    if moves(config) and sample.batch_size % updates:
+    moves = sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
+    if moves and sample.batch_size % updates:
         raise UserError(
             f"a window that moves on every {sample.sde_window_interval} updates is cut off at the end of its range, so "
             f"each number of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no "
@@ -104,12 +105,6 @@ def plan_pairs(config, world_size: int) -> BatchPlan:
             f"{max(unit, sample.num_prompts_per_epoch // unit * unit)} do"
         )
     return BatchPlan(sample.num_prompts_per_epoch, group, batch, batches * updates, 1, 1, updates)
-
-
-def moves(config) -> bool:
-    """Whether the SDE window follows a schedule that cuts it off at the end of its range."""
-    sample = config.sample
-    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
 
 
 def _divisors(number: int) -> list[int]:

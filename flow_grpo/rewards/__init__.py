@@ -199,13 +199,11 @@ def _named(name: str, failed: str) -> Iterator[None]:
         raise UserError(f"reward {name!r} {failed}: {in_words(error)}") from error
 
 
-def _is_reward(file: Path) -> bool:
-    return str(file.parent) in map(str, __path__) and file.stem not in (*HELPERS, "__init__")
-
-
 def in_words(error: BaseException) -> str:
     """An error in a reward's file: its type, what it says, and the file and line where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_reward(Path(frame.filename))]
-    place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [
+        frame for frame in frames if str(frame[0].parent) in __path__ and frame[0].stem not in (*HELPERS, "__init__")
+    ]
+    place = f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
