@@ -49,6 +49,11 @@ class Ema:
         assert not self.is_applied
         return self.averages
 
+    @torch.no_grad()
     def _swap(self) -> None:
         self.is_applied = not self.is_applied
-        offload.exchange(self.parameters, self.averages)
+        offload.wait_for_offloaded(self.parameters.values())
+        for name, p in self.parameters.items():  # tensor by tensor: no second copy of the model
+            present = p.clone()
+            p.copy_(self.averages[name])
+            self.averages[name].copy_(present)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flow_grpo.weights import fsdp_utils
 
@@ -14,16 +14,6 @@ def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
     """To be called before weights in host memory are written: the device may not have read them yet."""
     if torch.cuda.is_available() and any(p.device.type == "cpu" for p in parameters):
         torch.cuda.synchronize()
-
-
-@torch.no_grad()
-def exchange(weights: dict[str, nn.Parameter], others: dict[str, Tensor]) -> None:
-    """Exchange weights with others of the same names and layout, tensor by tensor: no second copy of the model."""
-    wait_for_offloaded(weights.values())
-    for name, weight in weights.items():
-        present = weight.clone()
-        weight.copy_(others[name])
-        others[name].copy_(present)
 
 
 def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
