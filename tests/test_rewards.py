@@ -112,6 +112,7 @@ def test_what_is_waited_for_is_said(monkeypatch):
 WRONG = {
     "no score": (lambda images: {"other": images.mean((1, 2, 3))}, "a dict without 'score', but with 'other'"),
     "nothing": (lambda images: None, "NoneType"),
+    "the end": (lambda images: sys.exit(3), "left by SystemExit: 3"),
     "no number": (lambda images: images.mean((1, 2, 3)) * torch.tensor([1, math.nan]), "is nan for 'prompt 1'"),
     "the run's": (lambda images: dict.fromkeys(("score", "masked_share"), images.mean((1, 2, 3))), "masked_share"),
 }
@@ -146,6 +147,7 @@ FILES = {  # what is no reward, whatever it raises
     "a number": "load = 5\n",
     "nothing": "def load(device):\n    return None\n",
     "an error": "def load(device):\n    raise KeyError('word')\n",
+    "the end": "def load(device):\n    raise SystemExit(3)\n",
     "no argument": "def load():\n    return len\n",
 }
 

@@ -195,7 +195,7 @@ def _named(name: str, failed: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"reward {name!r} {failed}: {in_words(error)}") from error
 
 

@@ -62,10 +62,13 @@ def scores_of(
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
 
     Raises:
-        UserError: not one finite number per image, or no "score" among them.
+        UserError: not one finite number per image, no "score" among them, or no return.
     """
     more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
-    scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more)))
+    try:
+        scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more)))
+    except SystemExit as error:  # would end the process without a word
+        raise UserError(f"reward {name!r} left by {rewards.in_words(error)}") from error
     if "score" not in scores:
         raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
     scores = {key: checked(name, values, prompts) for key, values in scores.items()}
