@@ -195,6 +195,7 @@ def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
         (dict(train__adam_beta1=0.5, train__adam_beta2=0.75), "train__adam_betas", [0.5, 0.75]),
         (dict(train__step_weight="none"), "train__step_weight", "equal"),
         (dict(base_precision="8bit"), "base_precision", "fp8_weights"),
+        (dict(base_precision="4bit"), "base_precision", "nf4"),
         (dict(resolution=512), "height", 512),
         (dict(sample__sde_window_schedule="random"), "sample__sde_window_interval", 0),
         (dict(sample__sde_window_schedule="progressive"), "sample__sde_window_interval", 25),
@@ -231,6 +232,9 @@ def test_a_stored_value_is_what_means_the_same_today(before, key, today):
         dict(lora__dropout=0.1),
         dict(base_precision="fp8"),
         dict(train__importance_cap=2.0),
+        dict(train__target_update_size=1.0),
+        dict(train__adam_eps=1e-6),
+        dict(sample__sde_window_schedule="decay"),
         dict(reward__image_format="png"),
     ],
 )
