@@ -130,7 +130,8 @@ def measured_runs() -> str:
             [f"{row['gib']:g}", f"{row['images_per_s']:g}", f"{images:,}"] if row["gib"] else ["out of memory", "", ""]
         )
         rows.append([row["card"], name, *figures])
-    return table(["smallest card", "run", "GiB of each", "images/s of each, on an H200", "images per epoch"], rows)
+    head = ["smallest card", "run", "GiB of each", "images/s of each, on an H200 or H100", "images per epoch"]
+    return table(head, rows)
 
 
 def settings_tables() -> str:

@@ -19,7 +19,7 @@ from flow_grpo.settings import table
 from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import policies
 
-MEASURED = shipped.PACKAGE / "assets" / "measured.json"  # at full size on an H200, random weights; see will_it_fit.md
+MEASURED = shipped.PACKAGE / "assets" / "measured.json"  # at full size, random weights; see will_it_fit.md
 GB = 1e9
 
 
@@ -90,8 +90,8 @@ def _gpu(config: ConfigDict, plan: BatchPlan) -> list[str]:
         return [f"out of memory on {row['card']} ({source})"]
     hours = config.num_epochs * _images(plan) / row["images_per_s"] / 3600 / config.dry_run
     return [
-        f"{row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200, so {hours:.3g} hours without "
-        f"evaluations and rewards with a model ({source})"
+        f"{row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200 or H100, so {hours:.3g} hours "
+        f"without evaluations and rewards with a model ({source})"
     ]
 
 
