@@ -45,7 +45,7 @@ from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
 from flow_grpo.weights import finite, lora_files
 
-PATTERNS = ("README.md", "*.png", lora_files.FILE, "adapter_*", "transformer/*")
+PATTERNS = ("README.md", "*.png", lora_files.FILE, "transformer/*")
 
 
 def chosen_folder(run_folder: Path, weights: str) -> Path:
@@ -68,10 +68,8 @@ def check(folder: Path) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What is uploaded, without what is only linked."""
-    return sorted(
-        path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file() and not path.is_symlink()
-    )
+    """What is uploaded."""
+    return sorted(path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file())
 
 
 def main(args: argparse.Namespace, hub: HfApi) -> None:

@@ -297,7 +297,6 @@ def test_a_run_adapts_the_layers_that_its_config_names_and_its_file_and_its_card
     folder = train("shapes_qwenimage", tmp_path, **shallow, lora__targets=targets, num_epochs=1, eval_freq=0)
     adapted = {f"transformer_blocks.{block}.attn.to_q" for block in range(2)} | {"img_in"}
     assert {*lora_files.read(folder).layers} == adapted
-    assert {*json.loads((folder / "adapter_config.json").read_text())["target_modules"]} == adapted
     assert all(word in (folder / "README.md").read_text() for word in ("lora.targets", *targets))
     pipeline = QwenImagePipeline.from_pretrained(shallow["model"], **ALONE)
     pipeline.load_lora_weights(folder)

@@ -1,18 +1,14 @@
-"""What lets others use a run's weights: a model card, the files by which peft loads a LoRA, and links to the pipeline
-around full weights. All of it is made from the run's folder, after training or later."""
+"""The model card beside a run's weights, which lets others use them. It is made from the run's folder, after training
+or later."""
 
-import json
 import math
 import re
 import shutil
 from pathlib import Path
 
-import huggingface_hub
 import jinja2
 from huggingface_hub import ModelCardData
 from ml_collections import ConfigDict
-from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 
 from flow_grpo import rewards
 from flow_grpo.base import folders, shipped
@@ -23,12 +19,11 @@ from flow_grpo.monitoring import provenance, recorded
 from flow_grpo.settings import table
 from flow_grpo.weights import lora_files
 
-PEFT_PREFIX, OUR_PREFIX = "base_model.model.", "transformer."
 PICTURES = ("samples.png", "reward.png")
 
 
 def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
-    """Add to the last weights and to the best ones what others need; what there is to tell the user.
+    """Write the cards of the last weights and of the best ones; what there is to tell the user.
 
     Args:
         place: where a card's commands load them from.
@@ -36,56 +31,18 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
     run, notices = recorded.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
-            if run.config.lora.rank:
-                add_peft_files(folder, run.config.model)
-                notices += [f"{folder}: {reason}" for reason in [changes_nothing(folder)] if reason]
-            else:
-                link_pipeline(folder, run.config.model)
+            if run.config.lora.rank and changes_nothing(folder):
+                notices.append(f"{folder}: the LoRA changes nothing, as before training: all of its B weights are 0")
             write_card(run, folder, place)
         except (UserError, OSError) as error:  # all that training made is saved by now
-            notices.append(f"not everything that others need was added to {folder}: {in_one_line(error)}")
+            notices.append(f"{folder} has no model card: {in_one_line(error)}")
     return notices
 
 
-def changes_nothing(folder: Path) -> str:
-    """Why a LoRA leaves its base as it is; "" where it does not."""
-    if any(weight.any() for name, weight in lora_files.weights(folder).items() if ".lora_B." in name):
-        return ""
-    evaluation = best.read(folder.parent) if folder.name == best.NAME else None
-    if evaluation and evaluation.epoch == 0:
-        return "the LoRA changes nothing, since no evaluation was better than the one before training"
-    return "the LoRA changes nothing: all of its B weights are 0, as before the first update that had a gradient"
-
-
-def add_peft_files(folder: Path, base: str) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, by which peft loads what LORA_FILE holds."""
-    adapter = lora_files.read(folder)
-    config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.layers))
-    config.base_model_name_or_path, config.inference_mode = base, True
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2, sort_keys=True))
-    weights = load_file(folder / lora_files.FILE)
-    renamed = {PEFT_PREFIX + name.removeprefix(OUR_PREFIX): weight for name, weight in weights.items()}
-    save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    folders.as_any_new_file(folder / "adapter_model.safetensors")
-
-
-def link_pipeline(folder: Path, model: str) -> None:
-    """Put the base's other parts beside transformer/, as links, so that diffusers loads the folder as a pipeline."""
-    base = Path(shipped.find(model)).resolve()
-    if not base.is_dir():
-        try:
-            base = Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-        except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
-            return  # it was trained on another machine
-    if not (base / "model_index.json").is_file():
-        return
-    for part in base.iterdir():
-        link = folder / part.name
-        if part.is_dir() and part.name != "transformer" and not link.exists():
-            link.unlink(missing_ok=True)  # one that leads nowhere any more
-            link.symlink_to(part, target_is_directory=True)
-    shutil.copy(base / "model_index.json", folder)
+def changes_nothing(folder: Path) -> bool:
+    """Whether a LoRA leaves its base as it is. Raises UserError for what is no LoRA file."""
+    lora_files.read(folder)
+    return not any(weight.any() for name, weight in lora_files.weights(folder).items() if ".lora_B." in name)
 
 
 def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
@@ -96,11 +53,9 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["cell"] = lambda value: re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
-    config, base = run.config, run.config.model
-    is_hub_id, package = not Path(shipped.find(base)).exists(), shipped.PACKAGE.resolve()
-    if not is_hub_id:  # a folder's name; of what is shipped the path in a checkout
-        base = Path(shipped.find(base)).resolve()
-        base = str(base.relative_to(package.parent)) if base.is_relative_to(package) else base.name
+    config, is_hub_id = run.config, not Path(shipped.find(run.config.model)).exists()
+    keeps_path = is_hub_id or config.model.startswith("flow_grpo/assets/")  # of any other folder the card has the name
+    base = config.model if keeps_path else Path(config.model).name
     text = environment.from_string(template.read_text()).render(
         name=run.label,
         place=place,
@@ -215,5 +170,5 @@ def front_matter(run: recorded.Recorded) -> str:
         base_model=None if Path(shipped.find(run.config.model)).exists() else run.config.model,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=tags + (["lora", "peft"] if run.config.lora.rank else []),
+        tags=tags + (["lora"] if run.config.lora.rank else []),
     ).to_yaml()

@@ -102,7 +102,7 @@ def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], ev
     num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     stored = 4 * num_trained  # float32
     checkpoint = (4 if not config.lora.rank else 5) * stored  # weights, two moments, their average; a LoRA beside them
-    disk = (config.keep_checkpoints + 1) * checkpoint + (2 if not config.lora.rank else 4) * stored
+    disk = (config.keep_checkpoints + 1) * checkpoint + 2 * stored
     lines = [
         f"transformer: {num_weights / 1e9:.3g} billion weights; {num_trained / 1e6:,.4g} million are trained",
         f"checkpoints: {checkpoint / GB:.2g} GB each, {disk / GB:.2g} GB while one is written, the best and the last "
