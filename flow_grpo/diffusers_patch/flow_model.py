@@ -21,6 +21,11 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
 
+JOINT_ATTENTION = tuple(  # ends of the names of a block's layers, where text has layers of its own
+    f"attn.{layer}"
+    for layer in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+)
+
 
 class Network(torch.nn.Module):
     """A transformer behind one call, which returns one tensor, whatever diffusers returns: what is sharded, and what
@@ -43,6 +48,8 @@ class FlowModel(ABC):
     TRANSFORMER: ClassVar[type[torch.nn.Module]]
     SHARD_UNITS: ClassVar[tuple[str, ...]]  # classes of the blocks
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
+    TEXT_TOKENS: ClassVar[int]  # that its pipeline reads; where not CUTS_PADDING, it may be told to read more
+    TEXT_WIDTH: ClassVar[str] = "joint_attention_dim"  # the transformer's setting that is the width of text
     GUIDANCE_SCALE: ClassVar[float]  # the published one
     PICTURES: ClassVar[bool] = False  # whether latents are [B, C, h, w]; else tokens [B, N, C]
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
@@ -113,10 +120,8 @@ class FlowModel(ABC):
         """What is trained: diffusers' own, with its names of weights."""
         return self.pipeline.transformer
 
-    def check_size(self, size: Size) -> None:
+    def check_size(self, size: Size) -> None:  # noqa: B027 (most models have nothing to add to what Size checks)
         """Raises UserError for an image that the model cannot draw. Needs no weight."""
-        if size.frames != 1:
-            raise UserError(f"{self.NAME} draws single images, not {size.frames} frames")
 
     def check_sources(self, prompts: list[Prompt]) -> None:
         """Raises UserError for a prompt whose number of source images the model does not take. Needs no weight."""
@@ -125,9 +130,23 @@ class FlowModel(ABC):
                 takes = f"1 to {self.MOST_SOURCES} source images" if self.MOST_SOURCES else "no source image"
                 raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {len(prompt.sources)}")
 
-    @abstractmethod
     def check(self, prompts: list[Prompt], width: int | None) -> None:
         """Raises UserError for a prompt of more tokens than `encode` keeps at this width. Needs tokenizers only."""
+        if width is None or (self.CUTS_PADDING and width >= self.TEXT_TOKENS):
+            most, limit = self.TEXT_TOKENS, f"the {self.TEXT_TOKENS} that its pipeline reads"
+        else:
+            most, limit = width, f"config.text_tokens = {width}"
+        counts = {prompt.text: self.num_text_tokens(prompt) for prompt in prompts}
+        if too_long := [text for text, count in counts.items() if count > most]:
+            longest = max(too_long, key=counts.get)
+            raise UserError(
+                f"{len(too_long)} prompts have more tokens than {limit}; the longest has {counts[longest]}: "
+                f"{quoted(longest)}"
+            )
+
+    @abstractmethod
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        """That TEXT_TOKENS and widths count. Needs tokenizers only."""
 
     @abstractmethod
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
@@ -171,9 +190,10 @@ class FlowModel(ABC):
             return channels, size.height // factor, size.width // factor
         return self.num_tokens(size), channels
 
-    @abstractmethod
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Of one row of a Condition with `width` tokens, by field."""
+        embeds = dict(text_embeds=(width, self.transformer_config[self.TEXT_WIDTH]))
+        return embeds | (dict(mask=(width,)) if self.CUTS_PADDING else {})
 
     def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
         """Of one image and its prompt, as encode_images and encode make them; `prompt` is an example, for models that

@@ -3,7 +3,7 @@
 import copy
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import diffusers
 import numpy as np
@@ -13,7 +13,6 @@ from diffusers import DiffusionPipeline
 
 from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
@@ -84,16 +83,6 @@ def chat_length(tokenizer, text: str, thinks: bool) -> int:
     """Tokens of a prompt with the chat template, as pipelines of Qwen3 fill it."""
     options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=thinks)
     return len(tokenizer(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)).input_ids)
-
-
-def check_lengths(prompts: list[Prompt], length: Callable[[str], int], width: int | None, most: int) -> None:
-    """Raises UserError for prompts whose `length` in tokens is over `width`; without a width, over `most`."""
-    limit = f"the {most} that its pipeline reads" if width is None else f"config.text_tokens = {width}"
-    too_long = {prompt.text: tokens for prompt in prompts if (tokens := length(prompt.text)) > (width or most)}
-    if too_long:
-        longest = max(too_long, key=too_long.get)
-        most_tokens = f"the longest has {too_long[longest]}: {quoted(longest)}"
-        raise UserError(f"{len(too_long)} prompts have more tokens than {limit}; {most_tokens}")
 
 
 def schedule(

@@ -9,11 +9,10 @@ MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
 @dataclass(frozen=True)
 class Size:
-    """Of an image or of a clip, in pixels. A side that is no positive multiple of 16 is a UserError."""
+    """Of an image, in pixels. A side that is no positive multiple of 16 is a UserError."""
 
     height: int
     width: int
-    frames: int = 1
 
     def __post_init__(self):
         for name in ("height", "width"):

@@ -8,12 +8,9 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.flow_model import JOINT_ATTENTION, FlowModel
 from flow_grpo.diffusers_patch.size import Size
-
-T5_TOKENS = 512  # that FluxPipeline reads
 
 
 class Flux(FlowModel):
@@ -23,28 +20,27 @@ class Flux(FlowModel):
     PIPELINE, TRANSFORMER = FluxPipeline, FluxTransformer2DModel
     SHARD_UNITS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     LORA_TARGETS = (
-        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")),
-        *("attn.to_add_out", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+        *JOINT_ATTENTION,
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
+    TEXT_TOKENS = 512  # of T5; CLIP reads the first 77 of its own
     GUIDANCE_SCALE = 3.5
     # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
     # H200); flash attention, the next choice, does not.
     CUDNN_ATTENTION = False
     NEGATIVE_PROMPT = None
 
-    def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` T5 tokens. CLIP reads the first 77 of its own."""
-        loading.check_lengths(prompts, lambda text: len(self.pipeline.tokenizer_2(text).input_ids), width, T5_TOKENS)
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        return len(self.pipeline.tokenizer_2(prompt.text).input_ids)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """`width` T5 tokens, None = diffusers' 512."""
-        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or T5_TOKENS)
+        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or self.TEXT_TOKENS)
         embeds, pooled, _ = self.pipeline.encode_prompt(prompt.text, prompt.text, **how)
         return Condition(embeds, pooled)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        config = self.transformer_config
-        return dict(text_embeds=(width, config["joint_attention_dim"]), pooled=(config["pooled_projection_dim"],))
+        return super().text_shapes(width) | dict(pooled=(self.transformer_config["pooled_projection_dim"],))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""

@@ -4,8 +4,6 @@ Text is three layers of one encoder; latents are normalised per channel of a pat
 steps, too. Distilled weights take no guidance; those of the base variants take it as a second forward.
 """
 
-from functools import partial
-
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -15,10 +13,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.flow_model import JOINT_ATTENTION, FlowModel
 from flow_grpo.diffusers_patch.size import Size
-
-TEXT_TOKENS = 512  # that Flux2KleinPipeline reads, its chat template's among them
 
 
 class Flux2Klein(FlowModel):
@@ -28,32 +24,27 @@ class Flux2Klein(FlowModel):
     PIPELINE, TRANSFORMER = Flux2KleinPipeline, Flux2Transformer2DModel
     SHARD_UNITS = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     LORA_TARGETS = (
-        *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")),
-        *("attn.to_add_out", "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
-        "attn.to_qkv_mlp_proj",
+        *JOINT_ATTENTION,
+        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "attn.to_qkv_mlp_proj"),
         # "attn.to_out" would also be what holds the other blocks' "attn.to_out.0"; the 9 B model has 24 of these
         *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(24)),
     )
     PICTURES = True
+    TEXT_TOKENS = 512  # its chat template's among them
     GUIDANCE_SCALE = 1.0  # of distilled weights; those of the base variants take 4
     CUDNN_ATTENTION = False  # not tried
 
-    def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` tokens with its chat template."""
-        length = partial(loading.chat_length, self.pipeline.tokenizer, thinks=False)
-        loading.check_lengths(prompts, length, width, TEXT_TOKENS)
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        return loading.chat_length(self.pipeline.tokenizer, prompt.text, thinks=False)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """`width` tokens, None = diffusers' 512, of three layers' states each."""
-        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or TEXT_TOKENS)
+        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or self.TEXT_TOKENS)
         return Condition(self.pipeline.encode_prompt(prompt.text, **how)[0])
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
         """[C, h, w] of patches."""
         return self.transformer_config["in_channels"], *self.grid(size)
-
-    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text_embeds=(width, self.transformer_config["joint_attention_dim"]))
 
     def schedule(self, num_steps: int, size: Size):
         """With a shift that was fitted to sizes and numbers of steps."""

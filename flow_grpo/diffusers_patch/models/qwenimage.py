@@ -8,15 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.flow_model import JOINT_ATTENTION, FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.lora_linear import results_of
 from flow_grpo.kernels.qk_norm_rope import norm_rotate_join
-
-TEXT_TOKENS = 1024  # that QwenImagePipeline reads, whatever is asked for
 
 
 class QwenImage(FlowModel):
@@ -25,39 +22,30 @@ class QwenImage(FlowModel):
     NAME = "qwenimage"
     PIPELINE, TRANSFORMER = QwenImagePipeline, QwenImageTransformer2DModel
     SHARD_UNITS = ("QwenImageTransformerBlock",)
-    LORA_TARGETS = tuple(
-        f"{stream}.{linear}"
-        for stream, linears in {
-            "attn": ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-            "img_mlp": ("net.0.proj", "net.2"),
-            "txt_mlp": ("net.0.proj", "net.2"),
-        }.items()
-        for linear in linears
+    LORA_TARGETS = (
+        *JOINT_ATTENTION,
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
+    TEXT_TOKENS = 1024
     GUIDANCE_SCALE = 4.0
     CUDNN_ATTENTION = True
     CUTS_PADDING = True
     ATTENTIONS = (flash_attention.NAME,)
     NEGATIVE_PROMPT = " "  # an empty one has no token to attend to
 
-    def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` tokens, or more than the pipeline reads."""
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        """Without those of the template."""
         pipeline = self.pipeline
-        template, drop = pipeline.prompt_template_encode, pipeline.prompt_template_encode_start_idx
-        before = self.before_text(prompts)
-        length = lambda text: len(pipeline.tokenizer(template.format(before + text)).input_ids) - drop  # noqa: E731
-        loading.check_lengths(prompts, length, width if (width or TEXT_TOKENS) < TEXT_TOKENS else None, TEXT_TOKENS)
+        text = pipeline.prompt_template_encode.format(self.read_text(prompt))
+        return len(pipeline.tokenizer(text).input_ids) - pipeline.prompt_template_encode_start_idx
 
-    def before_text(self, prompts: list[Prompt]) -> str:
-        """What the text encoder reads between its template and a prompt."""
-        return ""
+    def read_text(self, prompt: Prompt) -> str:
+        """What the text encoder reads in its template."""
+        return prompt.text
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The last states of the text encoder, without those of the template."""
         return Condition(self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)[0])
-
-    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text_embeds=(width, self.transformer_config["joint_attention_dim"]), mask=(width,))
 
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
@@ -66,7 +54,7 @@ class QwenImage(FlowModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        return self.transformed(x, t, condition, [(size.frames, *self.grid(size))])
+        return self.transformed(x, t, condition, [(1, *self.grid(size))])
 
     def transformed(self, x: Tensor, t: Tensor, condition: Condition, grids: list[tuple[int, int, int]]) -> Tensor:
         """A forward of tokens of images one after another, of which `grids` are the frames, rows and columns."""
@@ -139,8 +127,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Image tokens [B, N, C], text tokens [B, T, C], a mask [B, T] of the text or None, and the angles of both."""
-        if attention_mask is not None:
-            raise ValueError("the mask is the text's: encoder_hidden_states_mask")
+        assert attention_mask is None, "the mask is the text's: encoder_hidden_states_mask"
         image, text = hidden_states, encoder_hidden_states
         of_image = results_of([attn.to_q, attn.to_k, attn.to_v], image)
         of_text = results_of([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], text)
@@ -180,15 +167,11 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
 
 def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
     """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
-    of 2, as the kernel has it. Raises ValueError where it is not so, and `attention` would be ignored."""
+    of 2, as the kernel has it."""
     for block in transformer.transformer_blocks:
         attn = block.attn
         norms = [attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k]
-        suit = all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms)
-        if suit and type(attn.processor) is QwenDoubleStreamAttnProcessor2_0:
-            chosen, attn.processor = vars(attn.processor), JointAttention(attention)
-            vars(attn.processor).update(chosen)
-        elif attention:
-            raise ValueError(
-                f"attention {attention!r} needs frozen norms whose width is a power of 2, and diffusers' own processor"
-            )
+        if all(len(norm.weight).bit_count() == 1 and not norm.weight.requires_grad for norm in norms):
+            attn.processor = JointAttention(attention)
+        else:
+            assert not attention, "norms are trained, or of another width"

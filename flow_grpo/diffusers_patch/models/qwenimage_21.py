@@ -25,8 +25,6 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded, unpacked
 from flow_grpo.diffusers_patch.size import Size
 
-TEXT_TOKENS = 8191  # positions in the transformer's table, but for the image's
-
 
 class TextProcessor(Qwen3VLProcessor):
     """The part for texts of the pipeline's processor; the part for videos would need torchvision."""
@@ -57,6 +55,7 @@ class QwenImage21(FlowModel):
         *(f"attn.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0")),
         *(f"img_mlp.{linear}" for linear in ("proj", "gate_layer", "out")),
     )
+    TEXT_TOKENS, TEXT_WIDTH = 8191, "context_in_dim"  # positions in the transformer's table, but for the image's
     GUIDANCE_SCALE = 1.0
     CUDNN_ATTENTION = False  # not tried
     CUTS_PADDING = True
@@ -65,21 +64,17 @@ class QwenImage21(FlowModel):
         super().__init__(pipeline, device, transformer_config)
         if pipeline.transformer is not None:
             for block in pipeline.transformer.transformer_blocks:
-                chosen, block.attn.processor = vars(block.attn.processor), OwnPositions()
-                vars(block.attn.processor).update(chosen)
+                block.attn.processor = OwnPositions()
 
     def check_size(self, size: Size) -> None:
-        """Also raises UserError for a side that is no multiple of 32: its pipeline would cut it."""
-        super().check_size(size)
+        """Raises UserError for a side that is no multiple of 32: its pipeline would cut it."""
         if size.height % 32 or size.width % 32:
             raise UserError(f"{self.NAME} draws sides that are multiples of 32 pixels, not {size}")
 
-    def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` tokens with its template, or than there are positions."""
-        pipeline = self.pipeline
-        template, drop = pipeline.prompt_template_t2i, pipeline._drop_idx
-        length = lambda text: len(pipeline.processor.tokenizer(template.format(text)).input_ids) - drop  # noqa: E731
-        loading.check_lengths(prompts, length, width, TEXT_TOKENS)
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        """With those of the template, but for the system's message."""
+        text = self.pipeline.prompt_template_t2i.format(prompt.text)
+        return len(self.pipeline.processor.tokenizer(text).input_ids) - self.pipeline._drop_idx
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The text encoder's last states before its norm, without those of the system's message."""
@@ -96,9 +91,6 @@ class QwenImage21(FlowModel):
         if own is not True and len(own) != num_steps:
             raise UserError(f"these weights have sigmas of their own, for {len(own)} steps, not {num_steps}: set these")
         return loading.schedule(self.pipeline.scheduler, num_steps, self.num_tokens(size), self.device, sigmas=own)
-
-    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text_embeds=(width, self.transformer_config["context_in_dim"]), mask=(width,))
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """What the transformer's own forward computes of a batch whose image lies behind the longest text. Here it lies

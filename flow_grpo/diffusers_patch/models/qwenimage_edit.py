@@ -87,12 +87,13 @@ class QwenImageEdit(QwenImage):
         area = self.pipeline.config[pixels]
         return tuple(calculate_dimensions(area, width / height) for width, height in prompt.source_sizes())
 
-    def before_text(self, prompts: list[Prompt]) -> str:
-        """The sources, which all prompts have alike."""
-        processor, sizes = self.pipeline.processor, self._sizes(prompts[0], "seen_pixels") if prompts else ()
+    def read_text(self, prompt: Prompt) -> str:
+        """The sources, and the prompt."""
+        processor, sizes = self.pipeline.processor, self._sizes(prompt, "seen_pixels")
         counts = processor._get_num_multimodal_tokens([size[::-1] for size in sizes])["num_image_tokens"]
         tokens = (f"<|vision_start|>{processor.image_token * count}<|vision_end|>" for count in counts)
-        return "".join(f"Picture {number}: {picture}" for number, picture in enumerate(tokens, start=1))
+        pictures = [f"Picture {number}: {picture}" for number, picture in enumerate(tokens, start=1)]
+        return "".join([*pictures, prompt.text])
 
     def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
         """Also of the sources of such prompts as this one."""

@@ -3,8 +3,6 @@
 One stream of image and text tokens, latents [B, C, h, w], a static shift.
 """
 
-from functools import partial
-
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
@@ -17,7 +15,6 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 
-TEXT_TOKENS = 512  # that ZImagePipeline reads, its chat template's among them
 PATCH = "2-1"  # names the layers for patches of 2 x 2 latents and 1 frame
 
 
@@ -30,24 +27,19 @@ class ZImage(FlowModel):
     SHARD_UNITS = ("ZImageTransformerBlock",)
     LORA_TARGETS = tuple(f"attention.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0"))
     PICTURES = True
+    TEXT_TOKENS, TEXT_WIDTH = 512, "cap_feat_dim"  # its chat template's tokens among them
     GUIDANCE_SCALE = 4.0  # of Z-Image; Z-Image-Turbo takes 0
     CUDNN_ATTENTION = False  # as fast: benchmarks/RESULTS.md
     CUTS_PADDING = True
 
-    def check(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raises UserError for a prompt of more than `width` tokens with its template, or than the pipeline reads."""
-        width = width if (width or TEXT_TOKENS) < TEXT_TOKENS else None
-        length = partial(loading.chat_length, self.pipeline.tokenizer, thinks=True)
-        loading.check_lengths(prompts, length, width, TEXT_TOKENS)
+    def num_text_tokens(self, prompt: Prompt) -> int:
+        return loading.chat_length(self.pipeline.tokenizer, prompt.text, thinks=True)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The text encoder's last states but one, those of the template among them."""
         device = self.pipeline.text_encoder.device
         (states,), _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
         return Condition(states[None])
-
-    def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return dict(text_embeds=(width, self.transformer_config["cap_feat_dim"]), mask=(width,))
 
     @classmethod
     def is_guided(cls, guidance_scale: float) -> bool:
