@@ -72,12 +72,9 @@ def denoise(
 
 
 def admit(coming: Iterator[Request], in_flight: list[Request], num_rows: int) -> None:
-    """Take requests until those in flight have as many rows, or no more come."""
-    free = num_rows - sum(request.num_rows for request in in_flight)
-    while free > 0 and (request := next(coming, None)) is not None:
-        new = request.start_continuations() or [request]
-        in_flight += new
-        free -= len(new)
+    """Take requests until so many are in flight, or no more come."""
+    while len(in_flight) < num_rows and (request := next(coming, None)) is not None:
+        in_flight += request.start_continuations() or [request]
 
 
 def completed_roots(ended: list[Request]) -> list[Request]:
@@ -93,29 +90,14 @@ def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
         by_key.setdefault(request.batch_key, []).append(request)
 
     def urgency(requests: list[Request]) -> tuple[float, bool]:
-        num_rows, size = sum(request.num_rows for request in requests), batching.size(requests[0])
-        return min(num_rows / size, 1.0), requests[0].needs_log_prob
+        return min(len(requests) / batching.size(requests[0]), 1.0), requests[0].needs_log_prob
 
     requests = max(by_key.values(), key=urgency)
-    return first_rows(requests, batching.size(requests[0]), in_flight)
-
-
-def first_rows(requests: list[Request], size: int, in_flight: list[Request]) -> list[Request]:
-    """The first of some requests, `size` rows or all. One that has rows beyond is split, and both parts are in
-    flight."""
-    batch, room = [], size
-    for request in requests:
-        if room == 0:
-            break
-        if request.num_rows > room:
-            in_flight.insert(in_flight.index(request) + 1, request.split(room))
-        batch.append(request)
-        room -= request.num_rows
-    return batch
+    return requests[: batching.size(requests[0])]
 
 
 def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, mode: Callable) -> Tensor:
-    """Velocities of a batch's rows, by one forward inside mode(), maybe filled up with copies of the last row."""
+    """Velocities of a batch, by one forward inside mode(), maybe filled up with copies of the last row."""
     first, (x, t) = batch[0], inputs_of(batch)
     num = len(x)
     condition = Condition.concat([request.current_condition for request in batch])
@@ -132,20 +114,14 @@ def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, m
 
 
 def inputs_of(requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Latents [R, ...] and timesteps [R] of requests of R rows."""
-    timesteps = [request.timestep.expand(request.num_rows) for request in requests]
-    return torch.cat([request.latents for request in requests]), torch.cat(timesteps)
-
-
-def rows_of(values: Tensor, requests: list[Request]) -> Iterable[Tensor]:
-    """Values [R, ...] of requests of R rows, by request."""
-    return values.split([request.num_rows for request in requests])
+    """Latents [R, ...] and timesteps [R] of R requests."""
+    return torch.cat([request.latents for request in requests]), torch.stack([r.timestep for r in requests])
 
 
 def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
     """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
     new, groups = [], {}
-    for request, v in zip(batch, rows_of(velocities, batch), strict=True):
+    for request, v in zip(batch, velocities.split(1), strict=True):
         params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
         if request.solver:
             key = id(request.solver), request.step
@@ -171,7 +147,7 @@ def euler_step(requests: list[Request], velocities: Tensor) -> None:
     """One of the ODE, for requests of one schedule."""
     x, t = inputs_of(requests)
     after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).next_latents
-    for request, latents in zip(requests, rows_of(after, requests)):
+    for request, latents in zip(requests, after.split(1)):
         request.latents = latents
 
 
@@ -180,7 +156,7 @@ def solver_step(requests: list[Request], velocities: Tensor) -> None:
     first, (x, _) = requests[0], inputs_of(requests)
     memory = None if first.memory is None else torch.cat([request.memory for request in requests])
     after, memory = first.solver.step(velocities, first.step, x, memory)
-    for request, latents, remembered in zip(requests, rows_of(after, requests), rows_of(memory, requests)):
+    for request, latents, remembered in zip(requests, after.split(1), memory.split(1)):
         request.latents, request.memory = latents, remembered
 
 
@@ -199,7 +175,7 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
         request.trace.append(TracedStep(timestep, latents, drawn))
         if request.is_trunk:
-            new.append(make_branches(request, drawn.next_latents))
+            new += make_branches(request, drawn.next_latents)
         else:
             request.latents = drawn.next_latents
     if new:
@@ -207,21 +183,14 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     return new
 
 
-def make_branches(trunk: Request, latents: Tensor) -> Request:
+def make_branches(trunk: Request, latents: Tensor) -> list[Request]:
     """The branches of a trunk at its present step, from `latents` [J, ...]."""
-    rows = torch.zeros(len(latents), dtype=torch.int64)
-    branches = Request(
-        trunk.name,
-        trunk.condition.take(rows),
-        latents,
-        trunk.size,
-        trunk.scheduler,
-        trunk.params,
-        short=trunk.short and trunk.short.take(rows),
-        step=trunk.step + 1,
-        trunk=trunk,
-    )
-    trunk.branches.append(branches)
+    shared, step = (trunk.size, trunk.scheduler, trunk.params), trunk.step + 1
+    branches = [
+        Request(trunk.name, trunk.condition, row, *shared, short=trunk.short, step=step, trunk=trunk)
+        for row in latents.split(1)
+    ]
+    trunk.branches += branches
     return branches
 
 

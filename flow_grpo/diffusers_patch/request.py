@@ -1,6 +1,6 @@
 """A request of continuous batching: where it stands, what it needs for its next step, and what its noisy steps left."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,11 @@ class TracedStep(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """R rows of the forwards that take each step together: the branches that leave a trunk at one step; or one row, of
-    an image, of a trunk or of the prefix that a group shares before its noise."""
+    """One row of the forwards: an image, a trunk, a branch, or the prefix that a group shares before its noise."""
 
     name: Any  # what the caller knows it by
-    condition: Condition  # R rows
-    latents: Tensor | None  # [R, ...] f32, before its next step; None = from the prefix that it continues
+    condition: Condition  # 1 row
+    latents: Tensor | None  # [1, ...] f32, before its next step; None = from the prefix that it continues
     size: Size
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
@@ -38,19 +37,14 @@ class Request:
     short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
     step: int = 0  # the next one
     continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
-    trunk: "Request | None" = None  # of branches
+    trunk: "Request | None" = None  # of a branch
     branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of its steps
     solver: Solver | None = None  # what takes its next step, if not Euler
-    memory: Tensor | None = None  # [R, ...], what its solver remembers
+    memory: Tensor | None = None  # [1, ...], what its solver remembers
     trace: list[TracedStep] = field(default_factory=list)
 
     def __post_init__(self):
         self.begin_solver()
-
-    @property
-    def num_rows(self) -> int:
-        """R."""
-        return self.latents.shape[0]
 
     @property
     def is_trunk(self) -> bool:
@@ -100,22 +94,3 @@ class Request:
         for request in self.continuations:
             request.latents = self.latents
         return self.continuations
-
-    def split(self, num: int) -> "Request":
-        """Of branches: keep the first `num` rows; returns a request of the others, in its place among the trunk's."""
-        first, rest = slice(0, num), slice(num, None)
-        others = replace(self, **self._rows(rest))
-        for name, value in self._rows(first).items():
-            setattr(self, name, value)
-        branches = self.trunk.branches
-        branches.insert(branches.index(self) + 1, others)
-        return others
-
-    def _rows(self, rows: slice) -> dict[str, Any]:
-        """Some rows of all fields that have rows."""
-        return dict(
-            condition=self.condition.take(rows),
-            short=self.short and self.short.take(rows),
-            latents=self.latents[rows],
-            memory=None if self.memory is None else self.memory[rows],
-        )
