@@ -61,7 +61,7 @@ def test_an_evaluation_falls_by_standard_errors_of_the_difference_which_its_own_
     epochs = history(evaluation=[0.5, None, 0.8, None, 0.6], evaluation_error=[0.03, None, 0.03, None, 0.04])
     assert health.eval_drop(epochs[:2]) is None
     (alarm,) = health.judge(epochs, LIMITS).alarms
-    assert (alarm.name, alarm.value) == ("eval_drop", pytest.approx(4))
+    assert (alarm.name, health.eval_drop(epochs).value) == ("eval_drop", pytest.approx(4))
     assert "from its best 0.8 after 2 epochs" in alarm.sentence
     assert "config.health.eval_drop" in alarm.sentence
     assert health.judge(epochs, OFF).alarms == []
@@ -161,7 +161,7 @@ NAME = "shapes_qwenimage"
 @pytest.fixture
 def alarmed(monkeypatch):
     """An alarm in every epoch."""
-    alarm = health.Alarm("not_finite", 0.0, 0.0, "the test rings")
+    alarm = health.Alarm("not_finite", "the test rings")
     monkeypatch.setattr(health, "not_finite", lambda epoch: [alarm])
 
 

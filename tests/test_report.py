@@ -43,6 +43,7 @@ def record(folder, learning_rate, evaluated):
     """A run's folder as a run of ten epochs leaves it, evaluated before some of them."""
     config = config_of("shapes_qwenimage", folder.parent, logger="none", train__learning_rate=learning_rate)
     config.num_epochs = 10
+    folder.mkdir()
     board = Dashboard(folder, config, folder.name, is_main=True)
     for epoch in range(10):
         if epoch in evaluated:

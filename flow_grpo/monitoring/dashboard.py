@@ -26,20 +26,26 @@ from flow_grpo.monitoring.plots import contact_sheet, evaluations, plot_reward, 
 LINE_EVERY_S = 60  # of what takes long, where there is no terminal
 
 
+@contextmanager
+def explained(run_dir: Path) -> Iterator[None]:
+    """What cannot be written is a WriteFailed that says how to go on."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, WriteFailed) or not (isinstance(error, OSError) or "(os error" in str(error)):
+            raise  # "(os error" is of safetensors
+        advice = "free some space; " if folders.is_full(error) else ""
+        raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.how_to_go_on(run_dir)}") from error
+
+
 def on_main(method):
-    """Run a Dashboard's method on the main rank only, and say what to do when its disk is full."""
+    """Run a Dashboard's method on the main rank only."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        try:
-            return method(self, *args, **kwargs) if self.is_main else None
-        except OSError as error:
-            if error.errno not in folders.FULL:
-                raise
-            advice = f"free some space; {folders.how_to_go_on(self.run_dir)}"
-            full = WriteFailed(f"disk full: no space left for the run folder {self.run_dir}; {advice}")
-            full.errno = error.errno  # which the sentence need not repeat
-            raise full from error
+        if self.is_main:
+            with explained(self.run_dir):
+                method(self, *args, **kwargs)
 
     return call
 
@@ -68,10 +74,8 @@ class Dashboard:
 
     @on_main
     def _open(self, name):
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         config = plain(self.config.to_dict())
         folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        (self.run_dir / "images").mkdir(exist_ok=True)
         self.trackers = trackers.open_all(self.run_dir, self.config, name)
         self._recall()
 
@@ -213,7 +217,7 @@ class Dashboard:
         try:
             draw(self.run_dir)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in folders.FULL:
+            if folders.is_full(error):
                 raise
             self.say(f"{self.run_dir / name} could not be drawn: {error!r}")
 
@@ -223,13 +227,8 @@ class Dashboard:
         self._draw("reward.png", lambda folder: plot_reward(self.history, self.config, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
         self._draw_report()
-        self.close()
-
-    @on_main
-    def close(self) -> None:
         for tracker in self.trackers:
             tracker.close()
-        self.trackers = []
 
 
 def plain(value):

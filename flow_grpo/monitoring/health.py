@@ -25,8 +25,6 @@ class Alarm(NamedTuple):
     """A figure that is beyond its limit."""
 
     name: str  # of the limit in config.health, or "not_finite"
-    value: float
-    limit: float
     sentence: str  # for the user
 
 
@@ -70,30 +68,15 @@ def measure(latents: Tensor, groups: Tensor, split: Iterable[int] = (), over_ran
     numbers = torch.cat([groups, split]).unique()
     group = torch.searchsorted(numbers, groups)
     flat = latents.flatten(1).double()
-    total = _sums(flat, group, len(numbers))
+    counts, order = torch.bincount(group, minlength=len(numbers)), group.argsort(stable=True).to(flat.device)
+    rows = torch.cat([flat, torch.ones_like(flat[:, :1])], 1)[order]
+    total = torch.stack([of_group.sum(0) for of_group in rows.split(counts.tolist())])  # [G, D + 1], last the number
     if len(split):
         shared = torch.isin(numbers, split).to(total.device)
         total[shared] = over_ranks(total[shared])
     mean = total[:, :-1] / total[:, -1:]
     rms, spread = (part.square().mean(1).sqrt() for part in (flat, flat - mean[group.to(flat.device)]))
     return torch.stack([rms, spread / rms], 1)
-
-
-def _sums(rows: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """[G, D + 1]: the sum and the number of each group's rows, in an order of terms that no device changes.
-
-    Args:
-        rows: [M, D].
-        group: [M] int64 on the CPU, 0 to G - 1.
-    """
-    count = torch.bincount(group, minlength=num_groups)
-    order = group.argsort(stable=True)
-    place = torch.arange(len(group)) - (count.cumsum(0) - count)[group[order]]
-    padded = rows.new_zeros(num_groups, int(count.max()), rows.shape[1] + 1)
-    order, group, place = (index.to(rows.device) for index in (order, group[order], place))
-    padded[group, place, :-1] = rows[order]
-    padded[group, place, -1] = 1
-    return padded.sum(1)
 
 
 def by_epoch(records: list[dict], config) -> list[Epoch]:
@@ -132,7 +115,7 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
     signs = {name: sign(epochs) for name, sign in SIGNS.items()}
     signs = {name: sign for name, sign in signs.items() if sign is not None}
     alarms = [
-        Alarm(name, sign.value, limits[name], f"{sign.sentence} (limit {limits[name]:g}, config.health.{name})")
+        Alarm(name, f"{sign.sentence} (limit {limits[name]:g}, config.health.{name})")
         for name, sign in signs.items()
         if limits[name] and not sign.value <= limits[name]  # NaN is beyond any limit
     ]
@@ -143,8 +126,7 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
 
 def not_finite(epoch: Epoch) -> list[Alarm]:
     """An alarm for each figure of an epoch that is NaN or infinite, whatever the limits: no comparison would see it."""
-    sentence = "{} is {}, which is no finite number"
-    return [Alarm("not_finite", value, 0.0, sentence.format(name, value)) for name, value in epoch.not_finite.items()]
+    return [Alarm("not_finite", f"{name} is {value}, no finite number") for name, value in epoch.not_finite.items()]
 
 
 def reward_drop(epochs: list[Epoch]) -> Sign | None:

@@ -1,7 +1,6 @@
 """What every script's loop calls around its own lines: after an epoch, when it judges the run, and at its end."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
@@ -10,7 +9,7 @@ from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
 from flow_grpo.settings.checks import evaluates
-from flow_grpo.weights import fsdp_utils, lora_files
+from flow_grpo.weights import fsdp_utils
 
 MAX_ROLL_BACKS = 3  # each halves the learning rate
 
@@ -115,17 +114,8 @@ def finish(run: Run) -> None:
     distributed.on_main(provenance.end, run.folder)
     for notice in distributed.on_main(model_card.complete, run.folder):
         run.board.say(notice)
-    run.board.say(f"{run.folder} holds {', '.join(_contents(run.folder))}")
+    run.board.say(f"{run.folder} holds {', '.join(sorted(path.name for path in run.folder.glob('[!.]*')))}")
     if run.config.logger != "none":
         run.board.say(f"python -m flow_grpo.monitoring.report {run.folder} writes a page of it")
     distributed.close()
     folders.release(run.folder)
-
-
-def _contents(run_folder: Path) -> list[str]:
-    """What a run left for its user."""
-    checkpoint = checkpoints.find(run_folder / "checkpoints")
-    names = ["best", lora_files.FILE, "transformer", "README.md"]
-    names += ["report.html", "reward.png", "samples.png", "metrics.jsonl"]
-    left = [name for name in names if (run_folder / name).exists()]
-    return left + ([f"checkpoints/{checkpoint.name}"] if checkpoint else [])

@@ -38,7 +38,6 @@ class Source(NamedTuple):
     parent: Path | None = None  # folder of another run, whose checkpoint it is
 
 
-TRAINING = "update", "epoch"  # kinds of lines of metrics.jsonl that are no evaluation
 # Settings that a branch cannot change.
 INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lora.targets"
 
@@ -72,7 +71,6 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         _check_inherited(checkpoint, changed)
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
     elif checkpoint:
-        _check_links(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
     inputs, notices = _inputs(config, source, epoch)
@@ -162,15 +160,6 @@ def _holds(folder: Path, path: Path) -> bool:
     return path in places or path.parent in places
 
 
-def _check_links(folder: Path) -> None:
-    """Raises UserError where a run would write through a link into another run's folder."""
-    for path in (folder / name for name in ("checkpoints", best.NAME, "images", "transformer")):
-        target = Path(os.path.realpath(path))
-        for other in (target, *target.parents[:2]):
-            if not folder.resolve().is_relative_to(other) and _name(other):
-                raise UserError(f"config.resume_from: {path} is a link into another run's folder, {other}; remove it")
-
-
 def _name(folder: Path) -> str:
     """Of the run that wrote a folder's config.json; "" where no run has."""
     try:
@@ -230,11 +219,11 @@ def resume(run: Run, place: Place) -> None:
         run.board.say(notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)
-    if place.parent:
         save(run)  # so that from now on the branch resumes without its parent
 
 
 def _copy_metrics(place: Place, since: int) -> None:
     """Those of a branch's parent, but for evaluations of before `since`, which the branch's cannot be compared with."""
-    lines = [line for line in read_metrics(place.parent) if line["kind"] in TRAINING or line["epoch"] >= since]
+    trains = ("update", "epoch")  # kinds of lines that are no evaluation
+    lines = [line for line in read_metrics(place.parent) if line["kind"] in trains or line["epoch"] >= since]
     folders.write_text(place.folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

@@ -63,7 +63,7 @@ class Run:
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
-    first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, optimizer_step
+    first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, _check_parity
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch

@@ -1,16 +1,15 @@
 """What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from flow_grpo.base import distributed, folders
-from flow_grpo.base.errors import UserError, WriteFailed
+from flow_grpo.base import distributed
+from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
+from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import Run
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
@@ -34,7 +33,7 @@ def save(run: Run) -> None:
             export(run, folder)
         distributed.on_main(best.link, run.folder, folder)
 
-    with run.board.timed("save"), _explained(run.folder):
+    with run.board.timed("save"), explained(run.folder):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
     run.saved_epoch = run.epoch
 
@@ -46,18 +45,6 @@ def _save_state(run: Run, folder: Path, epoch: int, keep: int = 1, extra_files=N
     moves = run.reference.num_moves if run.reference else 0
     progress = checkpoints.Progress(epoch, run.step, run.learning_rate_factor, run.num_roll_backs, moves)
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
-
-
-@contextmanager
-def _explained(run_folder: Path) -> Iterator[None]:
-    """What cannot be written is a WriteFailed that says how to go on."""
-    try:
-        yield
-    except Exception as error:
-        if not (isinstance(error, OSError) or "(os error" in str(error)):  # of safetensors
-            raise
-        what, way_out = ("disk full: ", "free some space; ") if folders.is_full(error) else ("", "")
-        raise WriteFailed(f"{what}{error}; {way_out}{folders.how_to_go_on(run_folder)}") from error
 
 
 def export(run: Run, folder: Path) -> None:
@@ -122,7 +109,7 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
     """If no evaluation was better, write the averaged weights and the figures to best/."""
     candidate = best_candidate(run, epoch, figures)
     if best.improves(candidate, run.best_evaluation):
-        with run.board.timed("save"), _explained(run.folder):
+        with run.board.timed("save"), explained(run.folder):
             best.write(run.folder, candidate, partial(_fill_best, run, epoch))
         run.best_evaluation = candidate
 
