@@ -209,7 +209,6 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
 REWARD_CHANGES = [  # a reward's settings before and after, and whether they change its scores
     ({"url": "http://node1:18087"}, {"url": "http://node2:18087"}, False),
     ({}, {"url": "http://node2:18087", "timeout_s": 9.0, "device": "cuda:7"}, False),
-    ({"retry_s": 9.0, "in_flight": 2}, {}, False),  # settings no more
     ({"checkpoint": "a"}, {"checkpoint": "b"}, True),
     ({"image_format": "png"}, {"image_format": "npy"}, True),
     ({"more": {"url": 1}}, {"more": {"url": 2}}, True),

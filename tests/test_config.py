@@ -4,6 +4,7 @@ value of any setting is accepted or refused by its name before a weight is loade
 import ast
 import dataclasses
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -154,97 +155,53 @@ def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_
 
 
 FILE = Path("config.json")
-ALL_STEPS = dict(sample__num_steps=10, sample__sde_window_size=0)
 
 
-def at(config, name):
-    """The section that holds a setting, and the setting's key; "__" for the dot."""
-    section, _, key = name.rpartition("__")
-    return config[section] if section else config, key
-
-
-def stored(**changes):
-    """A stored config with older keys; None = the key was not there yet."""
-    config = table.default_config().to_dict()
-    for name, value in changes.items():
-        section, key = at(config, name)
-        section[key] = value
-        if value is None:
-            del section[key]
+def stored(section, key, value):
+    """A stored config with an older key or value."""
+    config = json.loads(table.default_config().to_json())
+    (config[section] if section else config)[key] = value
     return config
 
 
-def test_no_setting_is_gone_and_every_gone_one_is_refused_with_an_answer():
-    assert not older.ANSWERS.keys() & table.BY_KEY.keys()
-    for key in older.ANSWERS:
-        with pytest.raises(ValueError, match=rf"{re.escape(key)}"):
+def test_no_setting_is_an_older_one_and_each_of_these_is_refused_with_todays():
+    assert not older.MOVED.keys() & table.BY_KEY.keys()
+    for key, today in older.MOVED.items():
+        with pytest.raises(ValueError, match=re.escape(f"config.{key} is now {today}")):
             command_line.config_of([f"--config.{key}=1"], "config/grpo.py:shapes_qwenimage")
 
 
 @pytest.mark.parametrize(
     ("before", "key", "today"),
     [
-        (dict(sample__merge_adapter=False, sample__fast_precision=""), "sample__rollout_weights", "exact"),
-        (dict(sample__merge_adapter=True, sample__fast_precision=""), "sample__rollout_weights", "merged"),
-        (dict(sample__merge_adapter=True, sample__fast_precision="fp8"), "sample__rollout_weights", "merged_fp8"),
-        (dict(sample__merge_adapter=False, sample__fast_precision="fp8"), "sample__rollout_weights", "fp8"),
-        (dict(fsdp__activation_checkpointing=True), "fsdp__activation_checkpointing", 1.0),
-        (dict(fsdp__activation_checkpointing=0, fsdp__activation_memory=0.25), "fsdp__activation_checkpointing", 0.75),
-        (dict(fsdp__offload_weights=True, fsdp__offload_optimizer=False), "fsdp__offload", "weights"),
-        (dict(fsdp__offload_weights=False, fsdp__offload_optimizer=True), "fsdp__offload", "optimizer"),
-        (dict(train__adam_beta1=0.5, train__adam_beta2=0.75), "train__adam_betas", [0.5, 0.75]),
-        (dict(train__step_weight="none"), "train__step_weight", "equal"),
-        (dict(base_precision="8bit"), "base_precision", "fp8_weights"),
-        (dict(base_precision="4bit"), "base_precision", "nf4"),
-        (dict(resolution=512), "height", 512),
-        (dict(sample__sde_window_schedule="random"), "sample__sde_window_interval", 0),
-        (dict(sample__sde_window_schedule="progressive"), "sample__sde_window_interval", 25),
-        (dict(reward__on_failure="fail", reward__max_masked_share=0.05), "reward__max_masked_share", 0.0),
-        (dict(reward__on_failure="mask", reward__max_masked_share=0.05), "reward__max_masked_share", 0.05),
-        (
-            dict(reward__on_failure="mask", reward__args={"a": {"on_failure": "fail"}, "b": {"url": "x"}}),
-            "reward__args",
-            {"a": {"max_masked_share": 0.0}, "b": {"url": "x"}},
-        ),
-        (dict(project="mine", eval__num_pairs=9, train__importance_cap=0.0), "logger", "wandb"),
-        # shares of 10 steps, of which 9 were all
-        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=0.67), "train__timestep_fraction", 0.6),
-        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=0.5), "train__timestep_fraction", 0.4),
-        (ALL_STEPS | dict(sample__baseline=None, train__timestep_fraction=1.0), "train__timestep_fraction", 1.0),
-        (ALL_STEPS | dict(train__timestep_fraction=0.67), "train__timestep_fraction", 0.67),
-        (dict(sample__baseline=None, train__timestep_fraction=0.67), "train__timestep_fraction", 0.67),  # in a window
+        (("", "base_precision", "8bit"), "base_precision", "fp8_weights"),
+        (("", "base_precision", "4bit"), "base_precision", "nf4"),
+        (("", "base_precision", "fp8"), "base_precision", "fp8"),  # which no setting allows
+        (("", "resolution", 512), "height", 512),
+        (("train", "step_weight", "none"), "train.step_weight", "equal"),
+        (("", "base_precision", [8]), "base_precision", [8]),
     ],
 )
-def test_a_stored_value_is_what_means_the_same_today(before, key, today):
-    before = dict(sample__sde_window_interval=25) | before
-    config = older.with_defaults(stored(**before), FILE)
-    section, name = at(config, key)
-    assert section[name] == today
-    keys = table.flat(ConfigDict(config)).keys()
-    assert table.flat(table.default_config()).keys() <= keys
-    assert not older.ANSWERS.keys() & keys
+def test_a_stored_value_is_what_means_the_same_today_and_never_another_one(before, key, today):
+    config = ConfigDict(older.with_defaults(stored(*before), FILE))
+    assert table.value_of(config, key) == today
+    assert table.flat(table.default_config()).keys() <= table.flat(config).keys()
 
 
 @pytest.mark.parametrize(
-    "before",
+    ("before", "differ"),
     [
-        dict(precision="fp16"),
-        dict(lora__dropout=0.1),
-        dict(base_precision="fp8"),
-        dict(train__importance_cap=2.0),
-        dict(train__target_update_size=1.0),
-        dict(train__adam_eps=1e-6),
-        dict(sample__sde_window_schedule="decay"),
-        dict(reward__image_format="png"),
+        (("lora", "dropout", 0.0), []),
+        (("lora", "dropout", 0.1), ["lora.dropout"]),
+        (("reward", "backend", "process"), []),
+        (("reward", "on_failure", "mask"), ["reward.on_failure"]),
+        (("sample", "merge_adapter", []), ["sample.merge_adapter"]),
+        (("", "precision", "fp16"), ["precision"]),
+        (("", "base_precision", "fp8"), ["base_precision"]),
     ],
 )
-def test_a_stored_value_that_nothing_means_today_is_refused(before):
-    with pytest.raises(ValueError, match=next(iter(before)).rpartition("__")[2]):
-        older.with_defaults(stored(**before), FILE)
-
-
-def test_a_stored_value_of_another_type_is_no_crash():
-    older.with_defaults(stored(sample__merge_adapter=[], fsdp__activation_memory="all", base_precision=[8]), FILE)
+def test_a_run_of_an_older_version_is_resumed_only_where_it_goes_on_with_the_same_numbers(before, differ):
+    assert [*older.changes(stored(*before), table.default_config().to_dict(), FILE)] == differ
 
 
 HUGE = 10**5000  # of more digits than Python writes out

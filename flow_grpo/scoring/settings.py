@@ -64,8 +64,8 @@ def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     for key in options.keys() - {"url"}:
-        if answer := older.ANSWERS.get(f"reward.{key}"):
-            raise UserError(f"config.reward.args.{name}.{key} {answer}")
+        if answer := older.MOVED.get(f"reward.{key}"):
+            raise UserError(f"config.reward.args.{name}.{key} is now {answer}")
     if "url" in options:  # of a server of another kind
         check_urls(f"config.reward.args.{name}.url", options["url"])
 

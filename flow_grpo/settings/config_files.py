@@ -66,8 +66,8 @@ def _answer(words: str) -> str:
     unknown = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
     if unknown is None:
         return words
-    for key in (key for key in older.ANSWERS if key.rpartition(".")[2] == unknown[1]):
-        return f"config.{key} {older.ANSWERS[key]}"
+    for key in (key for key in older.MOVED if key.rpartition(".")[2] == unknown[1]):
+        return f"config.{key} is now {older.MOVED[key]}"
     near = difflib.get_close_matches(unknown[1], {part for key in table.BY_KEY for part in key.split(".")}, cutoff=0.75)
     advice = f"nearest: {', '.join(near)}" if near else "docs/reference/settings.md lists all"
     return f"there is no setting {unknown[1]!r}; {advice}"

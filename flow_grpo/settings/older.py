@@ -1,6 +1,6 @@
-"""Keys and values of older configs: what is said to who types one, and what it means in a stored config.
+"""Names and values of older configs: what is said to who types one, and what one means in a stored config.
 
-A stored one is mapped where a setting of today means the same, dropped where it changed nothing, and refused otherwise.
+A checkpoint whose config has a setting that is none any more is resumed only where that changes no number.
 """
 
 import json
@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.settings import table
-from flow_grpo.settings.table import BY_KEY, SETTINGS, value_of
+from flow_grpo.settings.table import SETTINGS, value_of
 
 MOVED = {  # setting that is none any more -> what says the same today
     "project": "WANDB_PROJECT in the environment",
@@ -27,7 +27,7 @@ MOVED = {  # setting that is none any more -> what says the same today
     "fsdp.offload_weights": "config.fsdp.offload 'weights'",
     "sample.merge_adapter": "config.sample.rollout_weights 'merged'",
     "sample.fast_precision": "config.sample.rollout_weights 'merged_fp8', or 'fp8' without a copy",
-    "sample.sde_window_schedule": "config.sample.sde_window_interval: 0 is 'random', 25 was that of 'progressive'",
+    "sample.sde_window_schedule": "config.sample.sde_window_interval: 0 is 'random', 25 was 'progressive'",
     "train.adam_beta1": "the first of config.train.adam_betas",
     "train.adam_beta2": "the second of config.train.adam_betas",
     "eval.height": "--sizes of scripts/evaluate.py",
@@ -38,65 +38,38 @@ MOVED = {  # setting that is none any more -> what says the same today
         for name in ("source", "part_size", "max_rows", "validation_share", "max_dropped_share")
     },
 }
-GONE = (  # settings that nothing says today
-    *("rollout_images_freq", "preferences.dtype", "fsdp.shard_size", "sample.engine", "sample.sde_window_stride"),
-    *("weights_cache", "lora.dropout"),
-    *(f"reward.{name}" for name in ("image_format", "in_flight", "max_pending", "retry_s")),
-    *(f"train.{name}" for name in ("target_update_size", "importance_cap", "flow_matching_warmup", "adam_eps")),
-    *(f"eval.{name}" for name in ("noises_per_pair", "num_pairs", "num_panel_images")),
-    *(f"health.{name}" for name in ("reference_distance", "loss_rise", "update_size", "grad_norm_spike")),
-    *(f"health.{name}" for name in ("latent_rms_change", "high_frequency_change", "diversity_change")),
-    "health.max_roll_backs",
-)
-ANSWERS = {key: f"is now {today}" for key, today in MOVED.items()} | dict.fromkeys(GONE, "is gone")
-COMPUTED = {  # setting that is none any more -> its values that today's program computes
-    "lora.dropout": (0,),
-    "reward.image_format": ("npy",),
-    "sample.sde_window_schedule": ("random", "progressive"),
-    "sample.sde_window_stride": (1,),
-    "train.target_update_size": (0,),
-    "train.importance_cap": (0,),
-    "train.flow_matching_warmup": (0,),
-    "train.adam_eps": (1e-8,),
-}
-VALUES = {  # setting -> its values that are none any more, and what means the same today; None = nothing does
-    "precision": {"fp16": None},
-    "base_precision": {"8bit": "fp8_weights", "4bit": "nf4", "fp8": None},
+RENAMED = {  # setting -> its values that have other names today
+    "base_precision": {"8bit": "fp8_weights", "4bit": "nf4"},
     "train.step_weight": {"none": "equal"},
-    "logger": {"both": "wandb"},
-    "fsdp.activation_checkpointing": {True: 1.0, False: 0.0},
 }
+WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's program computes the same
+    ("preferences.source", ""),
+    ("lora.dropout", 0.0),
+    *(("reward.backend", where) for where in ("inline", "thread", "process")),
+)
 
 
 def check_values(config: ConfigDict) -> None:
-    """Raises UserError for a value of older configs, with what it is called today."""
-    for key, today in VALUES.items():
-        value = value_of(config, key)
-        if isinstance(value, str | bool) and value in today:
-            means = "is gone" if today[value] is None else f"is now {today[value]!r}"
-            raise UserError(f"config.{key} is {value!r}, which {means}")
+    """Raises UserError for a value that has another name today."""
+    for key, names in RENAMED.items():
+        for before, today in names.items():
+            if value_of(config, key) == before:
+                raise UserError(f"config.{key} is {before!r}, which is now {today!r}")
 
 
 def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
     """Bring a config as a JSON file holds it up to date, in place: settings that are younger than the file have their
-    defaults, older ones what they are today. Raises UserError: something else stands in the place of a section, or a
-    setting that decides something is gone."""
-    for section in {setting.key.rpartition(".")[0] for setting in SETTINGS} - {""}:
+    defaults, renamed values their names of today. Raises UserError: something else stands in the place of a section."""
+    for section in {setting.section for setting in SETTINGS} - {""}:
         if not isinstance(stored.setdefault(section, {}), dict):
             raise UserError(f"{file} is damaged: its {section!r} is {quoted(stored[section])}, no section of settings")
-    is_older = "baseline" not in stored["sample"]  # which came together with what `_published_fraction` translates
-    _move(stored)
-    _drop(stored, file)
+    if "resolution" in stored:
+        stored["height"] = stored["width"] = stored.pop("resolution")
     for setting in SETTINGS:
-        section, _, name = setting.key.rpartition(".")
-        target = stored[section] if section else stored
-        value, old = target.setdefault(name, json.loads(json.dumps(setting.default))), VALUES.get(setting.key, {})
-        if isinstance(value, str | bool) and value in old:
-            target[name] = old[value]
-            if old[value] is None:
-                raise _refusal(file, setting.key, value)
-    if is_older:
-        _published_fraction(stored["sample"], stored["train"])
+        target, name = stored[setting.section] if setting.section else stored, setting.key.rpartition(".")[2]
+        value = target.setdefault(name, json.loads(json.dumps(setting.default)))
+        if isinstance(value, str):
+            target[name] = RENAMED.get(setting.key, {}).get(value, value)
     return stored
 
 
@@ -105,75 +78,4 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
     before = table.flat(ConfigDict(with_defaults(stored, file)))
     now = table.flat(ConfigDict(json.loads(json.dumps(wanted))))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _drop(stored: dict[str, Any], file: PurePath) -> None:
-    for key in ANSWERS:
-        section, _, name = key.rpartition(".")
-        value = (stored[section] if section else stored).pop(name, None)
-        if key in COMPUTED and value is not None and value not in COMPUTED[key]:
-            raise _refusal(file, key, value)
-        for options in _args_of(stored) if section == "reward" and name != "url" else ():
-            options.pop(name, None)
-
-
-def _refusal(file: PurePath, key: str, value: Any) -> UserError:
-    return UserError(f"{file} says {key} = {quoted(value)}, which is gone; the version that made it reads it")
-
-
-def _args_of(stored: dict[str, Any]) -> list[dict]:
-    args = stored["reward"].get("args", {})
-    return [options for options in args.values() if isinstance(options, dict)] if isinstance(args, dict) else []
-
-
-def _move(stored: dict[str, Any]) -> None:
-    """Give today's settings the values that they had under other names."""
-    if "resolution" in stored:
-        stored["height"] = stored["width"] = stored["resolution"]
-    if "embeddings_cache" in stored:
-        stored["cache_dir"] = stored["embeddings_cache"]
-    _move_reward(stored["reward"], _args_of(stored))
-    _move_fsdp(stored["fsdp"])
-    _move_sample(stored["sample"])
-    train = stored["train"]
-    if "adam_beta1" in train or "adam_beta2" in train:
-        first, second = BY_KEY["train.adam_betas"].default
-        train["adam_betas"] = [train.get("adam_beta1", first), train.get("adam_beta2", second)]
-
-
-def _move_reward(reward: dict[str, Any], args: list[dict]) -> None:
-    """on_failure "fail" made nothing of max_masked_share."""
-    if "on_failure" not in reward:
-        return
-    share = reward.get("max_masked_share", 0.05)
-    for options in args:
-        if options.keys() & {"on_failure", "max_masked_share"}:
-            masks = options.get("on_failure", reward["on_failure"]) == "mask"
-            options["max_masked_share"] = options.get("max_masked_share", share) if masks else 0.0
-    reward["max_masked_share"] = share if reward["on_failure"] == "mask" else 0.0
-
-
-def _move_fsdp(fsdp: dict[str, Any]) -> None:
-    if "activation_memory" in fsdp and fsdp.get("activation_checkpointing") is not True:
-        kept = fsdp["activation_memory"]
-        fsdp["activation_checkpointing"] = 1 - kept if isinstance(kept, int | float) else kept
-    if fsdp.get("offload_weights") or fsdp.get("offload_optimizer"):
-        fsdp["offload"] = "weights" if fsdp.get("offload_weights") else "optimizer"
-
-
-def _move_sample(sample: dict[str, Any]) -> None:
-    if "merge_adapter" in sample:
-        fp8 = sample.get("fast_precision") == "fp8"
-        merged, exact = ("merged_fp8", "fp8") if fp8 else ("merged", "exact")
-        sample["rollout_weights"] = merged if sample["merge_adapter"] is True else exact
-    if sample.get("sde_window_schedule") == "random":
-        sample["sde_window_interval"] = 0
-
-
-def _published_fraction(sample: dict[str, Any], train: dict[str, Any]) -> None:
-    """timestep_fraction was one of all steps but the last."""
-    num_steps, fraction = sample["num_steps"], train["timestep_fraction"]
-    windowed = sample["num_branches"] == 1 and sample["sde_window_size"]
-    if isinstance(num_steps, int) and isinstance(fraction, int | float) and 0 < fraction < 1 and not windowed:
-        train["timestep_fraction"] = int((num_steps - 1) * fraction + 1e-9) / num_steps
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) not in WITHOUT_EFFECT}

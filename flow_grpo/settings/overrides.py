@@ -24,8 +24,8 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     file, others = split(arguments, default)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
     for key in keys:
-        if key in older.ANSWERS:
-            raise UserError(f"config.{key} {older.ANSWERS[key]}")
+        if key in older.MOVED:
+            raise UserError(f"config.{key} is now {older.MOVED[key]}")
     config = config_files.load(file)
     _add_rewards(config, others)
     _refuse_unknown(config, keys)
