@@ -45,9 +45,9 @@ def assert_planned_or_explained(name, world_size):
             works += [sample.batch_size] if not refusal(plan_batches, config, world_size) else []
         (named,) = re.findall(r"batch sizes that do: (\[[\d, ]+\]|none);", message)
         assert json.loads(named.replace("none", "[]")) == works, cell
-        counts = json.loads(re.search(r"numbers of GPUs that do[\w ]*: (\[.+\])", message)[1])
-        assert counts, cell
-        assert all(images % (batch_size * count) == 0 for count in counts) == (images % batch_size == 0), cell
+        (counts,) = re.findall(rf"numbers of GPUs that do with {batch_size}: (.+)", message)
+        counts = [] if counts == "none" else json.loads(counts)
+        assert counts == [count for count in range(1, images + 1) if images % (batch_size * count) == 0], cell
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell

@@ -137,7 +137,7 @@ TRAINING = {  # a script's run -> its rows
     AWM: [
         no("nft_beta is 0.3", "forward_objective 'awm'", train__nft_beta=0.3),
         no("old_decay_schedule 0", "which is 0.5", train__old_decay_schedule=0.5),
-        no("updates_per_epoch", "clip_range", train__updates_per_epoch=1),
+        no("updates_per_epoch 2", train__updates_per_epoch=1),
     ],
     DPO: [
         no("preferences.path 'nowhere'", "train_*.parquet", preferences__path="nowhere"),

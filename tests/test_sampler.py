@@ -64,7 +64,6 @@ WINDOW = [  # what is passed to the entry point, and words of the sentence
     (dict(noise_level=1.01, sde_type="cps"), "noise_level is 1.01", "0.001 to 1.0"),
     (dict(noise_level=2.5, sde_type="cps_gaussian"), "noise_level is 2.5", "0.001 to 1.0"),
     (dict(window=range(1, 4), sde_type="cps_gaussian"), "range(1, 4) of 4"),
-    (dict(latents=torch.zeros(3, 24, 64)), "latents", "3 entries for 2 prompts"),
     (dict(vae_batch_size=0), "vae_batch_size is 0"),
     (dict(prompts=[], noise=[]), "prompts is empty"),
 ]
@@ -141,8 +140,6 @@ def test_what_may_be_said_in_two_ways_is_the_same(model):
     assert torch.equal(window(model, PROMPTS[0], generators(1)).images, one)
     assert torch.equal(window(model, PROMPTS[0], generators(1)[0]).images, one)
     assert torch.equal(window(model, model.encode(as_prompts(PROMPTS), guided=False)).images, two)
-    given = window(model, latents=model.noise(Size(64, 96), generators(2)), window=range(0))
-    assert torch.equal(given.images, window(model, window=range(0)).images)
     assert torch.equal(window(model, guidance_scale=None).images, window(model, guidance_scale=4.0).images)
 
 

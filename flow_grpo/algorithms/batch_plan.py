@@ -8,8 +8,6 @@ from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import gpus
 
-MOST_GPUS = 64  # that a refusal offers
-
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -79,10 +77,8 @@ def plan_batches(config, world_size: int) -> BatchPlan:
 def _ways_out(images: int, batch_size: int, world_size: int, fits: Callable[[int], bool]) -> str:
     """Batch sizes, of those whose batches `fits` accepts, and numbers of GPUs that divide an epoch."""
     sizes = list(filter(fits, _divisors(images // world_size))) if images % world_size == 0 else []
-    counts = [count for count in range(1, MOST_GPUS + 1) if images % (batch_size * count) == 0]
-    of_size = f" with {batch_size}" if counts else ""
-    counts = counts or [count for count in _divisors(images) if count <= MOST_GPUS]
-    return f"batch sizes that do: {sizes or 'none'}; numbers of GPUs that do{of_size}: {counts}"
+    counts = _divisors(images // batch_size) if images % batch_size == 0 else []
+    return f"batch sizes that do: {sizes or 'none'}; numbers of GPUs that do with {batch_size}: {counts or 'none'}"
 
 
 def plan_pairs(config, world_size: int) -> BatchPlan:

@@ -43,30 +43,24 @@ def needs_gaussian(config: ConfigDict) -> None:
         )
 
 
-def needs_moving_ratio(config: ConfigDict) -> None:
-    """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
-    move, as there are several updates."""
-    train, name = config.train, f"config.train.forward_objective {config.train.forward_objective!r}"
-    if train.old_decay_schedule:
-        raise UserError(
-            f"{name} takes config.train.old_decay_schedule 0, which is {train.old_decay_schedule}: its ratio is 1 when "
-            "an epoch's update begins"
-        )
-    if train.updates_per_epoch * train.inner_epochs < 2:
-        raise UserError(
-            f"{name} takes at least 2 updates of an epoch, but config.train.updates_per_epoch and inner_epochs are 1: "
-            "in the first update every ratio is 1, so clip_range would be ignored"
-        )
-
-
 def needs_older_policy(config: ConfigDict) -> None:
     """Raises UserError if the old policy equals the trained one in every update."""
     train = config.train
     if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
         raise UserError(
             f"config.train.forward_objective {train.forward_objective!r} compares the policy with an older one, but "
-            "with config.train.old_decay_schedule 0 and one update of an epoch there is none: set another schedule, or "
-            "updates_per_epoch 2"
+            "with config.train.old_decay_schedule 0 and one update of an epoch there is none: set updates_per_epoch 2"
+        )
+
+
+def needs_moving_ratio(config: ConfigDict) -> None:
+    """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
+    move."""
+    needs_older_policy(config)
+    if config.train.old_decay_schedule:
+        raise UserError(
+            f"config.train.forward_objective {config.train.forward_objective!r} takes old_decay_schedule 0, which is "
+            f"{config.train.old_decay_schedule}: its ratio is 1 when an epoch's update begins"
         )
 
 

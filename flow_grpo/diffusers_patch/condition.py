@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+SOURCES = ("source_1", "source_2", "source_3")  # fields
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -35,7 +37,7 @@ class Condition:
     @property
     def sources(self) -> list[Tensor]:
         """Latents of the images to be edited, [B, c, h, w] each."""
-        return [source for source in (self.source_1, self.source_2, self.source_3) if source is not None]
+        return [tensor for name, tensor in self.tensors().items() if name in SOURCES]
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}

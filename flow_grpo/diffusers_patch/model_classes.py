@@ -17,10 +17,7 @@ from flow_grpo.diffusers_patch.loading import pipeline_name
 
 def of_folder(folder: str) -> type[FlowModel]:
     """Of a diffusers folder or hub id. Raises UserError unless its pipeline is among the models."""
-    name = pipeline_name(folder)
-    if name not in registry.MODELS:
-        raise UserError(f"config.model {folder!r} holds a {name}; there are {', '.join(registry.MODELS)}")
-    return _load(registry.MODELS[name])
+    return _of_class(pipeline_name(folder), f"config.model {folder!r} holds")
 
 
 def resolve(config: ConfigDict) -> type[FlowModel]:
@@ -65,19 +62,20 @@ def _imported(name: str) -> type[FlowModel]:
 
 
 def by_name(name: str) -> type[FlowModel]:
-    """Of a name in configs and tools, such as the first word of a model's file."""
-    return _load(registry.entry(name))
+    """Of a name in configs and tools, which is that of a model's file."""
+    return _load(next(entry for entry in registry.MODELS.values() if entry.file == name))
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
     """A pipeline that someone else has loaded. Raises UserError where it is not among the models."""
-    name = type(pipeline).__name__
+    return _of_class(type(pipeline).__name__, "the pipeline is")(pipeline, pipeline.transformer.device)
+
+
+def _of_class(name: str, what: str) -> type[FlowModel]:
     if name not in registry.MODELS:
-        raise UserError(f"the pipeline is a {name}; there are {', '.join(registry.MODELS)}")
-    return _load(registry.MODELS[name])(pipeline, pipeline.transformer.device)
+        raise UserError(f"{what} a {name}; there are {', '.join(registry.MODELS)}")
+    return _load(registry.MODELS[name])
 
 
-def _load(entry: registry.Entry | type[FlowModel]) -> type[FlowModel]:
-    if isinstance(entry, type):
-        return entry
+def _load(entry: registry.Entry) -> type[FlowModel]:
     return getattr(importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}"), entry.name)

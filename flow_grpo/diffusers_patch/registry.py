@@ -1,6 +1,6 @@
 """Which models there are: the only list of them. model_classes.py imports their classes, and so torch."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Entry(NamedTuple):
@@ -19,7 +19,7 @@ class Weights(NamedTuple):
     download_gb: int
 
 
-MODELS: dict[str, Entry | Any] = {  # class of the diffusers pipeline -> a FlowModel, or where its class is
+MODELS = {  # by the class of the diffusers pipeline
     "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
     "QwenImageEditPlusPipeline": Entry("qwenimage_edit", "QwenImageEdit"),
     "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
@@ -50,12 +50,7 @@ PUBLISHED = (  # those of configs that are called after a model come first
 
 def names() -> list[str]:
     """Of all models."""
-    return [entry.file for entry in MODELS.values() if isinstance(entry, Entry)]
-
-
-def entry(name: str) -> Entry:
-    """Of a name in configs and tools, such as the first word of a model's file."""
-    return next(entry for entry in MODELS.values() if isinstance(entry, Entry) and entry.file == name)
+    return [entry.file for entry in MODELS.values()]
 
 
 def hub_id(name: str) -> str:

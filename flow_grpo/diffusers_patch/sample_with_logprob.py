@@ -57,7 +57,6 @@ def pipeline_with_logprob(
     sde_type: str = "sde",
     flash_ratio: float = 0.0,
     flash_solver: str = "dpm",
-    latents: Tensor | None = None,
     vae_batch_size: int = 8,
 ) -> Samples:
     """One image per prompt, by SDE steps inside `window` and ODE steps outside it (Flow-GRPO, arXiv:2505.05470).
@@ -71,14 +70,13 @@ def pipeline_with_logprob(
         height, width: pixels, multiples of 16.
         guidance_scale: None = the model's published one; at most 1 = no second forward.
         flash_ratio: above 0, what follows the window takes this share of its forwards, by `flash_solver` of solvers.py.
-        latents: [B, ...] standard normal to start from, instead of the generators' first draw.
     """
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     _check_counts(dict(vae_batch_size=vae_batch_size))
-    job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window", latents)
-    return sample(job, noisy=window, latents=latents, vae_batch_size=vae_batch_size)
+    job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window")
+    return sample(job, noisy=window, vae_batch_size=vae_batch_size)
 
 
 @torch.no_grad()
@@ -135,7 +133,6 @@ def _checked_job(
     size: Size,
     steps: range,
     name: str,
-    latents: Tensor | None = None,
 ) -> SamplingJob:
     """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
     prompts = [prompts] if isinstance(prompts, str) else prompts
@@ -143,9 +140,8 @@ def _checked_job(
     if not count:
         raise UserError("prompts is empty; there must be at least one")
     generators = [generators] * count if isinstance(generators, torch.Generator) else generators
-    for argument, values in (("generators", generators), ("latents", latents)):
-        if values is not None and len(values) != count:
-            raise UserError(f"{argument} has {len(values)} entries for {count} prompts; give one for each")
+    if len(generators) != count:
+        raise UserError(f"generators has {len(generators)} entries for {count} prompts; give one for each")
     model.check_size(size)
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
@@ -166,7 +162,6 @@ def sample(
     num_branches: int = 1,
     completion_batch_size: int = 0,
     velocity: Velocity | None = None,
-    latents: Tensor | None = None,
     vae_batch_size: int = 8,
     fast: Callable = nullcontext,
 ) -> Samples:
@@ -178,7 +173,7 @@ def sample(
         fast: context of the forwards whose velocity enters no log-prob.
     """
     num = len(job.generators)
-    requests = prepare_encode(job, noisy=noisy, names=range(num), num_branches=num_branches, latents=latents)
+    requests = prepare_encode(job, noisy=noisy, names=range(num), num_branches=num_branches)
     batching = Batching(num, max(num, completion_batch_size), filled=False)
     finished = denoise(velocity or job.model.velocity, requests, batching, fast=fast)
     return _decoded(job.model, sorted(finished, key=lambda request: request.name), vae_batch_size)

@@ -111,8 +111,7 @@ def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: 
     So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
     """
     unit_modules = [module for module in network.modules() if type(module).__name__ in units]
-    if not unit_modules:
-        raise ValueError(f"no module of {type(network.transformer).__name__} is one of {units}")
+    assert unit_modules, f"no module of {type(network.transformer).__name__} is one of {units}"
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when

@@ -14,7 +14,7 @@ def check(config: ConfigDict, family: type[FlowModel]) -> None:
     """Raises UserError, before any weight is loaded, for an adapter or a cache of prompts that cannot be used."""
     if config.lora.targets or config.lora.path:
         transformer = family.empty_transformer(config.model)
-        policies.check_targets(config.lora, transformer, config.model)
+        policies.check_targets(config.lora, transformer, family)
     if adapter := policies.check_lora(config.lora):
         lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
         lora_files.check_targets(config.lora.path, adapter, policies.targets(config.lora, family))

@@ -94,20 +94,15 @@ def check_targets(folder: Path | str, adapter: Adapter, targets: tuple[str, ...]
 
 
 def _rank(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
-    """Raises UserError for other names than diffusers', an A without its B, other shapes, or several ranks."""
+    """Raises UserError unless each layer has an A and a B, by diffusers' names, and all are of one rank."""
     file, layers = in_one_line(path), {match[1] for name in shapes if (match := NAME.fullmatch(name))}
     pairs = {f"transformer.{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
-    strange = sorted(shapes.keys() - pairs)
-    if strange or not shapes:
-        held = ", ".join(strange[:3]) or "nothing"
-        raise UserError(f"{file} is no LoRA of a diffusers transformer: it holds {held}; {WAY_OUT}")
-    if missing := sorted(pairs - shapes.keys()):
-        raise UserError(f"{file} is not whole: it lacks {', '.join(missing[:3])}")
-    if flawed := [name for name, shape in shapes.items() if len(shape) != 2 or 0 in shape]:
-        raise UserError(f"{file}: {flawed[0]} is {list(shapes[flawed[0]])}, not a matrix")
-    ranks = {shape[0 if ".lora_A." in name else 1] for name, shape in shapes.items()}
-    if len(ranks) != 1:
-        raise UserError(f"{file} has layers of ranks {sorted(ranks)}; one rank is supported: {WAY_OUT}")
+    if not pairs or shapes.keys() != pairs:
+        wrong = ", ".join(sorted(shapes.keys() ^ pairs)[:3]) or "no weight"
+        raise UserError(f"{file} is no LoRA of a diffusers transformer, or not whole ({wrong}): {WAY_OUT}")
+    ranks = {shape[0 if ".lora_A." in name else 1] if len(shape) == 2 else 0 for name, shape in shapes.items()}
+    if len(ranks) != 1 or 0 in ranks:
+        raise UserError(f"{file} has layers of ranks {sorted(ranks)}; one rank above 0 is supported: {WAY_OUT}")
     return ranks.pop()
 
 
@@ -121,11 +116,9 @@ def _alpha(path: Path, header: str | None, rank: int) -> float:
         settings = {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file}: {METADATA} in its header cannot be read: {in_one_line(error)}") from error
-    stored_rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if type(stored_rank) is not int or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise UserError(f"{file}: its header has r {quoted(stored_rank)} and lora_alpha {quoted(alpha)}, not numbers")
-    if stored_rank != rank:
-        raise UserError(f"{file}: its header has r {stored_rank}, its weights have rank {rank}")
+    stored, alpha = quoted({key: settings.get(key) for key in ("r", "lora_alpha")}), settings.get("lora_alpha")
+    if settings.get("r") != rank or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise UserError(f"{file}: its header has {stored}, its weights have rank {rank}")
     plain = LoraConfig().to_dict()
     others = {key: value for key, value in settings.items() if key not in READ | WITHOUT_EFFECT}
     if strange := {key: value for key, value in others.items() if value != plain.get(key)}:

@@ -1,8 +1,6 @@
 """The policies that live in one transformer: the trained one, and the reference it started from."""
 
 import copy
-import difflib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -38,17 +36,15 @@ def targets(lora, family: type[FlowModel]) -> tuple[str, ...]:
     return tuple(lora.targets) or family.LORA_TARGETS
 
 
-def check_targets(lora, transformer: nn.Module, model: str) -> None:
+def check_targets(lora, transformer: nn.Module, family: type[FlowModel]) -> None:
     """Raises UserError for an entry of lora.targets that is the end of no linear layer's name, or also of another's."""
     layers = dict(transformer.named_modules())
     for target in lora.targets:
         ends = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
         if not ends or not all(isinstance(layer, nn.Linear) for layer in ends):
-            linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-            near = difflib.get_close_matches(target, {re.sub(r"^.*?\.\d+\.", "", name) for name in linear}, cutoff=0.3)
             raise UserError(
-                f"config.lora.targets has {quoted(target)}, which is not the end of linear layers' names in {model}; "
-                f"such ends are {', '.join(near or linear[:3])}"
+                f"config.lora.targets has {quoted(target)}, which is not the end of linear layers' names in "
+                f"{family.NAME}; such ends are {', '.join(family.LORA_TARGETS[:12])}"
             )
 
 
@@ -99,13 +95,7 @@ def check_lora(lora) -> lora_files.Adapter | None:
 
 
 def predict(
-    model: FlowModel,
-    precision: str,
-    x: Tensor,
-    t: Tensor,
-    condition: Condition,
-    guidance_scale: float,
-    size: Size,
+    model: FlowModel, precision: str, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size
 ) -> Tensor:
     """The model's velocity under the autocast that float32 adapters over weights of `precision` need."""
     dtype = fsdp_utils.DTYPES[precision]

@@ -16,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import quoted
-from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.condition import SOURCES, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage, encoded
 from flow_grpo.diffusers_patch.size import Size
@@ -67,7 +67,7 @@ class QwenImageEdit(QwenImage):
 
     NAME = "qwenimage_edit"
     PIPELINE = QwenImageEditPlusPipeline
-    MOST_SOURCES = 3
+    MOST_SOURCES = len(SOURCES)
     ENCODERS = (*FlowModel.ENCODERS, "vae")
 
     def check_sources(self, prompts: list[Prompt]) -> None:
@@ -98,11 +98,9 @@ class QwenImageEdit(QwenImage):
     def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
         """Also of the sources of such prompts as this one."""
         channels, factor = self.transformer_config["in_channels"] // 4, self.pipeline.vae_scale_factor
-        sources = {
-            f"source_{number}": (channels, height // factor, width_ // factor)
-            for number, (width_, height) in enumerate(self._sizes(prompt, "source_pixels") if prompt else (), start=1)
-        }
-        return super().row_shapes(size, width, prompt) | sources
+        sizes = self._sizes(prompt, "source_pixels") if prompt else ()
+        shapes = [(channels, height // factor, width_ // factor) for width_, height in sizes]
+        return super().row_shapes(size, width, prompt) | dict(zip(SOURCES, shapes))
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """The last states of the text encoder, which sees the sources, and the sources' latents."""
@@ -111,12 +109,9 @@ class QwenImageEdit(QwenImage):
         sizes = zip(pictures, self._sizes(prompt, "seen_pixels"))
         seen = [resize(picture, height, width) for picture, (width, height) in sizes]
         text = pipeline.encode_prompt(prompt.text, seen, pipeline.text_encoder.device)[0]
-        latents = {}
-        for number, (picture, (width, height)) in enumerate(
-            zip(pictures, self._sizes(prompt, "source_pixels")), start=1
-        ):
-            latents[f"source_{number}"] = encoded(pipeline, tensor(picture, height, width).to(self.device))
-        return Condition(text, **latents)
+        sizes = zip(pictures, self._sizes(prompt, "source_pixels"))
+        shown = [tensor(picture, height, width).to(self.device) for picture, (width, height) in sizes]
+        return Condition(text, **{name: encoded(pipeline, each) for name, each in zip(SOURCES, shown)})
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         sources, pipeline = condition.sources, self.pipeline
