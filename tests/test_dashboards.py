@@ -221,7 +221,8 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
         board.log_images(random_images(3, seed=epoch), prompts, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
     board.truncate(10)  # resumed from there
     board.log_images(random_images(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)
-    page = Image.open(dashboard.plot_samples(tmp_path))
+    dashboard.plot_samples(tmp_path)
+    page = Image.open(tmp_path / "samples.png")
     tops = [14 + 15 + 14 + row * (128 + 4 + 15 + 14) for row in range(3)]
     assert page.size == (14 + 3 * (128 + 14), tops[-1] + 128 + 4 + 15 + 14)
     for (column, seed), row in itertools.product([(1, 0), (2, 5)], range(3)):
@@ -231,7 +232,6 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
 
 def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a_run(tmp_path, board, capsys):
     assert not dashboard.plot_reward([], board.config, tmp_path / "reward.png")
-    assert dashboard.plot_samples(tmp_path) is None
     board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
     (tmp_path / "images" / "eval_000000.png").write_bytes(b"damaged")
     board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0, "eval/std_error": 0.1}, epoch=0, step=0)

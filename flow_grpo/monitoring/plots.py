@@ -31,8 +31,6 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
     *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
     *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
 )
-# What a damaged sheet, or its .json, raises.
-DAMAGED = OSError, ValueError, TypeError, LookupError, AttributeError, SyntaxError, Image.DecompressionBombError
 MOST_POINTS = 200  # of a line; more are averaged
 SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
 TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
@@ -58,10 +56,8 @@ def read_metrics(run_dir) -> list[dict]:
 def _record(line: bytes) -> dict | None:
     try:
         stored = json.loads(line.decode())
-        record = {name: value if name in TEXTS else float(value) for name, value in stored.items()}
-        whole = {name: value for name, value in stored.items() if type(value) is int}
-        are_texts = all(isinstance(value, str) for value in (record["kind"], record.get("written_at", "")))
-        return record | whole if are_texts and math.isfinite(record["epoch"]) else None
+        record = {name: v if name in TEXTS or type(v) is int else float(v) for name, v in stored.items()}
+        return record if isinstance(record["kind"], str) and math.isfinite(record["epoch"]) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -135,8 +131,8 @@ def contact_sheet(images: Tensor, captions: list[str], rewards: Iterable[float] 
 
 def evaluations(run_dir) -> dict[int, Path]:
     """The sheets of images/, by the number of epochs before their evaluation, not what a user puts beside them."""
-    sheets = sorted(Path(run_dir, "images").glob("eval_*.png"))
-    return {int(match[1]): sheet for sheet in sheets if (match := re.fullmatch(r"eval_(\d+)", sheet.stem))}
+    sheets = sorted(Path(run_dir, "images").glob("eval_[0-9]*.png"))
+    return {int(sheet.stem.removeprefix("eval_")): sheet for sheet in sheets if sheet.with_suffix(".json").exists()}
 
 
 def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
@@ -145,11 +141,11 @@ def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
     return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]
 
 
-def plot_samples(run_dir) -> Path | None:
-    """Draw samples.png: each prompt's image at the first and at the last evaluation. None before there is one."""
+def plot_samples(run_dir) -> None:
+    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one."""
     sheets = evaluations(run_dir)
     if not sheets:
-        return None
+        return
     ends = min(sheets), max(sheets)
     pairs = zip(*(panel_pictures(sheets[epochs]) for epochs in ends))
     pairs = [pair for pair in pairs if pair[0][1] == pair[1][1]]
@@ -161,7 +157,6 @@ def plot_samples(run_dir) -> Path | None:
         picture, caption, _ = pair[0]
         rows[-1] += [(None, wrap(caption, picture.width), ""), *((image, [], figure) for image, _, figure in pair)]
     draw_cells(rows)[0].save(Path(run_dir, "samples.png"))
-    return Path(run_dir, "samples.png")
 
 
 def wrap(text: str, width: int) -> list[str]:

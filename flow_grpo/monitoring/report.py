@@ -1,9 +1,10 @@
 """What a run has come to, or what several have, on one page: report.html needs no server and no network.
 
-    python -m flow_grpo.monitoring.report RUN [RUN ...] [--out report.html]
+    python -m flow_grpo.monitoring.report RUN                           writes report.html into the run's folder
+    python -m flow_grpo.monitoring.report RUN RUN ... --out all.html
     python -m flow_grpo.monitoring.report RUN --out reward.pdf          the curves of its rewards alone; or .svg
 
-Everything is read from the runs' folders. One run's page is written into its folder.
+Everything is read from the runs' folders.
 """
 
 import argparse
@@ -14,49 +15,46 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
-from itertools import chain, count, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.settings import command_line
+
+FIGURES = (".pdf", ".svg")
 
 
 def parser() -> argparse.ArgumentParser:
     """Of the command."""
     parser = command_line.parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
-    parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run, or in this directory")
+    parser.add_argument("--out", type=Path, help="default: report.html in the folder of a single run")
     return parser
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError for several runs without a page of their own."""
+    if len(args.runs) > 1 and (args.out is None or args.out.suffix in FIGURES):
+        raise UserError("several runs need a page, such as --out report.html; .pdf and .svg are drawn of one run")
+
+
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
-    command_line.arguments(parser())
+    command_line.arguments(parser(), check)
 
 import jinja2
 
 from flow_grpo import rewards
 from flow_grpo.base import folders
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots
 from flow_grpo.monitoring.recorded import Recorded, Table, changed_settings, read, summary
 
 OWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
-FIGURES = (".pdf", ".svg")
 MOST_EVALUATIONS = 12  # whose images are on the page
 NUM_PROMPTS = 5  # best ones, and worst ones, at most
 
 
-class Panel(NamedTuple):
-    """A curve of every run."""
-
-    name: str
-    metric: Metric
-    svg: str
-
-
-def panels(runs: Sequence[Recorded]) -> dict[str, list[Panel]]:
+def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
@@ -83,13 +81,13 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
     return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
 
 
-def panel(runs: Sequence[Recorded], name: str) -> Panel:
-    """One figure of all runs, and what the table of metrics says of it."""
+def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
+    """A metric's name, what the table of metrics says of it, and its curve of every run."""
     key, metric = explain(name) or (name, OWN)
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
-    return Panel(name, metric._replace(expect=expect), plots.svg_panel(lines, limit))
+    return name, metric._replace(expect=expect), plots.svg_panel(lines, limit)
 
 
 def alarms(run: Recorded) -> list[str]:
@@ -114,9 +112,8 @@ def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
     sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
     pictures = {}
     for epochs, sheet in sheets:
-        with suppress(*plots.DAMAGED):
-            cells = plots.panel_pictures(sheet)
-            pictures[f"after {epochs} epochs"] = [(data_address(image), *rest) for image, *rest in cells]
+        cells = plots.panel_pictures(sheet)
+        pictures[f"after {epochs} epochs"] = [(data_address(image), *rest) for image, *rest in cells]
     return pictures
 
 
@@ -137,19 +134,17 @@ def data_address(picture: plots.Image.Image) -> str:
 
 
 def _scores_on(sheet: Path) -> dict[str, float]:
-    """Prompt -> its reward in an evaluation; none where the sheet's .json is damaged."""
-    with suppress(*plots.DAMAGED):
-        stored = json.loads(sheet.with_suffix(".json").read_text())
-        return {prompt: float(value) for prompt, value in stored["scores"].items()}
-    return {}
+    """Prompt -> its reward in an evaluation."""
+    stored = json.loads(sheet.with_suffix(".json").read_text())
+    return {prompt: float(value) for prompt, value in stored["scores"].items()}
 
 
 def prompts(run: Recorded) -> dict[str, Table]:
     """The best and the worst of the last evaluation's prompts, with their reward before training."""
-    evaluated = [scores for sheet in plots.evaluations(run.folder).values() if (scores := _scores_on(sheet))]
-    if not evaluated:
+    sheets = list(plots.evaluations(run.folder).values())
+    if not sheets:
         return {}
-    first, last = evaluated[0], evaluated[-1]
+    first, last = (_scores_on(sheet) for sheet in (sheets[0], sheets[-1]))
     order = sorted((prompt for prompt in last if math.isfinite(last[prompt])), key=last.get)
     count = min(NUM_PROMPTS, len(order) // 2)  # no prompt is in both
     chosen = {"Best prompts": order[::-1][:count], "Worst prompts": order[:count]}
@@ -187,18 +182,11 @@ def write(runs: Sequence[Path], file: Path) -> None:
     folders.write_text(file, page(list(map(read, runs, labels))))
 
 
-def _unused(file: Path) -> Path:
-    """The file, or the first of report-2.html, report-3.html, ... that is not there yet."""
-    names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([file], names) if not candidate.exists())
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     args = parser().parse_args(arguments)
-    out = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else _unused(Path("report.html")))
-    if out.suffix in FIGURES and len(args.runs) > 1:
-        raise UserError(f"{out}: a {out.suffix} is drawn of one run, and {len(args.runs)} are named")
+    check(args)
+    out = args.out or args.runs[0] / "report.html"
     if out.suffix not in FIGURES:
         write(args.runs, out)
     elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config, out):
