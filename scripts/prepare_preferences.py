@@ -12,7 +12,7 @@ Flags of this script:
 --source=FOLDER             with pairs.jsonl, or with Pick-a-Pic's parquet files; without it own rollouts
 --max_rows=N                of the source, its first prompts or pairs; 0, the default = all
 --part_size=256             prompts or pairs of the source per file
---validation_share=0.1      of the prompts, whose pairs are held out: at least one; 0 = none
+--validation_share=0.1      of the prompts, whose pairs are held out: of a list at least one prompt; 0 = none
 --max_dropped_share=0.2     fail at the end if a larger fraction of the source was unusable
 """
 
@@ -78,7 +78,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -145,15 +144,10 @@ def check(config, source: str):
     return light, rows
 
 
-def load(config, family, device):
-    """The model with its transformer filled in, and the LoRA adapter of lora.path if there is one."""
-    lora = Path(config.lora.path) if config.lora.path else None
-    return policies_to_compare.load(Candidate(config.model, "base", config, lora, None), family, device)
-
-
 def from_rollouts(config, family, device) -> tuple[Make, Check]:
     """Of prompts, for whose pairs images are drawn."""
-    model = load(config, family, device)
+    lora = Path(config.lora.path) if config.lora.path else None
+    model = policies_to_compare.load(Candidate(config.model, "base", config, lora, None), family, device)
     group, params = config.sample.num_images_per_prompt, SamplingParams.of(config.sample)
     pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, config.precision)
@@ -241,34 +235,29 @@ def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tu
     return [pair for batch in made for pair in batch.pairs], [why for batch in made for why in batch.reasons]
 
 
-def write_part(config, options: Options, shapes: dict, pairs: list[dict], folder: Path, number: int) -> None:
-    """A file for each split that has a pair."""
+def write_part(config, shapes: dict, pairs: list[dict], held_out: float, folder: Path, number: int) -> None:
+    """A file for each split that has a pair. Prompts whose hash is below `held_out` are for validation."""
     constants = dict(model=config.model, height=config.height, width=config.width, negative_prompt="")
     constants["dtype"] = preferences.dtype_of(config.precision)
     for split in preferences.SPLITS:
-        rows = [constants | row for row in pairs if is_held_out(options, row["prompt"]) == (split == "validation")]
+        rows = [constants | row for row in pairs if (hash_of(row["prompt"]) < held_out) == (split == "validation")]
         if rows:
             columns = {name: [row[name] for row in rows] for name in rows[0]}
             preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", columns, shapes, constants["dtype"])
 
 
 def hash_of(prompt: str) -> float:
+    """A number in [0, 1) that is the prompt's own: all its pairs lie in one split, in any folder."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") / 2**32
 
 
-def is_held_out(options: Options, prompt: str) -> bool:
-    """By the prompt's own hash: all its pairs lie in one split, in any folder."""
-    return hash_of(prompt) < options.validation_share
-
-
-def count_pairs(options: Options, folder: Path) -> dict[str, int]:
-    """Pairs by split. Where the share of few prompts is none, the one of the lowest hash is held out first."""
-    texts = {split: preferences.prompts_of(folder, split) for split in preferences.SPLITS}
-    first = min(chain(*texts.values()), key=hash_of, default="")
-    if options.validation_share and not is_held_out(options, first) and set(texts["train"]) > {first}:
-        preferences.hold_out(folder, first)
-        texts = {split: preferences.prompts_of(folder, split) for split in preferences.SPLITS}
-    return {split: len(found) for split, found in texts.items()}
+def held_out_below(options: Options, rows, num_used: int) -> float:
+    """The hash below which prompts are held out; of several in a list at least the one of the lowest hash."""
+    listed = rows[:num_used] if isinstance(rows, list) else []
+    hashes = {hash_of(row.text if isinstance(row, Prompt) else prompt_of(row).text) for row in listed}
+    if options.validation_share and len(hashes) > 1:
+        return max(options.validation_share, min(hashes) + 2**-32)
+    return options.validation_share
 
 
 def made_by(config, options: Options) -> dict:
@@ -312,7 +301,7 @@ def claim(config, options: Options, folder: Path, digest: str) -> bool:
 def finish(config, options: Options, folder: Path, digest: str) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
-    pairs = count_pairs(options, folder)
+    pairs = {split: preferences.num_rows(folder, split) for split in preferences.SPLITS}
     dropped = [row for part in part_reports for row in part["dropped"]]
     reasons = Counter(row["why"] for row in dropped)
     total, bad = sum(part["rows"] for part in part_reports), len(dropped) - reasons[NO_PREFERENCE]
@@ -342,6 +331,7 @@ def main(config, options: Options = DEFAULTS):
     first = prompt_of(rows[0:1][0]) if source else rows[0]
     shapes = light.row_shapes(training_size(config), config.text_tokens, first)
     used = range(min(len(rows), options.max_rows or len(rows)))
+    held_out = held_out_below(options, rows, len(used))
     part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
     total = sum(len(part_rows[number]) for number in mine)
@@ -352,7 +342,7 @@ def main(config, options: Options = DEFAULTS):
                 bar.update(len(part_rows[number]))
                 continue
             pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
-            write_part(config, options, shapes, pairs, folder, number)
+            write_part(config, shapes, pairs, held_out, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
             folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     distributed.barrier()

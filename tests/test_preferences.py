@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import prepare_preferences
 import pyarrow as pa
@@ -232,9 +232,6 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
         (folder / "report.json").write_text(json.dumps(changed))
         prepare(NAME, folder, **pairs | dict(preferences__path=str(folder)) | how)
 
-    def source_was_a_setting(report):
-        report["made_by"]["preferences"]["source"] = report["made_by"]["options"].pop("source") + "a"
-
     again()  # complete: nothing to do
     again(lambda report: report["made_by"]["sample"].pop("rollout_weights"))  # a setting younger than the folder
     again(sample__completion_batch_size=128)  # one that changes no file
@@ -243,7 +240,6 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
     rows = [
         ("seed", lambda: again(seed=7), ["(seed)"]),
         ("rows", lambda: again(max_rows=20), ["(options.max_rows)"]),
-        ("source", lambda: again(source_was_a_setting), ["(options.source)"]),
         ("prompts", lambda: again(lambda report: report.update(rows="of other prompts")), ["other prompts"]),
         ("section", lambda: again(no_section), ["report.json", "'sample'"]),
     ]
@@ -364,24 +360,16 @@ def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, im
     torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
 
 
-def test_of_few_prompts_one_is_held_out_with_all_its_pairs_wherever_a_kill_comes(images, tmp_path, monkeypatch):
+def test_of_few_prompts_one_is_held_out_with_all_its_pairs(images, tmp_path):
     lines = (images / "pairs.jsonl").read_text().splitlines()[:8]
-    (images / "pairs.jsonl").write_text("\n".join(lines[number] for number in (0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3)))
-    how = dict(source=str(images), part_size=4, validation_share=1e-6)
-    whole = prepare(NAME, tmp_path / "whole", **how)
-    texts = {split: [prompt.text for prompt in files.prompts] for split, files in open_folder(whole).items()}
-    assert sum(map(len, texts.values())) == 12
-    assert len(set(texts["validation"])) == 1
-    assert not {*texts["validation"]} & {*texts["train"]}
-    left = interrupted(monkeypatch, preferences, "_write")
-    for kill in range(3, 9):  # three parts; then the held out pairs of each, and what stays of it
-        left[:] = [None] * kill
-        with suppress(KeyboardInterrupt):
-            prepare(NAME, tmp_path / f"killed {kill}", **how)
-        left[:] = [None] * 99
-        assert files_of(prepare(NAME, tmp_path / f"killed {kill}", **how)) == files_of(whole)
-    how = dict(source=str(images), validation_share=0.0)
-    assert not open_folder(prepare(NAME, tmp_path / "none", **how))["validation"]
+    (images / "pairs.jsonl").write_text("\n".join(lines + lines[:4]))
+    how = dict(source=str(images), part_size=4)
+    folders = [prepare(NAME, tmp_path / f"{share}", validation_share=share, **how) for share in (1e-6, 0.0)]
+    texts, of_none = [[[prompt.text for prompt in files.prompts] for files in open_folder(f).values()] for f in folders]
+    assert list(map(len, of_none)) == [12, 0]
+    assert sorted(texts[0] + texts[1]) == sorted(of_none[0])
+    assert len(set(texts[1])) == 1
+    assert not {*texts[1]} & {*texts[0]}
 
 
 def test_pick_a_pics_columns(images, tmp_path):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -118,10 +117,7 @@ def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str,
     """Write P rows, in one rename. Tensors are [P, *shape], or P of `shape`; the same rows make the same file."""
     wanted = schema(shapes, dtype)
     arrays = [_to_arrow(columns[field.name], field.type, dtype) for field in wanted]
-    _write(path, pa.table(arrays, schema=wanted))
-
-
-def _write(path: Path, table: pa.Table) -> None:
+    table = pa.table(arrays, schema=wanted)
     rows = max(1, ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
     scratch = path.with_suffix(".tmp")
     pq.write_table(
@@ -136,19 +132,6 @@ def source_shapes(folder: str) -> dict[str, tuple[int, ...]]:
         fields = open_parquet(path).schema_arrow
         return {field.name: tuple(field.type.shape) for field in fields if field.name in SOURCES}
     return {}
-
-
-def hold_out(folder: Path, prompt: str) -> None:
-    """Move the pairs of a prompt from train_* to validation_*; called again after a kill, it makes the same files."""
-    for path in sorted(folder.glob("train_*.parquet")):
-        table = pq.read_table(path)
-        chosen = pc.equal(table["prompt"], prompt)
-        if pc.any(chosen).as_py():
-            _write(path.with_name(path.name.replace("train", "validation")), table.filter(chosen))
-            if others := table.filter(pc.invert(chosen)):
-                _write(path, others)
-            else:
-                path.unlink()
 
 
 def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
@@ -176,10 +159,9 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size
     return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
 
 
-def prompts_of(folder: Path, split: str) -> list[str]:
-    """The prompt of each pair of a split."""
-    paths = sorted(folder.glob(f"{split}_*.parquet"))
-    return [text for path in paths for text in _read(path, open_parquet(path), ["prompt"])["prompt"].to_pylist()]
+def num_rows(folder: Path, split: str) -> int:
+    """Pairs of a split."""
+    return sum(open_parquet(path).metadata.num_rows for path in folder.glob(f"{split}_*.parquet"))
 
 
 class PairFiles:
