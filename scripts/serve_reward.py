@@ -6,14 +6,14 @@ It prints its address and the setting with which a run uses it; see docs/howto/r
 """
 
 import argparse
-import ipaddress
 import json
-import socket
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clients.tokens import read_token
 from flow_grpo.settings import command_line
+
+THIS_MACHINE = "127.0.0.1", "localhost", "::1"  # values of --host with which no other machine can connect
 
 
 def parser():
@@ -35,20 +35,11 @@ def check(args: argparse.Namespace) -> None:
     rewards.check_name(args.name, "serve_reward.py")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}; it may be 0 to 65535")
-    if not read_token(args.token_file) and not args.without_token and not is_loopback(args.host):
+    if not read_token(args.token_file) and not args.without_token and args.host not in THIS_MACHINE:
         raise UserError(
             f"--host {args.host} lets other machines connect, and there is no token: set REWARD_TOKEN in the "
             "environment or name a file by --token-file, for the server and its clients; or say --without-token"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to an address. Raises UserError for what is none."""
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise UserError(f"--host is {host!r}, which is no address: {error}") from error
-    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once

@@ -241,7 +241,6 @@ COMMAND_LINES = [
     ("--config.custom.temperature=3", "config.custom.temperature", "config file"),
     ("--config.num_epochs=many", "config.num_epochs is 'many'", "whole number"),
     ("--config=config/nothing.py:a", "'config/nothing.py'", "config/dpo.py, config/grpo.py, config/nft.py"),
-    ("--config=config/dgx.py:pickscore_qwenimage_pr", "pickscore_qwenimage_pr", "config/grpo.py"),
     ("--config=config/grpo.py:shapes_qwenimag", "'shapes_qwenimag'", "nearest: shapes_qwenimage"),
     ("--config=config/grpo.py:shapes_qwenimage,smok", "'smok'", "smoke"),
     ("--config=config/grpo.py:,smoke", "run ''", "shapes_qwenimage"),

@@ -1,7 +1,6 @@
 """What the command line says without starting a run: --help, --list, and where a config's values come from."""
 
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -117,10 +116,3 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
     before, after = (config_files.load(f"{path}:{words}").to_dict() for words in (others, name))
     keys = ("model", "dataset", "reward_fn", "height", "width", "precision")
     return [f"smoke replaces {key} {before[key]} by {after[key]}" for key in keys if before[key] != after[key]]
-
-
-def culprit(error: UserError, file: str, config: ConfigDict) -> str:
-    """What has set a setting that an error names, where it is not the command line; "" for nothing to say."""
-    stages = origins(file, config)
-    named = [key for key in re.findall(r"config\.([\w.]*\w)", str(error)) if key in stages]
-    return f"; {stages[named[0]]} has set {named[0]}" if named and stages[named[0]] != "the command line" else ""

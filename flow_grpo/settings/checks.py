@@ -119,7 +119,7 @@ def _check_meaning(config: ConfigDict) -> None:
             f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
             f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"
         )
-    if config.health.action == "roll_back" and not (config.eval_freq and config.eval.num_prompts):
+    if config.health.action == "roll_back" and not evaluates(config):
         raise UserError(
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
             f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
@@ -166,8 +166,6 @@ def _check_speed(config: ConfigDict) -> None:
 
 def check_window(sample) -> None:
     """Raises UserError unless the SDE window lies within the steps; train_*.py and train_*_distill.py."""
-    if sample.num_branches != 1:
-        raise UserError(f"config.sample.num_branches is {sample.num_branches}; branches are for train_*_pr.py")
     first, last = sample.sde_window_range
     inside = 0 <= first < last <= sample.num_steps - 1
     if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
@@ -196,11 +194,8 @@ def check_groups(sample) -> None:
 
 def check_forward(sample) -> None:
     """Raises UserError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
-    if sample.sde_window_size or sample.num_branches != 1:
-        raise UserError(
-            f"config.sample.sde_window_size is {sample.sde_window_size} and num_branches {sample.num_branches}: "
-            "without noise in the rollout there is neither window nor branch; set 0 and 1"
-        )
+    if sample.sde_window_size:
+        raise UserError(f"config.sample.sde_window_size is {sample.sde_window_size}; without noise it must be 0")
     check_groups(sample)
 
 

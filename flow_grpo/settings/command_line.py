@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from flow_grpo.settings.overrides import config_of, split, world_size
 
 LONGEST = 2000  # characters of a sentence
 TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
-AFTER_TORCHRUN = """for _ in $(seq 300); do kill -0 "$1" 2> /dev/null || break; sleep 0.1; done; printf %s "$2" >&2"""
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
@@ -50,7 +48,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
-            _check(config, script, file)
+            _check(config, script)
         return config
 
 
@@ -82,16 +80,13 @@ def _check_checkout() -> None:
         raise UserError(f"{sys.argv[0]} imports flow_grpo from {imported}: {ways_out}")
 
 
-def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
-    """Raises UserError, which names the variant that is to blame."""
-    try:
-        checks.check(config, script)
-        served = [name for name, args in config.reward.args.items() if "url" in args]
-        rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
-        script.plan(config, config.dry_run or world_size())
-        _check_places(config, script.reads_dataset(config))
-    except UserError as error:
-        raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
+def _check(config: ConfigDict, script: checks.Script) -> None:
+    """Raises UserError for what can be known without importing torch."""
+    checks.check(config, script)
+    served = [name for name, args in config.reward.args.items() if "url" in args]
+    rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
+    script.plan(config, config.dry_run or world_size())
+    _check_places(config, script.reads_dataset(config))
 
 
 def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
@@ -180,16 +175,12 @@ def _stopped(after_stop: str) -> SystemExit:
 
 
 def _say(text: str) -> None:
-    """Say it, under torchrun once for all ranks of a machine that end for one reason, and on a terminal once more below
-    torchrun's own report, which is 20 lines long."""
-    rank, by_torchrun = os.environ.get("RANK", "0"), "TORCHELASTIC_RUN_ID" in os.environ
-    if by_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
+    """Say it, under torchrun once for all ranks of a machine that end for one reason."""
+    rank = os.environ.get("RANK", "0")
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(TURN_S)
     who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
-    line = f"{who}: {in_one_line(text, LONGEST)}\n"
-    sys.stderr.write(line)
-    if by_torchrun and sys.stderr.isatty():
-        subprocess.Popen(["sh", "-c", AFTER_TORCHRUN, "sh", str(os.getppid()), line], start_new_session=True)
+    sys.stderr.write(f"{who}: {in_one_line(text, LONGEST)}\n")
 
 
 def _status(error: BaseException) -> int | None:

@@ -77,7 +77,7 @@ def load(text: str) -> ConfigDict:
     """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file, or one
     without get_config(), or whose get_config() looks at no variants."""
     file, colon, name = text.partition(":")
-    path = find(file, name)
+    path = find(file)
     if colon and not name:
         raise UserError(f"{text} names no run; --list shows all of {file}")
     get_config = getattr(module_of(path), "get_config", None)
@@ -90,30 +90,16 @@ def load(text: str) -> ConfigDict:
     return config
 
 
-def find(file: str, name: str = "") -> Path:
+def find(file: str) -> Path:
     """A config file. A relative path is looked up in the current directory, then in this checkout, whose scripts may
-    be copied elsewhere.
-
-    Args:
-        name: NAME,VARIANT,..., to say in which other file there is such a run.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    path = next((path for path in (Path(file), CHECKOUT / file) if path.is_file()), None)
-    if path is None:
-        where = f"{Path.cwd()} or {CHECKOUT}"
-        raise UserError(f"--config names {file!r}; there is no such file in {where}; {_elsewhere(name)}")
-    return path
-
-
-def _elsewhere(name: str) -> str:
-    """In which file of the checkout a run of this name is, or which files there are."""
-    files = [path for path in sorted((CHECKOUT / "config").glob("*.py")) if "def get_config(" in path.read_text()]
-    run = name.partition(",")[0]
-    having = [path for path in files if run and f"\ndef {run}():" in path.read_text()]
-    names = ", ".join(f"config/{path.name}" for path in having or files)
-    return f"{run} is in {names}" if having else f"published configs are in {names}"
+    be copied elsewhere. Raises UserError: there is no such file, with those of this checkout."""
+    for path in (Path(file), CHECKOUT / file):
+        if path.is_file():
+            return path
+    published = "config/dpo.py, config/grpo.py, config/nft.py"
+    raise UserError(
+        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}"
+    )
 
 
 def module_of(path: Path) -> ModuleType:

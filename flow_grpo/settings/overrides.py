@@ -95,12 +95,11 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
 
 
 def _nearest(key: str, names: Sequence[str]) -> list[str]:
-    """The settings, of its own section if possible, whose last part is most like that of `key`; none where that is only
-    loosely alike, since another setting would make another experiment of it."""
-    section, _, word = key.rpartition(".")
-    shares = {name: difflib.SequenceMatcher(None, word, name.rpartition(".")[2]).ratio() for name in names}
-    best = [name for name, share in shares.items() if share == max(shares.values()) >= ALIKE]
-    return [name for name in best if name.rpartition(".")[0] == section] or best
+    """The settings whose last part is most like that of `key`; none where that is only loosely alike, since another
+    setting would make another experiment of it."""
+    words = {name.rpartition(".")[2] for name in names}
+    best = difflib.get_close_matches(key.rpartition(".")[2], words, n=1, cutoff=ALIKE)
+    return [name for name in names if name.rpartition(".")[2] in best]
 
 
 def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
