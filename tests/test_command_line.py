@@ -362,7 +362,7 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     importlib.import_module("rates.low")
     for epoch in (0, 3):
         file.write_text(f"# mine at {epoch}")
-        provenance.begin(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch, num_tested=4)
+        provenance.begin(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch)
         provenance.end(run_folder)
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]

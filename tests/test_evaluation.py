@@ -230,7 +230,8 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
     lora, full = runs[4], runs[0]
     policies = lora, TINY, lora / "best", full, full / "best", lora
     found, rows = evaluated(tmp_path, *policies, "--weights", "last")
-    assert [row["weights"] for row in found["rows"]] == ["last", "base", "LoRA", "last", "base", "last"]
+    labels = [f"best, epoch {best.read(folder).epoch}" for folder in (lora, full)]
+    assert [row["weights"] for row in found["rows"]] == ["last", "base", labels[0], "last", labels[1], "last"]
     assert alive == [0] * 6
     base = figures_of_test(lora, "test", 0)
     last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")

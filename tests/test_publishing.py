@@ -147,7 +147,7 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     assert "nothing was uploaded" in out
     card = (run / "best" / "README.md").read_text()
     assert 'load_lora_weights("me/red")' in card
-    assert "Mean over 4 test prompts" in card
+    assert "Mean over the test prompts, at most 4 of them" in card
 
 
 def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):

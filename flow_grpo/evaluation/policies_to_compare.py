@@ -59,6 +59,8 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
     folder = Path(shipped.find(name))
     if is_run(folder):
         return _of_run(name, folder, weights)
+    if folder.name == best.NAME and is_run(folder.parent):
+        return _of_run(name, folder.parent, "best")
     if (folder / lora_files.FILE).is_file():
         return Candidate(name, "LoRA", config, folder, None)
     if (folder / "model_index.json").is_file() or shipped.is_hub_id(name):

@@ -65,7 +65,6 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         config=config,
-        num_tested=num_tested(run),
         pictures=[folder / name for name in PICTURES if (folder / name).is_file()],
         facts=facts(run, folder),
         settings=public_settings(run),
@@ -100,12 +99,6 @@ def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str
         values = first.get(f"test/{name}", math.nan), last[prefix + name]
         rows.append((name, with_error(values[0], before), with_error(values[1], after)))
     return rows
-
-
-def num_tested(run: recorded.Recorded) -> str:
-    """How many test prompts the run was evaluated on; the most there can be where it is older than run.json."""
-    counts = [start["num_tested"] for start in provenance.starts(run.folder) if "num_tested" in start]
-    return str(counts[-1]) if counts else f"at most {run.config.eval.num_prompts}"
 
 
 def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:

@@ -43,13 +43,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int, num_tested: int) -> None:
+def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
     """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
-    into a folder of this epoch: files may be edited before a run goes on.
-
-    Args:
-        num_tested: test prompts of an evaluation.
-    """
+    into a folder of this epoch: files may be edited before a run goes on."""
     start = {
         "start": now(),
         "epoch": epoch,
@@ -57,7 +53,6 @@ def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int, num
         "host": socket.gethostname(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": world_size,
-        "num_tested": num_tested,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "commit": _git("rev-parse", "HEAD").strip(),

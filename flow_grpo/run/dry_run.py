@@ -24,23 +24,12 @@ GB = 1e9
 
 
 def describe(
-    config: ConfigDict,
-    plan: BatchPlan,
-    family: type[FlowModel],
-    train: list[Prompt],
-    evaluated: list[Split],
+    config: ConfigDict, plan: BatchPlan, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]
 ) -> str:
-    """Sections of lines. `plan` is for config.dry_run GPUs; `evaluated` has each split once."""
-    sections = {
-        f"an epoch on {gpus(config.dry_run)}": _epoch(config, plan),
-        "evaluation": _evaluation(config, evaluated),
-        "GPU": _gpu(config, plan),
-        "host memory and disk": _memory(config, family, train, evaluated),
-        "know": [*_licence(config), *filter(None, [overlap(train, evaluated)])],
-    }
-    return "\n".join(
-        line for title, lines in sections.items() if lines for line in [f"{title}:", *(f"  {text}" for text in lines)]
-    )
+    """Lines. `plan` is for config.dry_run GPUs; `evaluated` has each split once."""
+    lines = [*_epochs(config, plan), _evaluation(config, evaluated), _gpu(config, plan)]
+    lines += [*_memory(config, family, train, evaluated), _licence(config.model), overlap(train, evaluated)]
+    return "\n".join(filter(None, lines))
 
 
 def _images(plan: BatchPlan) -> int:
@@ -49,50 +38,49 @@ def _images(plan: BatchPlan) -> int:
     return plan.num_groups * plan.group_size * plan.num_branches * steps
 
 
-def _epoch(config: ConfigDict, plan: BatchPlan) -> list[str]:
+def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
     branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches" if plan.num_branches > 1 else ""
     updates = plan.updates_per_epoch * config.train.inner_epochs
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return [
-        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {_images(plan):,} images, at "
-        f"{training_size(config)} pixels (height x width)",
-        f"{plan.batches_per_epoch} batches of {plan.batch_size} on each GPU",
-        f"{updates} updates of {rows:,} rows each",
+        f"an epoch on {gpus(config.dry_run)}: {plan.num_groups} prompts x {plan.group_size}{branches} = "
+        f"{_images(plan):,} images, at {training_size(config)} pixels (height x width), in {plan.batches_per_epoch} "
+        f"batches of {plan.batch_size} on each GPU; {updates} updates of {rows:,} rows each",
         f"{config.num_epochs} epochs: {config.num_epochs * _images(plan):,} images, {config.num_epochs * updates:,} "
         "updates",
     ]
 
 
-def _evaluation(config: ConfigDict, evaluated: list[Split]) -> list[str]:
+def _evaluation(config: ConfigDict, evaluated: list[Split]) -> str:
     if not evaluates(config):
-        return ["none: eval_freq or eval.num_prompts is 0"]
+        return "no evaluation: eval_freq or eval.num_prompts is 0"
     noises, steps = config.eval.noises_per_prompt, config.eval.num_steps
     counts = ", ".join(f"{len(part_of(split, config).prompts)} {split.name}" for split in evaluated)
-    return [f"every {config.eval_freq} epochs: {counts} prompts x {noises} noises x {steps} steps"]
+    return f"an evaluation every {config.eval_freq} epochs: {counts} prompts x {noises} noises x {steps} steps"
 
 
 def measured(config: ConfigDict) -> dict[str, Any] | None:
     """The row of assets/measured.json for a config's run and variants, that of most settings; None for none."""
-    named = [
-        row for row in json.loads(MEASURED.read_text()) if config.name == f"pickscore_{row['run'].replace(',', '_')}"
-    ]
     fitting = [
-        row for row in named if all(table.value_of(config, key) == row["settings"][key] for key in row["settings"])
+        row
+        for row in json.loads(MEASURED.read_text())
+        if config.name == f"pickscore_{row['run'].replace(',', '_')}"
+        and all(table.value_of(config, key) == value for key, value in row["settings"].items())
     ]
     return max(fitting, key=lambda row: len(row["settings"]), default=None)
 
 
-def _gpu(config: ConfigDict, plan: BatchPlan) -> list[str]:
+def _gpu(config: ConfigDict, plan: BatchPlan) -> str:
     row, source = measured(config), "docs/reference/will_it_fit.md"
     if row is None:
-        return [f"this run was not measured; {source} has others"]
+        return f"GPU: this run was not measured; {source} has others"
     if row["images_per_s"] is None:
-        return [f"out of memory on {row['card']} ({source})"]
+        return f"GPU: out of memory on {row['card']} ({source})"
     hours = config.num_epochs * _images(plan) / row["images_per_s"] / 3600 / config.dry_run
-    return [
-        f"{row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200 or H100, so {hours:.3g} hours "
+    return (
+        f"GPU: {row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200 or H100, so {hours:.3g} hours "
         f"without evaluations and rewards with a model ({source})"
-    ]
+    )
 
 
 def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]) -> list[str]:
@@ -117,19 +105,15 @@ def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], ev
     return lines
 
 
-def _licence(config: ConfigDict) -> list[str]:
-    known = registry.published(config.model)
-    if known is None:
-        return (
-            [] if config.model.startswith("flow_grpo/assets/") else [f"{shipped.find(config.model)}: see its licence"]
-        )
-    return [f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB"]
+def _licence(model: str) -> str:
+    if known := registry.published(model):
+        return f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB"
+    return "" if model.startswith("flow_grpo/assets/") else f"{shipped.find(model)}: see its licence"
 
 
 def overlap(train: list[Prompt], evaluated: list[Split]) -> str:
     """What a run says where it trains on prompts that it evaluates; "" where it does not."""
     digests = {prompt.digest for prompt in train}
     shared = {split.name: [p.text for p in split.prompts if p.digest in digests] for split in evaluated}
-    found = {name: texts for name, texts in shared.items() if texts and name != "train"}
-    parts = [f"{len(texts)} {name} prompts, such as {quoted(texts[0])}" for name, texts in found.items()]
+    parts = [f"{len(texts)} {name} prompts, such as {quoted(texts[0])}" for name, texts in shared.items() if texts]
     return f"prompts that are evaluated are also trained on: {'; '.join(parts)}" if parts else ""

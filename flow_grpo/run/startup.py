@@ -81,8 +81,7 @@ def start(
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
-    num_tested = len(part_of(run.test_prompts, config).prompts)
-    distributed.on_main(provenance.begin, run.folder, config, run.world_size, run.epoch, num_tested)
+    distributed.on_main(provenance.begin, run.folder, config, run.world_size, run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
     return run
