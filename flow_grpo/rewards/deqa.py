@@ -4,10 +4,8 @@ The model runs in the reward server that came with Flow-GRPO, which speaks pickl
 """
 
 import torch
-from torch import Tensor
 
-from flow_grpo.rewards.clients.pickled import PickleServer
-from flow_grpo.rewards.clients.wire import check_numbers
+from flow_grpo.rewards.clients import pickled
 
 RANGE = (0.0, 1.0)
 
@@ -22,9 +20,5 @@ def load(device: torch.device, url: str | list = "http://127.0.0.1:18086", allow
     Raises:
         UserError: allow_pickle is not True.
     """
-    model = PickleServer("deqa", url, allow_pickle, **server)
-
-    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        return check_numbers("outputs", list(model.ask(images).get("outputs", [])), len(images), RANGE)
-
-    return score
+    rated = pickled.scorer("deqa", url, allow_pickle, {"score": "outputs"}, **server)
+    return lambda images, prompts, metadata: rated(images)

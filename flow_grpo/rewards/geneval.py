@@ -1,17 +1,15 @@
 """GenEval (arXiv:2310.11513): whether a detector finds the objects, numbers, colours and places that a prompt names.
 
 The detector runs in the reward server that came with Flow-GRPO, which speaks pickle. A score is the share of the
-prompt's demands that are met, in [0, 1]; `_strict` is 1 where all are. Metadata are GenEval's own. The server does not
-apply GenEval's lenient rule as well, whose outcome nothing here uses, unless `only_strict` is False.
+prompt's demands that are met, in [0, 1]; `_strict` is 1 where all are. Metadata are GenEval's own. The server is not
+asked to apply GenEval's lenient rule as well, whose outcome nothing here uses.
 """
 
 import torch
-from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
-from flow_grpo.rewards.clients.pickled import PickleServer
-from flow_grpo.rewards.clients.wire import check_numbers
+from flow_grpo.rewards.clients import pickled
 
 RANGE = (0.0, 1.0)
 
@@ -30,28 +28,16 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
             )
 
 
-def load(
-    device: torch.device,
-    url: str | list = "http://127.0.0.1:18085",
-    allow_pickle: bool = False,
-    only_strict: bool = True,
-    **server,
-):
+def load(device: torch.device, url: str | list = "http://127.0.0.1:18085", allow_pickle: bool = False, **server):
     """The scorer; nothing is loaded here.
 
     Args:
         allow_pickle: must be True. Only plain data are unpickled, see clients/pickled.py.
-        only_strict: what the server is asked for, as published training does; published evaluations ask with False.
         server: token_file, timeout_s.
 
     Raises:
         UserError: allow_pickle is not True.
     """
-    detector = PickleServer("geneval", url, allow_pickle, **server)
-
-    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
-        answer = detector.ask(images, meta_datas=metadata, only_strict=only_strict)
-        names = {"score": "scores", "strict": "strict_rewards"}
-        return {name: check_numbers(key, list(answer.get(key, [])), len(images), RANGE) for name, key in names.items()}
-
-    return score
+    names = {"score": "scores", "strict": "strict_rewards"}
+    detected = pickled.scorer("geneval", url, allow_pickle, names, **server)
+    return lambda images, prompts, metadata: detected(images, meta_datas=metadata, only_strict=True)

@@ -55,31 +55,37 @@ def scores_of(
     metadata: list[dict],
     sources: list[list[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """What a reward's `score` says, by name, each [B] float32 on the CPU.
+    """What a reward's `score` says, checked.
 
     Args:
         sources: of each prompt, [3, h, w] in [0, 1] each; for a `score` that takes them.
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
 
     Raises:
-        UserError: not one finite number per image, no "score" among them, or no return.
+        UserError: as of `checked`, or it left the process.
     """
     more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
     try:
-        scores = as_scores(_awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more)))
+        output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more))
     except SystemExit as error:  # would end the process without a word
         raise UserError(f"reward {name!r} left by {rewards.in_words(error)}") from error
+    return checked(name, output, prompts)
+
+
+def checked(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
+    """What a reward or its server says of B images: by name, each [B] float32 on the CPU. Raises UserError: no "score"
+    among it, not one finite number per image, or a score beyond the reward's RANGE."""
+    scores = as_scores(output)
     if "score" not in scores:
         raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
-    scores = {key: checked(name, values, prompts) for key, values in scores.items()}
+    scores = {key: _numbers(name, values, prompts) for key, values in scores.items()}
     low, high = rewards.bounds(name)
     if outside := [score for score in scores["score"].tolist() if not low <= score <= high]:
         raise UserError(f"reward {name!r} scores {outside[0]:g}, but its RANGE is {low:g} to {high:g}")
     return scores
 
 
-def checked(name: str, values, prompts: list[str]) -> Tensor:
-    """[B] float32 on the CPU. Raises UserError unless they are one finite number per image, and names the prompt."""
+def _numbers(name: str, values: Any, prompts: list[str]) -> Tensor:
     values = torch.as_tensor(values).detach().float().cpu()
     if values.shape != (len(prompts),):
         raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")

@@ -16,7 +16,7 @@ from torch import Tensor
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.rewards.clients import wire
-from flow_grpo.rewards.clients.client import Server
+from flow_grpo.rewards.clients.client import Server, ServerError
 
 RANGE = (0.0, 1.0)
 TEMPLATE = """Here is an image that was made for the following description.
@@ -50,66 +50,47 @@ def load(
     """A scorer that sends each image with its question and reads a number out of the answer. Nothing is loaded here.
 
     Args:
-        url: of the server, without /v1.
-        model: the name it serves the model under.
+        url, model: of the server, without /v1, and what it calls its model.
         template: the question; {prompt} stands for the image's prompt. "" = TEMPLATE, for edits EDIT_TEMPLATE.
         pattern: regular expression whose first group is the number; its last match counts.
         lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
         server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
 
     Raises:
-        UserError: a template without {prompt}, a pattern without a group, an empty scale.
+        UserError: a template without {prompt}, a pattern that is none or has no group, an empty scale.
     """
-    find = _compiled(pattern)
+    try:
+        find = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
     if (template and "{prompt}" not in template) or find.groups < 1 or not lowest < highest:
         raise UserError(
-            f"a judge needs {{prompt}} in its template ({template[:60]!r}), a group in its pattern ({pattern!r}) and "
-            f"lowest < highest ({lowest}, {highest})"
+            f"a judge needs {{prompt}} in its template, a group in its pattern ({pattern!r}) and {lowest} < {highest}"
         )
     judge, parse = Server(url, **server), partial(rating, find=find, lowest=lowest, highest=highest)
 
     def score(images: Tensor, prompts: list[str], metadata: list, sources: list | None = None) -> Tensor:
         rows = zip(images, prompts, sources or [[]] * len(prompts))
-        questions = [question([*own, image], text, template) for image, text, own in rows]
-        settings = dict(model=model, temperature=0.0, max_tokens=max_tokens)
-        sent = [judge.post("/v1/chat/completions", parse, json=settings | message) for message in questions]
+        asked = [question([*own, image], text, template, model, max_tokens) for image, text, own in rows]
+        sent = [judge.post("/v1/chat/completions", parse, json=request) for request in asked]
         return torch.tensor([future.result() for future in sent])
 
     return score
 
 
-def _compiled(pattern: str) -> re.Pattern:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
-
-
-def question(images: list[Tensor], prompt: str, template: str) -> dict:
-    """The messages of a chat request about the last image, which may have been made of the others."""
+def question(images: list[Tensor], prompt: str, template: str, model: str, max_tokens: int) -> dict:
+    """A chat request about the last image, which may have been made of the others."""
     encoded = [base64.b64encode(wire.pack_image(image, "png")).decode() for image in images]
     pictures = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in encoded]
     text = (template or (EDIT_TEMPLATE if images[1:] else TEMPLATE)).replace("{prompt}", prompt)
-    return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]}
+    messages = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+    return dict(model=model, temperature=0.0, max_tokens=max_tokens, messages=messages)
 
 
 def rating(body: bytes, find: re.Pattern, lowest: float, highest: float) -> float:
-    """The number in what a chat server answered, scaled to [0, 1]. Raises BadAnswer."""
-    text = answer_of(body)
-    matches = [match[1] for match in find.finditer(text)]
-    try:
-        values = [(float(matches[-1]) - lowest) / (highest - lowest)]
-    except (IndexError, TypeError, ValueError) as error:
-        raise wire.BadAnswer(f"no number as {find.pattern!r} finds it in {text[-120:]!r}") from error
-    return wire.check_numbers("score", values, 1, RANGE).item()
-
-
-def answer_of(body: bytes) -> str:
-    """The text that a chat server answered. Raises BadAnswer."""
+    """The number in what a chat server answered, scaled to [0, 1] but unchecked. Raises ServerError."""
     try:
         text = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise wire.BadAnswer(f"no chat completion but {body[:80]!r}") from error
-    if not isinstance(text, str):
-        raise wire.BadAnswer(f"no text but {str(text)[:80]!r}")
-    return text
+        return (float([*find.finditer(text)][-1][1]) - lowest) / (highest - lowest)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerError(f"no number as {find.pattern!r} finds it in {body[:1000]!r}") from error

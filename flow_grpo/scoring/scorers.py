@@ -21,7 +21,7 @@ from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
-from flow_grpo.rewards.scores import scores_of, takes_sources
+from flow_grpo.rewards.scores import checked, scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 MOST_SCORES = 32  # of one reward; each is a metric, a line of a plot and a panel of the report
@@ -52,7 +52,7 @@ class Scorer:
             _check_names(scores)
             return scores
         except Exception as error:
-            has_words = isinstance(error, UserError | ServerError | wire.BadAnswer)
+            has_words = isinstance(error, UserError | ServerError)
             self.last_error = in_one_line(error if has_words else rewards.in_words(error))
             if self.settings.max_masked_share:
                 return {"score": torch.full((len(prompts),), torch.nan)}
@@ -188,7 +188,7 @@ class RemoteScorer(Scorer):
 
     def __init__(self, name: str, settings: RewardSettings, url: str | list[str]):
         super().__init__(name, settings, ", ".join(urls_of(url)))
-        self.server, self.bounds = Server(url, settings.token_file, settings.timeout_s), rewards.bounds(name)
+        self.server = Server(url, settings.token_file, settings.timeout_s)
 
     def state(self) -> str:
         """How much it has not answered; "" for nothing."""
@@ -206,7 +206,7 @@ class RemoteScorer(Scorer):
         uploads = [(part, (f"{i}.npy", file)) for part in files for i, file in enumerate(files[part])]
 
         def parse(body: bytes) -> dict[str, Tensor]:
-            return wire.read_scores(body, len(prompts), self.bounds)
+            return checked(self.name, wire.read_scores(body), texts_of(prompts))
 
         headers = {"Idempotency-Key": key}
         return self.server.post("/score", parse, data={"request": request}, files=uploads, headers=headers)

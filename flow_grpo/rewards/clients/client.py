@@ -28,7 +28,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # it announces every reque
 
 
 class ServerError(RuntimeError):
-    """A server refused a request, or was away for too long."""
+    """A server refused a request, was away for too long, or gave no answer that can be read."""
 
 
 def notice(text: str) -> None:
@@ -66,8 +66,8 @@ class Server:
         """POST; `parse` of the answer's body. request: content, json, data, files, headers of httpx.
 
         Raises, from result():
-            ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s.
-            BadAnswer: from `parse`; such a request is not repeated.
+            ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s. What `parse`
+                raises comes, too; such a request is not repeated.
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, parse, request), event_loop("reward requests"))
 
