@@ -69,13 +69,6 @@ def known() -> list[str]:
     return sorted(_files() - set(HELPERS) | set(REGISTERED))
 
 
-def offered() -> list[str]:
-    """Those of `known` that a user may mean: a file of FLOW_GRPO_REWARDS without a `load` is a neighbour of one."""
-    names = known()
-    texts = {file.stem: file.read_text(errors="replace") for folder in __path__ for file in Path(folder).glob("*.py")}
-    return [name for name in names if "\ndef load(" in texts.get(name, "\ndef load(")]
-
-
 def called(score: str, weights: Mapping[str, float]) -> str:
     """What people read for a score: in place of the weighted sum the only reward, where that is all of it."""
     return next(iter(weights)) if score == "avg" and [*weights.values()] == [1.0] else score
@@ -89,7 +82,7 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
         served: names that need no file here, since a server scores them.
     """
     if not weights:
-        raise UserError(f"config.reward_fn is empty; there are: {', '.join(offered())}")
+        raise UserError(f"config.reward_fn is empty; there are: {', '.join(known())}")
     for name in {**weights, **dict.fromkeys(watched)}:
         if name in RUNS_OWN:
             raise UserError(f"reward {name!r} is called as a metric of every run; rename its file")
@@ -104,7 +97,7 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
 def check_name(name: str, key: str, served: Iterable[str] = ()) -> None:
     """Raises UserError for a name that is no reward's. Arguments as of `check_rewards`; `key` is where it stands."""
     if name not in known() and name not in served:
-        near = difflib.get_close_matches(name, offered(), cutoff=0)
+        near = difflib.get_close_matches(name, known(), cutoff=0)
         folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
         raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
 

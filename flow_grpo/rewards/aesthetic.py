@@ -4,6 +4,8 @@ Linear layers on the L2-normalised image embedding of OpenAI's CLIP ViT-L/14, fi
 (github.com/christophschuhmann/improved-aesthetic-predictor). Nothing keeps a score within that scale.
 """
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -35,7 +37,7 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
     except RuntimeError as error:
         problem = in_one_line(error)
         raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {problem}") from error
-    rating = rating["layers"].to(device).requires_grad_(False).eval()
+    rating = rating["layers"].to(device).requires_grad_(False)
 
     def rated(images: Tensor) -> Tensor:
         pixels = prepare(images=to_pictures(images), return_tensors="pt")["pixel_values"].to(clip.device)
@@ -49,10 +51,7 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
 
 
 def linear_layers(width: int) -> nn.ModuleDict:
-    """From an embedding to its rating. No activations, as published; names layers.0, 2, 4, 6 and 7, as in the file."""
-    dropout = {1024: nn.Dropout(0.2), 128: nn.Dropout(0.2), 64: nn.Dropout(0.1)}
-    layers = []
-    for size in (1024, 128, 64, 16, 1):
-        layers += [nn.Linear(width, size), *([dropout[size]] if size in dropout else [])]
-        width = size
-    return nn.ModuleDict({"layers": nn.Sequential(*layers)})
+    """From an embedding to its rating. No activations, as published; numbered as in the file."""
+    shapes = {0: (width, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+    layers = {str(number): nn.Linear(*shape) for number, shape in shapes.items()}
+    return nn.ModuleDict({"layers": nn.Sequential(OrderedDict(layers))})

@@ -77,13 +77,8 @@ def read_weights(reward: str, name: str) -> dict:
 
 
 def optional_package(reward: str, name: str, install: str) -> ModuleType:
-    """Import what only one reward needs. Raises UserError: it is not installed, the message says how; or it does not
-    import beside what is."""
+    """Import what only one reward needs. Raises UserError, which says how to install it: it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        if error.name == name:
-            raise UserError(f"reward {reward} needs the package {name}: {install}") from error
-        raise UserError(
-            f"reward {reward} needs the package {name}, which is here but cannot be imported: {error}"
-        ) from error
+        raise UserError(f"reward {reward} needs the package {name} ({error}): {install}") from error

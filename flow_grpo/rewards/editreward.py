@@ -21,15 +21,12 @@ def load(device: torch.device | str, checkpoint: str, config: str):
         config: the repository's YAML file for it, which also names the base model.
 
     Raises:
-        UserError: no package, or no weights.
+        UserError: no package.
     """
     for name in ("EditReward", "EditReward.inference_edit"):
         package = optional_package("editreward", name, INSTALL)
-    try:
-        how = dict(reward_dim="overall_detail", rm_head_type="ranknet_multi_head")
-        judge = package.EditRewardInferencer(config, checkpoint, device=device, **how)
-    except (OSError, ValueError) as error:
-        raise UserError(f"reward editreward needs the weights {checkpoint!r}, which cannot be had: {error}") from error
+    how = dict(reward_dim="overall_detail", rm_head_type="ranknet_multi_head")
+    judge = package.EditRewardInferencer(config, checkpoint, device=device, **how)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict], sources: list[list[Tensor]]) -> Tensor:
         """[B], an image per forward, so that no score depends on its neighbours."""

@@ -7,7 +7,6 @@ package hpsv3 pins transformers 4.45.2.
 import torch
 from torch import Tensor
 
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.rewards.clip_model import optional_package
 
@@ -22,14 +21,10 @@ def load(device: torch.device | str, checkpoint: str | None = None, config: str 
         config: the package's YAML file, which also names the base model; its own HPSv3_7B.yaml unless given.
 
     Raises:
-        UserError: no package, or missing weights.
+        UserError: no package.
     """
     package = optional_package("hpsv3", "hpsv3", INSTALL)
-    try:
-        judge = package.HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
-    except OSError as error:
-        name = checkpoint or "MizzenAI/HPSv3"
-        raise UserError(f"reward hpsv3 needs the weights {name!r}, which cannot be had: {error}") from error
+    judge = package.HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
         """Images [B, 3, H, W] in [0, 1] -> [B] each, an image per forward as bfloat16 would feel its neighbours."""

@@ -7,7 +7,6 @@ prompt count. It comes in the package image-reward, which needs a transformers o
 import torch
 from torch import Tensor
 
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.rewards.clip_model import optional_package
 
@@ -25,13 +24,10 @@ def load(device: torch.device | str, model: str = MODEL, folder: str | None = No
         folder: where the package keeps ImageReward.pt and med_config.json; ~/.cache/ImageReward unless given.
 
     Raises:
-        UserError: no package, or missing weights.
+        UserError: no package.
     """
     package = optional_package("imagereward", "ImageReward", INSTALL)
-    try:
-        judge = package.load(model, device=device, download_root=folder).requires_grad_(False)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"reward imagereward needs the weights {model!r}, which cannot be had: {error}") from error
+    judge = package.load(model, device=device, download_root=folder).requires_grad_(False)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] -> [B] float32, an image per forward."""

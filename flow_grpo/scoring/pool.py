@@ -4,10 +4,9 @@ A reward is computed in a thread of each rank or, where it has a `url`, by a ser
 fixed size in the order in which they come, so that no score depends on how fast anything was.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, notice
-from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, TooManyMasked, joined, make_scorer
+from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, joined, make_scorer
 from flow_grpo.weights import finite
 
 MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits for room
@@ -47,7 +46,6 @@ class Pool:
 
     def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
         self.device, self.weights = device, dict(weights)
-        self.room = threading.Semaphore(MAX_PENDING)
         self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
 
     def try_rewards(self, size: Size, prompt: Prompt) -> None:
@@ -79,19 +77,19 @@ class Pool:
         return Pending(partial(self._collect, requests, finite.images_are(images), prompts))
 
     def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
-        taken = min(len(prompts), MAX_PENDING)
-        for _ in range(taken):
-            self._wait(lambda: self.room.acquire(timeout=LOOK_S))
+        while pending := {f: rows for each in self.scorers.values() for f, rows in each.pending.copy().items()}:
+            if sum(map(len, pending.values())) + len(prompts) <= MAX_PENDING:
+                break
+            self._wait(pending)
         future = scorer.send(images, prompts)
-        scorer.pending.add(future)
-        future.add_done_callback(lambda _: (scorer.pending.discard(future), self.room.release(taken)))
+        scorer.track(future, prompts)
         return future
 
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Until a wait of at most LOOK_S is over, again and again; says now and then for which rewards. Raises
-        RewardFailed: one will not answer any more."""
+    def _wait(self, futures: Iterable[Future]) -> None:
+        """Until one of them is done; says now and then which rewards are waited for. Raises RewardFailed: one will not
+        answer any more."""
         said_s = time.monotonic()
-        while not is_over():
+        while not wait(futures, LOOK_S, FIRST_COMPLETED).done:
             for scorer in self.scorers.values():
                 scorer.check()
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
@@ -106,7 +104,7 @@ class Pool:
         scores = {}
         for name, sent in requests.items():
             for future, _ in sent:
-                self._wait(lambda future=future: bool(wait([future], LOOK_S).done))
+                self._wait([future])
             answers = joined([self.scorers[name].receive(future, prompts) for future, prompts in sent])
             figures = {name if key == "score" else f"{name}_{key}": values for key, values in answers.items()}
             if both := sorted(figures.keys() & scores.keys()):
@@ -122,14 +120,14 @@ class Pool:
             scores: of an epoch, of an evaluation, or of a file of pairs.
 
         Raises:
-            TooManyMasked: more than there may be.
+            RewardFailed: more than there may be.
         """
         shares = {}
         for name, scorer in self.scorers.items():
             if scorer.settings.max_masked_share and name in scores:
                 shares[name] = scores[name].isnan().double().mean().item()
                 if shares[name] > scorer.settings.max_masked_share:
-                    raise TooManyMasked(
+                    raise RewardFailed(
                         f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of "
                         f"{scores[name].numel()} images; config.reward.max_masked_share is "
                         f"{scorer.settings.max_masked_share}{f'; last: {scorer.last_error}' * bool(scorer.last_error)}"

@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -31,19 +30,27 @@ class RewardFailed(RunFailed, RuntimeError):
     """A reward that must not fail did; says which, where and for which prompt."""
 
 
-class TooManyMasked(RewardFailed):
-    """More images have no score than config.reward.max_masked_share allows."""
-
-
 class Scorer:
     """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
 
-    Both have `send(images, prompts) -> Future` of the scores by name, each [B], and `state()`, what is waited for.
+    Both have `send(images, prompts) -> Future` of the scores by name, each [B].
     """
 
     def __init__(self, name: str, settings: RewardSettings, address: str):
         self.name, self.settings, self.address, self.last_error = name, settings, address, ""
-        self.pending: set[Future] = set()  # what was sent and has not come back
+        self.pending: dict[Future, list[Prompt]] = {}  # what was sent and has not come back
+        self.answered_s = 0.0  # when something came back, or was sent while nothing was pending
+
+    def track(self, future: Future, prompts: list[Prompt]) -> None:
+        """Remember what was sent until it comes back."""
+        if not self.pending:
+            self.answered_s = time.monotonic()
+        self.pending[future] = prompts
+        future.add_done_callback(self._came_back)
+
+    def _came_back(self, future: Future) -> None:
+        self.answered_s = time.monotonic()
+        del self.pending[future]
 
     def receive(self, future: Future, prompts: list[Prompt]) -> dict[str, Tensor]:
         """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
@@ -59,6 +66,13 @@ class Scorer:
             message = f"reward {self.name!r} ({self.address}): {self.last_error}"
             message += f"; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
+
+    def state(self) -> str:
+        """What is waited for; "" for nothing."""
+        if not (pending := list(self.pending.values())):
+            return ""
+        waits = f"{len(pending)} requests wait, none was answered for {time.monotonic() - self.answered_s:.0f} s"
+        return f"reward {self.name!r} ({self.address}): {waits}; first prompt: {quoted(pending[0][0].text)}"
 
     def check(self) -> None:
         """Raises RewardFailed where nothing more will come."""
@@ -96,11 +110,7 @@ def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
 
 
 def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | RemoteScorer":
-    """The scorer of a reward; loads its model or starts its process.
-
-    Args:
-        settings: config.reward.
-    """
+    """The scorer of a reward, by config.reward; a local one is loaded."""
     reward, options = split_settings(name, settings)
     if reward.url:
         return RemoteScorer(name, reward, reward.url)
@@ -118,7 +128,6 @@ class LocalScorer(Scorer):
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
         super().__init__(name, settings, "thread")
         self.score = score
-        self.calls: dict[int, tuple[float, str]] = {}  # thread -> the start of its call, and the first prompt
         waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
         # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
         self.threads = Threads(client.IN_FLIGHT if waits else 1, partial(torch.set_num_threads, 1))
@@ -128,34 +137,13 @@ class LocalScorer(Scorer):
         drawn = torch.cuda.Event() if images.is_cuda else None
         if drawn:
             drawn.record()
-        return self.threads.submit(self._timed, images, prompts, drawn)
-
-    def _timed(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
-        thread = threading.get_ident()
-        self.calls[thread] = time.monotonic(), prompts[0].text
-        try:
-            return self._score(images, prompts, drawn)
-        finally:
-            del self.calls[thread]
+        return self.threads.submit(self._score, images, prompts, drawn)
 
     def check(self) -> None:
-        """Raises RewardFailed where a call takes longer than a server may. A thread cannot be ended."""
-        limit = self.settings.timeout_s + client.RETRY_S
-        for since_s, prompt in list(self.calls.values()):
-            if time.monotonic() - since_s > limit:
-                raise RewardFailed(
-                    f"reward {self.name!r} ({self.address}) has not returned within {limit:g} s "
-                    f"(config.reward.timeout_s + {client.RETRY_S:g}); first prompt: {prompt!r}"
-                )
-
-    def state(self) -> str:
-        """The call that has taken longest; "" for none."""
-        calls = list(self.calls.values())
-        if not calls:
-            return ""
-        since_s, prompt = min(calls)
-        took_s = time.monotonic() - since_s
-        return f"reward {self.name!r} ({self.address}) has been scoring for {took_s:.0f} s; first prompt: {prompt!r}"
+        """Raises RewardFailed where calls take longer than a server's may. A thread cannot be ended."""
+        limit, state = self.settings.timeout_s + client.RETRY_S, self.state()
+        if state and time.monotonic() - self.answered_s > limit:
+            raise RewardFailed(f"{state}; config.reward.timeout_s + {client.RETRY_S:g} allows {limit:g} s")
 
     def _score(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
         with torch.cuda.stream(self.stream):  # None = the present one
@@ -167,17 +155,12 @@ class LocalScorer(Scorer):
                 sources = sources_of(prompts) if takes_sources(self.score) else None
                 return scores_of(self.name, self.score, images, texts_of(prompts), metadata, sources)
             except Exception as error:
-                if not self.settings.max_masked_share or len(prompts) == 1:
+                if not self.settings.max_masked_share:
                     raise
                 self.last_error = in_one_line(rewards.in_words(error))
-        rows = [slice(i, i + 1) for i in range(len(prompts))]  # which image is it?
-        return joined([self._masked(images[row], prompts[row], drawn) for row in rows])
-
-    def _masked(self, image: Tensor, prompt: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
-        try:
-            return self._score(image, prompt, drawn)
-        except Exception:
+        if len(prompts) == 1:
             return {"score": torch.full((1,), torch.nan)}
+        return joined([self._score(images[i : i + 1], prompts[i : i + 1], drawn) for i in range(len(prompts))])
 
     def close(self) -> None:
         self.threads.stop()
@@ -189,10 +172,6 @@ class RemoteScorer(Scorer):
     def __init__(self, name: str, settings: RewardSettings, url: str | list[str]):
         super().__init__(name, settings, ", ".join(urls_of(url)))
         self.server = Server(url, settings.token_file, settings.timeout_s)
-
-    def state(self) -> str:
-        """How much it has not answered; "" for nothing."""
-        return f"reward {self.name!r} ({self.address}): {len(self.pending)} requests wait" if self.pending else ""
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}

@@ -10,18 +10,15 @@ from flow_grpo.base.quoting import quoted
 def read_token(file: str = "") -> str:
     """The first line of a file, or else the environment's REWARD_TOKEN; "" = none. Raises UserError: the file cannot be
     read, or it is no token. The message does not show the token."""
-    if not file:
-        return _checked(os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN")
-    try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"no token in token_file {quoted(file)}: {error}") from error
-    if not lines or not lines[0].strip():
-        raise UserError(f"no token in token_file {quoted(file)}: its first line is empty")
-    return _checked(lines[0].strip(), f"token_file {quoted(file)}")
-
-
-def _checked(token: str, source: str) -> str:
+    token, place = os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN"
+    if file:
+        place = f"token_file {quoted(file)}"
+        try:
+            token = Path(file).read_text().partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"no token in {place}: {error}") from error
+        if not token:
+            raise UserError(f"no token in {place}: its first line is empty")
     if not all("!" <= letter <= "~" for letter in token):
-        raise UserError(f"the token of {source} may have printable ASCII characters without spaces only")
+        raise UserError(f"the token of {place} may have printable ASCII characters without spaces only")
     return token
