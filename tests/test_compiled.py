@@ -188,8 +188,8 @@ def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", ["blocks", "decoder"])
-def test_no_graph_has_sums_that_were_chosen_by_their_time(part):
+def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
+    """Of blocks: with their kernels, below."""
     modes, block = [], Block()
 
     def note(graph):
@@ -197,10 +197,7 @@ def test_no_graph_has_sums_that_were_chosen_by_their_time(part):
         raise RuntimeError("kernels, which take seconds, are next")
 
     torch._dynamo.reset()
-    if part == "blocks":
-        compilation.compile_units(block, ("Block",))
-    else:
-        loading.compile_decoder(SimpleNamespace(vae=SimpleNamespace(decoder=block)))
+    loading.compile_decoder(SimpleNamespace(vae=SimpleNamespace(decoder=block)))
     with inductor.patch(post_grad_custom_post_pass=note), pytest.raises(InductorError, match="are next"):
         block(torch.randn(2, 5, 32))
     assert modes == [True]

@@ -158,13 +158,6 @@ def test_solvers_take_their_share_of_the_forwards_and_all_that_extrapolation_can
     assert (sigmas[0], sigmas[-1]) == (SIGMAS[window.stop], 0)
 
 
-@pytest.mark.parametrize("steps", [range(T - 1), range(3)])
-def test_flash_branches_take_their_share_of_the_steps(steps):
-    found, _, calls = denoised(steps, J, flash_ratio=0.5)
-    assert found.shape == (B, len(steps), J, *SHAPE)
-    assert num_rows(calls) == B * len(steps) + B * J * sum(max(1, (T - 1 - i) // 2) for i in steps)
-
-
 def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
     sigmas = torch.linspace(1, 0, 51)
     timesteps = DPMSolver(SimpleNamespace(sigmas=sigmas, timesteps=1000 * sigmas[:-1]), 0, 0.58).timesteps
@@ -174,12 +167,8 @@ def test_a_share_of_forwards_that_is_a_whole_number_is_not_rounded_down():
 
 def test_extrapolation_leaves_out_every_second_step_from_the_last_then_more():
     assert asked_steps(1, 10, 1.0) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert asked_steps(1, 10, 0.9) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert asked_steps(1, 10, 0.8) == [1, 2, 3, 4, 5, 6, 8]
     assert asked_steps(1, 10, 0.7) == [1, 2, 3, 4, 6, 8]
-    assert asked_steps(1, 10, 0.6) == [1, 2, 4, 6, 8]
     assert asked_steps(1, 10, 0.5) == [1, 3, 5, 7]
-    assert asked_steps(2, 10, 0.5) == [2, 4, 6, 8]
     assert asked_steps(1, 10, 0.3) == [1, 3, 6]
     assert asked_steps(8, 10, 0.5) == asked_steps(8, 10, 0.1) == [8]
     assert asked_steps(9, 10, 0.1) == [9]

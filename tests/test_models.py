@@ -146,15 +146,6 @@ def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model)
     assert (found - swapped).abs().max() > 1e-4
 
 
-def test_features_hold_the_images_layout(model):
-    size = Size(64, 96)
-    latents = model.noise(size, generators(1))
-    spatial = model.features(latents, size)
-    factor = model.pipeline.vae_scale_factor
-    assert spatial.shape == (1, 16, size.height // factor, size.width // factor)
-    assert spatial.flatten().sort().values.equal(latents.flatten().sort().values)
-
-
 def test_a_prompt_of_too_many_tokens_is_named(model):
     prompts = as_prompts(TEXTS, model.NAME)
     for call in (lambda width: model.check(prompts, width), lambda width: model.encode(prompts, width=width)):

@@ -180,11 +180,7 @@ LIMITS = {  # gaps, the limit, and words of the sentences
     "largest": (gaps(1.1), 1.0, ["at most"]),
     "clipped": (gaps(1.1, 1.1), 1.0, ["at most", "of all rows"]),
     "mean": (gaps(others=0.2), 1.0, ["on average"]),
-    "all": (
-        gaps(1.1, -1.1, others=0.2),
-        1.0,
-        ["1.1 clip ranges at most", "0.218 clip ranges on average", "0.02 of all"],
-    ),
+    "all": (gaps(1.1, -1.1, others=0.2), 1.0, ["1.1 clip ranges at most", "0.218 clip ranges on", "0.02 of all"]),
     "twice as large": (gaps(1.1), 2.0, []),
     "no limit": (gaps(9.0), 0.0, []),
     "another error names the row": (gaps(math.nan), 1.0, []),

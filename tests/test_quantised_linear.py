@@ -96,16 +96,6 @@ def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_layers_of_8_bits_round_x_in_the_context_alone():
-    weight, x = draw(64, 128), draw(1, 200, 128, seed=1)
-    layer, rounded = layer_of(EightBitLinear, weight), rounding(weight)(x)
-    before = layer(x)
-    with quantisation.products_of_8_bits(nn.Sequential(layer)):
-        assert torch.equal(layer(x), rounded)
-    assert torch.equal(layer(x), before)
-    assert (rounded - before).norm() > 0.01 * before.norm()
-
-
 def test_layers_that_do_not_suit_a_precision_are_named():
     with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
         rounding(draw(16, 24))

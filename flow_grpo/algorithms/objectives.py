@@ -86,22 +86,16 @@ OBJECTIVES = {
 FORWARD_OBJECTIVES = {
     "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
     "awm": Objective(
-        OURS + "awm",
-        "advantage-weighted matching (AWM, arXiv:2509.25050)",
-        reads=("clip_range",),
-        check=needs_moving_ratio,
+        OURS + "awm", "advantage-weighted matching (arXiv:2509.25050)", reads=("clip_range",), check=needs_moving_ratio
     ),
     "dgpo": Objective(
         OURS + "dgpo",
-        "direct group preference optimisation (DGPO, arXiv:2510.08425)",
+        "direct group preference optimisation (arXiv:2510.08425)",
         reads=("clip_range", "dgpo_beta"),
         check=needs_whole_groups,
         whole_groups=True,
     ),
     "elbo": Objective(
-        OURS + "elbo",
-        "policy gradient of the final image's ELBO (arXiv:2602.04663)",
-        reads=("proximal_weight",),
-        check=needs_older_policy,
+        OURS + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
     ),
 }

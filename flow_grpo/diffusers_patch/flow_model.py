@@ -247,8 +247,11 @@ class FlowModel(ABC):
         compute the same but for rounding. None here. `attention` is config.attention."""
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation; here pictures, as they are."""
-        return latents
+        """[B, ...] -> [B, c, h, w], as the VAE sees them but for its normalisation."""
+        if self.PICTURES:
+            return latents
+        z = self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
+        return z.reshape(len(z), -1, *z.shape[-2:])  # a VAE of videos has one frame
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         """[B, ...] -> images [B, 3, H, W] in [-1, 1]; here by a VAE with a scale and a shift."""
@@ -257,10 +260,11 @@ class FlowModel(ABC):
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] -> their most likely latents [B, ...] float32; here [B, c, h, w]."""
+        """Images [B, 3, H, W] in [-1, 1] -> their most likely latents [B, ...] float32; here too."""
         vae = self.pipeline.vae
         z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
-        return (z - vae.config.shift_factor) * vae.config.scaling_factor
+        z = (z - vae.config.shift_factor) * vae.config.scaling_factor
+        return z if self.PICTURES else self.pipeline._pack_latents(z, *z.shape)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:

@@ -63,7 +63,7 @@ def _imported(name: str) -> type[FlowModel]:
 
 def by_name(name: str) -> type[FlowModel]:
     """Of a name in configs and tools, which is that of a model's file."""
-    return _load(next(entry for entry in registry.MODELS.values() if entry.file == name))
+    return _load(next(entry for entry in registry.MODELS.values() if getattr(entry, "file", "") == name))
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
@@ -77,5 +77,7 @@ def _of_class(name: str, what: str) -> type[FlowModel]:
     return _load(registry.MODELS[name])
 
 
-def _load(entry: registry.Entry) -> type[FlowModel]:
+def _load(entry: registry.Entry | type[FlowModel]) -> type[FlowModel]:
+    if isinstance(entry, type):
+        return entry
     return getattr(importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}"), entry.name)

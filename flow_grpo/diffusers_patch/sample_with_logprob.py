@@ -109,20 +109,19 @@ def pipeline_with_logprob_perstep(
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    how = dict(num_branches=num_branches, completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
+    how = dict(completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
     _check_counts(how)
-    if num_branches == 1:
-        raise UserError("num_branches is 1; a branch is compared with the others of its step: there must be at least 2")
+    _check_counts(dict(num_branches=num_branches), least=2)
     if not steps:
         raise UserError(f"steps is {steps}; there must be a step at which branches leave")
     job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
-    return sample(job, noisy=steps, **how)
+    return sample(job, noisy=steps, num_branches=num_branches, **how)
 
 
-def _check_counts(counts: dict[str, int]) -> None:
+def _check_counts(counts: dict[str, int], least: int = 1) -> None:
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"{name} is {count!r}; it must be an integer of at least 1")
+        if not isinstance(count, int) or count < least:
+            raise UserError(f"{name} is {count!r}; it must be an integer of at least {least}")
 
 
 def _checked_job(

@@ -36,14 +36,13 @@ def usable(attention: str) -> str:
     if attention != NAME:
         return attention
     try:
-        missing = [name for name in ("_flash_attn_fwd", "_flash_attn_bwd") if not hasattr(_kernels(), name)]
-        problem = f"it has no {', '.join(missing)}" if missing else ""
+        _ = _kernels()._flash_attn_fwd, _kernels()._flash_attn_bwd
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem and distributed.is_main():
-        what = f"config.attention {NAME!r} is not used, but torch's attention"
-        warnings.warn(f"{what}: {problem}; {INSTALL}", stacklevel=2)
-    return "" if problem else NAME
+        if distributed.is_main():
+            what = f"config.attention {NAME!r} is not used, but torch's attention"
+            warnings.warn(f"{what}: {type(error).__name__}: {error}; {INSTALL}", stacklevel=2)
+        return ""
+    return NAME
 
 
 def _kernels():

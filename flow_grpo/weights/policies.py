@@ -85,7 +85,7 @@ def check_lora(lora) -> lora_files.Adapter | None:
         return None
     name = in_one_line(path := Path(lora.path, lora_files.FILE))
     if not path.is_file():
-        raise UserError(f"lora.path: {name} does not exist; lora.path is the folder that holds {path.name}")
+        raise UserError(f"lora.path: {name} does not exist")
     adapter = lora_files.check(lora.path)
     if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
         raise UserError(

@@ -56,10 +56,3 @@ class Flux(FlowModel):
             img_ids=self.PIPELINE._prepare_latent_image_ids(1, *grid, x.device, dtype),
             return_dict=False,
         )[0].float()
-
-    def features(self, latents: Tensor, size: Size) -> Tensor:
-        return self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
-
-    def encode_batch(self, images: Tensor) -> Tensor:
-        z = super().encode_batch(images)
-        return self.pipeline._pack_latents(z, len(z), z.shape[1], *z.shape[-2:])

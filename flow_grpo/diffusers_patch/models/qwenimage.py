@@ -74,11 +74,8 @@ class QwenImage(FlowModel):
         if self.device.type == "cuda" or attention:
             join_attention(self.transformer, attention)
 
-    def features(self, latents: Tensor, size: Size) -> Tensor:
-        return unpacked(self.pipeline, latents, size)
-
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        return decoded(self.pipeline, latents, size)
+        return decoded(self.pipeline, self.features(latents, size))
 
     def encode_batch(self, images: Tensor) -> Tensor:
         z = encoded(self.pipeline, images)
@@ -97,15 +94,10 @@ def normalisation(vae) -> tuple[Tensor, Tensor]:
     return tuple(torch.tensor(v, device=vae.device).view(1, -1, 1, 1, 1) for v in values)
 
 
-def unpacked(pipeline, latents: Tensor, size: Size) -> Tensor:
-    """Latents of tokens [B, N, C] -> [B, c, h, w]."""
-    return pipeline._unpack_latents(latents, size.height, size.width, pipeline.vae_scale_factor)[:, :, 0]
-
-
-def decoded(pipeline, latents: Tensor, size: Size) -> Tensor:
-    """Pictures of latents [B, N, C], which have a mean and a standard deviation per channel, in [-1, 1]."""
+def decoded(pipeline, latents: Tensor) -> Tensor:
+    """Pictures of latents [B, c, h, w], which have a mean and a standard deviation per channel, in [-1, 1]."""
     vae, (mean, std) = pipeline.vae, normalisation(pipeline.vae)
-    z = unpacked(pipeline, latents, size)[:, :, None] * std + mean
+    z = latents[:, :, None] * std + mean
     return vae.decode(z.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
 

@@ -22,7 +22,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded, unpacked
+from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded
 from flow_grpo.diffusers_patch.size import Size
 
 
@@ -124,11 +124,8 @@ class QwenImage21(FlowModel):
         around = [table[torch.cat([text, side])].expand(num_rows, -1, -1) for table, side in zip(tables[1:], sides)]
         return torch.cat([tables[0][frames], *around], 2)
 
-    def features(self, latents: Tensor, size: Size) -> Tensor:
-        return unpacked(self.pipeline, latents, size)
-
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        return on_white(decoded(self.pipeline, latents, size))
+        return on_white(decoded(self.pipeline, self.features(latents, size)))
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """Of opaque images."""
