@@ -149,7 +149,7 @@ def lock(folder: Path) -> str:
         file = (folder / LOCK).open("a+")  # a refusal closes it, which gives the lock back
         _wait_for_lock(file, folder)
         file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     except OSError as error:
         if error.errno in NO_WRITING:
@@ -166,18 +166,10 @@ def _wait_for_lock(file: TextIO, folder: Path) -> None:
         with suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if time.monotonic() > end:
-            raise UserError(_refusal(folder))
+            file.seek(0)
+            holder = file.read() or "another process"
+            raise UserError(f"{holder} is writing to {folder}: stop it or wait for its end, or choose another folder")
         time.sleep(0.1)
-
-
-def _refusal(folder: Path) -> str:
-    try:
-        holder = json.loads((folder / LOCK).read_text())
-        who, host = f"process {holder['pid']} on {holder['host']}", holder["host"]
-    except (OSError, ValueError, KeyError, TypeError):
-        who, host = "another process", socket.gethostname()
-    away = "" if host == socket.gethostname() else f". If that machine is gone, remove {folder / LOCK}"
-    return f"{who} is writing to {folder}: stop it or wait for its end, or choose another folder{away}"
 
 
 def held() -> list[Path]:

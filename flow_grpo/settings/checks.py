@@ -130,8 +130,6 @@ def _check_steps(config: ConfigDict) -> None:
     """Which steps are noisy, and from which policy's images."""
     sample, train = config.sample, config.train
     check_noise_level(sample.noise_level, sample.sde_type, "config.sample.noise_level")
-    if sample.noise_level == 0:
-        raise UserError("config.sample.noise_level is 0: without noise no step has a log-probability to train")
     if 1 < train.old_decay_schedule < 2:
         raise UserError(
             f"config.train.old_decay_schedule is {train.old_decay_schedule}; it may be 1, 2, or a fixed decay "

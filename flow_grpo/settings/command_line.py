@@ -44,7 +44,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
             lines = answers.replaced(file, config)
-            lines += [answers.changed_settings(file, config)] if config.dry_run else []
+            lines += [answers.changed_settings(config)] if config.dry_run else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
@@ -136,27 +136,15 @@ def sentences(after_stop: str = "") -> Iterator[None]:
     Args:
         after_stop: how to go on after Ctrl-C.
     """
-    interrupted = []
-
-    def interrupt(signum, frame):
-        interrupted.append(signum)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
-        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except BaseException as error:
-        if interrupted or isinstance(error, KeyboardInterrupt):  # some libraries make another error of it
-            raise _stopped(after_stop) from None
+        if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
+            raise _stopped(after_stop) from None  # some libraries make another error of it
         if (status := _status(error)) is None:
             raise
         _say(ANOTHER_RANK if _is_of_another_rank(error) else _with_way_on(error))
         raise SystemExit(status) from error
-    finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, before)
 
 
 def _with_way_on(error: BaseException) -> str:

@@ -127,7 +127,7 @@ SETTINGS = (
     Setting("sample.num_steps", 10, "Denoising steps of a rollout.", min=2, max=1000),
     Setting("sample.guidance_scale", 1.0, "Guidance scale; above 1 costs a second forward per step.", min=0, max=1000),
     Setting("sample.noise_level", 0.7, "Noise level eta of the SDE step; at most 1 for cps and cps_gaussian.",
-            min=0, max=10, used_by=NOISY),
+            min=TINY, max=10, used_by=NOISY),
     Setting("sample.sde_type", "sde", "Formula of a noisy step; cps_gaussian is cps with its true log-density.",
             choices=("sde", "dance", "cps", "cps_gaussian"), used_by=NOISY),
     Setting("sample.num_prompts_per_epoch", 16, "Prompts per epoch, on all GPUs together.", min=1, max=10**6),
