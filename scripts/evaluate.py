@@ -218,8 +218,8 @@ def differences(rows, values):
     for number, (row, scores) in enumerate(zip(rows[1:], values[1:]), start=2):
         name = f"{number}: {row['policy']}, {row['weights']}, guidance {row['guidance_scale']:g}, {row['size']}"
         for score in names:
-            compared = estimates.paired(scores[score], values[0][score])
-            lines.append([name, cell(score), shown(compared.difference), *compared[1:]])
+            difference, *counts = estimates.paired(scores[score], values[0][score])
+            lines.append([name, cell(score), shown(difference), *counts])
     head = ["less row 1", "score", "difference", "prompts with more", "with less", "alike"]
     return f"\n\n{markdown_table(head, lines)}\n" if lines else ""
 

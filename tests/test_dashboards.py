@@ -34,7 +34,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def board(tmp_path):
-    board = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True)
+    board = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True)
     yield board
     board.finish()
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f'{{"kind": "epoch", "epoch": {"9" * 400}}}\n{{"kind": "epoch", "ep')  # no float, and cut
     (first,) = board.trackers
-    resumed = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True)
+    resumed = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True)
     before = dashboard.read_metrics(tmp_path)
     resumed.truncate(2)
     assert dashboard.read_metrics(tmp_path) == before[:2], "with their times"
@@ -120,7 +120,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
 
 def test_phases_are_timed_into_the_epochs_line(tmp_path, now):
     waited = []
-    board = Dashboard(tmp_path, ConfigDict(CONFIG), "red", is_main=True, synchronize=lambda: waited.append(1))
+    board = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True, synchronize=lambda: waited.append(1))
     for phase in ("rollout", "eval", "rollout"):
         with board.timed(phase):
             now[0] += 0.5
@@ -176,13 +176,13 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = ConfigDict(CONFIG | {"logger": "tensorboard"})
-    board = Dashboard(tmp_path, config, "red", is_main=True)
+    board = Dashboard(tmp_path, config, is_main=True)
     for step in (1, 2, 3):
         board.log("update", {"loss": step / 8}, epoch=step - 1, step=step)
     board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=3, step=3)
     sheet = Image.open(tmp_path / "images" / "eval_000003.png")
     board.finish()
-    resumed = Dashboard(tmp_path, config, "red", is_main=True)
+    resumed = Dashboard(tmp_path, config, is_main=True)
     resumed.truncate(1)
     resumed.log("eval", {"eval/shapes": 0.25}, epoch=1, step=1)
     resumed.log("update", {"loss": 4.0}, epoch=1, step=2)
@@ -247,7 +247,7 @@ def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    board = Dashboard(tmp_path / "run", ConfigDict(CONFIG), "red", is_main=False)
+    board = Dashboard(tmp_path / "run", ConfigDict(CONFIG), is_main=False)
     board.truncate(0)
     with board.timed("rollout"):
         board.log("epoch", {"reward/avg": 1.0}, epoch=0, step=0)

@@ -133,7 +133,7 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
     rows = "| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"
     assert [row for row in rows if row not in text] == []
-    assert "| branch | the first 2 epochs are those of old, num_epochs 9 |" in text
+    assert "| branch | the first 2 epochs are those of old |" in text
 
 
 def push(run, *words, hub=None):

@@ -5,7 +5,6 @@ import io
 import re
 import shutil
 import subprocess
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -44,14 +43,11 @@ def record(folder, learning_rate, evaluated):
     config = config_of("shapes_qwenimage", folder.parent, logger="none", train__learning_rate=learning_rate)
     config.num_epochs = 10
     folder.mkdir()
-    board = Dashboard(folder, config, folder.name, is_main=True)
+    board = Dashboard(folder, config, is_main=True)
     for epoch in range(10):
         if epoch in evaluated:
             board.log("eval", {"eval/avg": epoch / 10, "eval/shapes": epoch / 10}, epoch=epoch, step=epoch)
-            scores = dict(zip(PROMPTS, (0.1, 0.2 + epoch / 20, 0.3)))
-            board.log_images(
-                random_images(3, 32, epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch, scores=scores
-            )
+            board.log_images(random_images(3, 32, epoch), PROMPTS, [0.1, 0.2, 0.3], epoch=epoch, step=epoch)
         board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": epoch}, epoch=epoch, step=epoch)
         values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0 + epoch}
         values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
@@ -103,13 +99,11 @@ def test_nothing_on_the_page_leaves_it_and_prompts_are_text(page):
     assert not [key for key, _ in attributes if key.startswith("on")]
     assert [caption.strip() for caption in page.texts("figcaption")].count(f"{NASTY} 0.100") == 5
     assert page.texts("h1") == ["first · second<b>"]
-    assert [row for row in page.rows if row[0] == NASTY]
 
 
 def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without_colour(page):
     titles = [title for title in page.texts("h3") if "/" in title or title in (*METRICS, "mine")]
     assert {"reward/avg", "eval/avg", "ratio_std", "health/reward_drop", "time/rollout_s (s)", "mine"} < set(titles)
-    assert "eval/shapes" not in titles, "a single reward is the sum"
     assert any(METRICS["ratio_std"].expect in text for text in page.texts("p"))
     assert any("which is 3 (- - -)" in text for text in page.texts("p")), "the limit of health/reward_drop"
     assert len(page.all("svg")) == len(titles) + 2  # the key's, of each run
@@ -154,10 +148,7 @@ def test_in_a_browser_the_slider_moves_and_nothing_is_wider_than_the_window(page
     assert '[[true,false,false],"after 0 epochs",true]' in done.stdout
 
 
-def test_tables_say_prompts_settings_and_alarms(page):
-    assert ["a red circle", "0.200", "0.600"] in page.rows
-    first_rows = [after[0] for row, after in pairwise(page.rows) if row[0] == "prompt"]
-    assert first_rows == ["a red circle", NASTY] * 2, "best and worst of each run"
+def test_tables_say_settings_and_alarms(page):
     captions = [caption.split() for caption in page.texts("figcaption")]
     assert [caption[0] for caption in captions[:4]] == ["first", "second<b>"] * 2, "pictures of a prompt side by side"
     assert ["setting", "default", "first", "second<b>"] in page.rows

@@ -32,20 +32,11 @@ def best_of(values: Tensor, k: int) -> Estimate:
     return over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
 
 
-class Paired(NamedTuple):
-    """Two policies on the same prompts and noises."""
-
-    difference: Estimate  # of the first less the second
-    wins: int  # prompts on which the first is better
-    losses: int
-    ties: int
-
-
-def paired(ours: Tensor, theirs: Tensor) -> Paired:
-    """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference."""
+def paired(ours: Tensor, theirs: Tensor) -> tuple[Estimate, int, int, int]:
+    """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference. The
+    difference, and on how many prompts ours are better, worse and equal."""
     differences = (ours.double() - theirs.double()).nanmean(0)
-    signs = [int((differences > 0).sum()), int((differences < 0).sum()), int((differences == 0).sum())]
-    return Paired(over_prompts(differences), *signs)
+    return over_prompts(differences), *(int((differences.sign() == sign).sum()) for sign in (1, -1, 0))
 
 
 def is_binary(values: Tensor) -> bool:

@@ -65,18 +65,18 @@ class Dashboard:
         synchronize: waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
     """
 
-    def __init__(self, run_dir, config, name: str, is_main: bool, synchronize=None):
+    def __init__(self, run_dir, config, is_main: bool, synchronize=None):
         self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
         self.trackers, self.history = [], []  # the lines of metrics.jsonl, on the main rank
-        self._open(name)
+        self._open()
 
     @on_main
-    def _open(self, name):
+    def _open(self):
         config = plain(self.config.to_dict())
         folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        self.trackers = trackers.open_all(self.run_dir, self.config, name)
+        self.trackers = trackers.open_all(self.run_dir, self.config)
         self._recall()
 
     def _recall(self):
@@ -188,13 +188,9 @@ class Dashboard:
             yield item
 
     @on_main
-    def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval", scores=None):
+    def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval"):
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
-        images/<name>_<epoch>.png, with a .json of the same name that says what is where.
-
-        Args:
-            scores: prompt -> its reward, of all prompts, not only those that are shown.
-        """
+        images/<name>_<epoch>.png, with a .json of the same name that says what is where."""
         sheet = contact_sheet(images, captions, rewards)
         labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
         for tracker in self.trackers:
@@ -202,7 +198,7 @@ class Dashboard:
             tracker.log_images(name, to_pictures(images), labels, sheet.page, at, len(self.history))
         file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
         file.parent.mkdir(exist_ok=True)
-        file.with_suffix(".json").write_text(json.dumps(plain({"cells": sheet.cells, "scores": scores or {}})))
+        file.with_suffix(".json").write_text(json.dumps({"cells": sheet.cells}))
         sheet.page.save(scratch := file.with_suffix(".tmp"), "png")
         scratch.replace(file)  # a kill must not leave half a picture
         if name == "eval":

@@ -122,13 +122,11 @@ def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:
 
 
 def _branch(run: recorded.Recorded) -> list[tuple[str, str]]:
-    """How a branch's first epochs differ from what its settings say, in settings that a card may show."""
+    """Which epochs of a branch are its parent's, with other settings than the card's."""
     if not (run.folder / folders.PARENT).is_file():
         return []
     parent = folders.read_json(run.folder / folders.PARENT)
-    changed = {key: before for key, (before, _) in parent["changed"].items() if _is_public(key)}
-    of_parent = "".join(f", {key} {before}" for key, before in changed.items())
-    return [("branch", f"the first {parent['epoch']} epochs are those of {Path(parent['folder']).name}{of_parent}")]
+    return [("branch", f"the first {parent['epoch']} epochs are those of {Path(parent['folder']).name}")]
 
 
 def _made_by(run: recorded.Recorded) -> list[tuple[str, str]]:
@@ -149,11 +147,7 @@ def public_settings(run: recorded.Recorded) -> list[tuple[str, str]]:
     """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
     be a path, an address or a secret, and so may all that a config file of a user's own adds."""
     rows = [(key, value) for key, _, value in recorded.changed_settings([run]).rows if value]
-    return [(key, value) for key, value in rows if _is_public(key)]
-
-
-def _is_public(key: str) -> bool:
-    return key in table.BY_KEY and not table.BY_KEY[key].is_any_text
+    return [(key, value) for key, value in rows if key in table.BY_KEY and not table.BY_KEY[key].is_any_text]
 
 
 def front_matter(run: recorded.Recorded) -> str:

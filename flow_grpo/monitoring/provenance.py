@@ -43,7 +43,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
+def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
     """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
     into a folder of this epoch: files may be edited before a run goes on."""
     start = {
@@ -66,14 +66,6 @@ def begin(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> 
         shutil.copy(file, source / name)
     if diff := _git("diff", "HEAD"):
         (source / "changes.diff").write_text(diff[:MOST_DIFF])
-
-
-def end(run_folder: Path) -> None:
-    """Note the end of the last start."""
-    entries = starts(run_folder)
-    if entries:
-        entries[-1]["end"] = now()
-        folders.write_text(run_folder / FILE, json.dumps({"starts": entries}))
 
 
 def starts(run_folder: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,6 @@ Everything is read from the runs' folders.
 import argparse
 import base64
 import io
-import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,15 +41,13 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
 
 import jinja2
 
-from flow_grpo import rewards
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots
-from flow_grpo.monitoring.recorded import Recorded, Table, changed_settings, read, summary
+from flow_grpo.monitoring.recorded import Recorded, changed_settings, read, summary
 
 OWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
 MOST_EVALUATIONS = 12  # whose images are on the page
-NUM_PROMPTS = 5  # best ones, and worst ones, at most
 
 
 def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]:
@@ -59,17 +55,11 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
     chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
-    for name in (name for name in logged if not repeats_the_sum(runs, name.partition("/")[2])):
+    for name in logged:
         _, metric = explain(name) or (name, OWN)
         chosen[metric.group].append(name)
     del chosen[NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
-
-
-def repeats_the_sum(runs: Sequence[Recorded], reward: str) -> bool:
-    """Whether it is the only reward of all runs that train on it, so that the weighted sum says what it says."""
-    weights = [run.config.reward_fn for run in runs if reward in run.config.reward_fn]
-    return bool(weights) and all(rewards.called("avg", of_run) == reward for of_run in weights)
 
 
 def constants(runs: Sequence[Recorded]) -> dict[str, float]:
@@ -133,29 +123,6 @@ def data_address(picture: plots.Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
-def _scores_on(sheet: Path) -> dict[str, float]:
-    """Prompt -> its reward in an evaluation."""
-    stored = json.loads(sheet.with_suffix(".json").read_text())
-    return {prompt: float(value) for prompt, value in stored["scores"].items()}
-
-
-def prompts(run: Recorded) -> dict[str, Table]:
-    """The best and the worst of the last evaluation's prompts, with their reward before training."""
-    sheets = list(plots.evaluations(run.folder).values())
-    if not sheets:
-        return {}
-    first, last = (_scores_on(sheet) for sheet in (sheets[0], sheets[-1]))
-    order = sorted((prompt for prompt in last if math.isfinite(last[prompt])), key=last.get)
-    count = min(NUM_PROMPTS, len(order) // 2)  # no prompt is in both
-    chosen = {"Best prompts": order[::-1][:count], "Worst prompts": order[:count]}
-    head = ["prompt", "before", "last"]
-    return {
-        title: Table(head, [[p, f"{first.get(p, math.nan):.3f}", f"{last[p]:.3f}"] for p in names])
-        for title, names in chosen.items()
-        if names
-    }
-
-
 def page(runs: Sequence[Recorded]) -> str:
     """The whole page. Everything that comes from a run is escaped."""
     template = Path(__file__).parents[1] / "assets" / "report.html"
@@ -169,7 +136,7 @@ def page(runs: Sequence[Recorded]) -> str:
         alarms=[sentence for run in runs for sentence in alarms(run)],
         constants=constants(runs),
         by_prompt=side_by_side(pages),
-        runs=[(run, evaluated, prompts(run)) for run, evaluated in pages],
+        runs=pages,
         settings=changed_settings(runs),
     )
 

@@ -31,7 +31,7 @@ def public(config: ConfigDict) -> dict[str, Any]:
 class Wandb:
     """The run in wandb, offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run_dir: Path, config: ConfigDict, name: str):
+    def __init__(self, run_dir: Path, config: ConfigDict):
         import wandb
 
         id_file = run_dir / "wandb_id"
@@ -39,7 +39,7 @@ class Wandb:
             folders.write_text(id_file, uuid.uuid4().hex[:8])
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
-            name=name,
+            name=run_dir.name,
             group=origin(run_dir),
             dir=run_dir,
             id=id_file.read_text(),
@@ -50,7 +50,7 @@ class Wandb:
             reinit="finish_previous",
         )
         self.run.define_metric("*", step_metric="step")
-        alerts.senders["wandb"] = lambda text: self.run.alert(name, text)
+        alerts.senders["wandb"] = lambda text: self.run.alert(run_dir.name, text)
 
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""
@@ -74,7 +74,7 @@ class Wandb:
 class TensorBoard:
     """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
 
-    def __init__(self, run_dir: Path, config: ConfigDict, name: str):
+    def __init__(self, run_dir: Path, config: ConfigDict):
         self.folder, self.writer = run_dir / "tensorboard", None
         self.config = json.dumps(public(config), indent=4, default=str)
 
@@ -128,6 +128,6 @@ def check(logger: str) -> None:
         raise UserError(f"config.logger is {logger!r}, but {logger} is not installed: pip install {logger}")
 
 
-def open_all(run_dir: Path, config: ConfigDict, name: str) -> list[Wandb | TensorBoard]:
+def open_all(run_dir: Path, config: ConfigDict) -> list[Wandb | TensorBoard]:
     """The tracker of config.logger; none for "none"."""
-    return [KINDS[config.logger](run_dir, config, name)] if config.logger in KINDS else []
+    return [KINDS[config.logger](run_dir, config)] if config.logger in KINDS else []

@@ -49,14 +49,7 @@ def remaining(run: Run) -> set[str]:
 
 def sampler_of(run: Run) -> evaluation.Sampler:
     """A run's own, of the policy that its transformer carries."""
-    return evaluation.Sampler(
-        model=run.model,
-        embed=run.embed,
-        velocity=run.velocity,
-        pool=run.pool,
-        bar=run.board.bar,
-        config=run.config,
-    )
+    return evaluation.Sampler(run.model, run.embed, run.velocity, run.pool, run.board.bar, run.config)
 
 
 def score_choosing(run: Run, epoch: int) -> dict[str, float]:
@@ -71,8 +64,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     run.board.log("eval", logged, epoch=epoch, step=run.step)
     prompts, rewards = [split.prompts[i] for i in scores.images], scores.values["avg"][0, list(scores.images)]
     images = beside_sources(torch.stack(list(scores.images.values())), prompts)
-    by_prompt = dict(zip(captions_of(split.prompts), scores.values["avg"].nanmean(0).tolist(), strict=True))
-    run.board.log_images(images, captions_of(prompts), rewards, epoch=epoch, step=run.step, scores=by_prompt)
+    run.board.log_images(images, captions_of(prompts), rewards, epoch=epoch, step=run.step)
     return figures
 
 

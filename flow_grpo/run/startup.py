@@ -81,7 +81,7 @@ def start(
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
-    distributed.on_main(provenance.begin, run.folder, config, run.world_size, run.epoch)
+    distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
     return run
@@ -133,7 +133,7 @@ def _load(
         reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
         extra_policies={name: Ema(trained) for name in extra_policies},
         inputs=place.inputs,
-        board=Dashboard(place.folder, config, place.folder.name, distributed.is_main(), synchronize),
+        board=Dashboard(place.folder, config, distributed.is_main(), synchronize),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
