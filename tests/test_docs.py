@@ -204,7 +204,7 @@ def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(sha
         evaluated(tmp_path, run, "--weights", "last")
     path.unlink()
     monkeypatch.delitem(sys.modules, "plain_guidance")
-    with pytest.raises(ValueError, match="Python finds no module 'plain_guidance'"):
+    with pytest.raises(ValueError, match="'plain_guidance:PlainGuidance', but Python finds no such"):
         evaluated(tmp_path, run, "--weights", "last")
 
 

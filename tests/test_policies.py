@@ -85,19 +85,6 @@ def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp
     assert flags(transformer) == trained
 
 
-def test_a_merged_adapter_cannot_outlive_an_update():
-    transformer = pipeline_with(lora()).transformer
-    adapter = list(fsdp_utils.trainable_parameters(transformer).values())
-    merged, optimizer = policies.MergedWeights(transformer).applied, torch.optim.AdamW(adapter, lr=1e-3)
-    with merged():
-        pass
-    for p in adapter:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="merge it again after an update"), merged():
-        pass
-
-
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_the_reference_is_the_first_policy_and_the_present_one_returns_after_an_exception_too(rank, base):
     transformer = pipeline_with(lora(rank)).transformer

@@ -58,9 +58,10 @@ def denoise(
         requests: taken one by one, when there is room for them.
         exact: () -> context of the forwards whose velocity enters a log-prob; `fast` of the others.
     """
-    coming, in_flight = iter(requests), []
+    coming, in_flight, room = iter(requests), [], batching.log_prob_rows + batching.ode_rows
     while True:
-        admit(coming, in_flight, batching.log_prob_rows + batching.ode_rows)
+        while len(in_flight) < room and (request := next(coming, None)) is not None:
+            in_flight += request.start_continuations() or [request]
         if not in_flight:
             return
         batch = next_batch(in_flight, batching)
@@ -69,12 +70,6 @@ def denoise(
         in_flight = [request for request in in_flight + new if not request.finished]
         ended = [request for request in batch + new if request.finished and not request.continuations]
         yield from completed_roots(ended)
-
-
-def admit(coming: Iterator[Request], in_flight: list[Request], num_rows: int) -> None:
-    """Take requests until so many are in flight, or no more come."""
-    while len(in_flight) < num_rows and (request := next(coming, None)) is not None:
-        in_flight += request.start_continuations() or [request]
 
 
 def completed_roots(ended: list[Request]) -> list[Request]:

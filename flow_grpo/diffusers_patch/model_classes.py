@@ -52,12 +52,12 @@ def _imported(name: str) -> type[FlowModel]:
     except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty name
         if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name):
             raise
-        raise UserError(
-            f"config.model_class is {name!r}, but Python finds no module {module!r}; it is MODULE:CLASS, in a folder "
-            "of PYTHONPATH or in the working directory"
-        ) from error
+        found = None
     if not (isinstance(found, type) and issubclass(found, FlowModel)):
-        raise UserError(f"config.model_class is {name!r}, but {attribute!r} is no FlowModel of module {module!r}")
+        raise UserError(
+            f"config.model_class is {name!r}, but Python finds no such FlowModel; it is MODULE:CLASS, in a folder of "
+            "PYTHONPATH or in the working directory"
+        )
     return found
 
 

@@ -15,7 +15,6 @@ from flow_grpo.base.errors import UserError
 
 NAME = "flash_4"  # of config.attention
 CAPABILITIES = (9, 10, 11)  # major ones with a repeatable backward
-INSTALL = "pip install 'flow_grpo[flash4]'"
 
 
 def check_device(attention: str, device: torch.device) -> None:
@@ -39,8 +38,8 @@ def usable(attention: str) -> str:
         _ = _kernels()._flash_attn_fwd, _kernels()._flash_attn_bwd
     except Exception as error:
         if distributed.is_main():
-            what = f"config.attention {NAME!r} is not used, but torch's attention"
-            warnings.warn(f"{what}: {type(error).__name__}: {error}; {INSTALL}", stacklevel=2)
+            what = f"{type(error).__name__}: {error}; pip install 'flow_grpo[flash4]'"
+            warnings.warn(f"config.attention {NAME!r} is not used, but torch's attention: {what}", stacklevel=2)
         return ""
     return NAME
 

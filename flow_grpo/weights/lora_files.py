@@ -22,8 +22,8 @@ from flow_grpo.weights import finite
 FILE = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"  # in the file's header: the LoraConfig, as JSON
 NAME = re.compile(r"transformer\.(.+)\.lora_[AB]\.weight")
-READ = {"r", "lora_alpha"}
-WITHOUT_EFFECT = {  # on what the stored tensors compute
+HEEDED = {  # settings that are read, or without effect on what the stored tensors compute
+    *("r", "lora_alpha"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type"),
     *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "megatron_core"),
     *("qalora_group_size",),
@@ -120,7 +120,7 @@ def _alpha(path: Path, header: str | None, rank: int) -> float:
     if settings.get("r") != rank or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         raise UserError(f"{file}: its header has {stored}, its weights have rank {rank}")
     plain = LoraConfig().to_dict()
-    others = {key: value for key, value in settings.items() if key not in READ | WITHOUT_EFFECT}
+    others = {key: value for key, value in settings.items() if key not in HEEDED}
     if strange := {key: value for key, value in others.items() if value != plain.get(key)}:
         raise UserError(f"{file}: its header has {quoted(strange)}, which is not supported: {WAY_OUT}")
     return alpha

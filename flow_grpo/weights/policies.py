@@ -128,18 +128,10 @@ class MergedWeights:
     def __init__(self, transformer: nn.Module, fp8: bool = False):
         self.transformer, self.layers = transformer, _adapted_layers(transformer)
         self.base_layers = [_merged_layer(layer, fp8) for layer in self.layers]
-        self.adapter = [p for name, p in transformer.named_parameters() if "lora_" in name]
-        self.versions = [p._version for p in self.adapter]  # every write in place counts it up
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The transformer computes with the copy inside this block; outside it, everything is bitwise what it was.
-
-        Raises:
-            RuntimeError: the adapter has changed since it was merged.
-        """
-        if [p._version for p in self.adapter] != self.versions:
-            raise RuntimeError("the adapter has changed since it was merged: merge it again after an update")
+        """The transformer computes with the copy inside this block; outside it, everything is bitwise what it was."""
         self._exchange()
         try:
             with adapters_off(self.transformer), quantisation.products_of_8_bits(self.transformer):

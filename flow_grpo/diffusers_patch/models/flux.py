@@ -1,7 +1,4 @@
-"""FLUX.1: diffusers' FluxPipeline taken apart into what training needs.
-
-Guidance is an input of the distilled transformer, not a second forward; latents are packed [B, N, C].
-"""
+"""FLUX.1: diffusers' FluxPipeline taken apart into what training needs."""
 
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
@@ -28,7 +25,7 @@ class Flux(FlowModel):
     # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
     # H200); flash attention, the next choice, does not.
     CUDNN_ATTENTION = False
-    NEGATIVE_PROMPT = None
+    NEGATIVE_PROMPT = None  # guidance is an input of the distilled transformer
 
     def num_text_tokens(self, prompt: Prompt) -> int:
         return len(self.pipeline.tokenizer_2(prompt.text).input_ids)

@@ -1,7 +1,4 @@
-"""Stable Diffusion 3 and 3.5: diffusers' StableDiffusion3Pipeline taken apart into what training needs.
-
-Two CLIP encoders and T5, pooled embeddings, latents [B, C, h, w], a static shift.
-"""
+"""Stable Diffusion 3 and 3.5: diffusers' StableDiffusion3Pipeline taken apart into what training needs."""
 
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor

@@ -1,7 +1,4 @@
-"""Z-Image and Z-Image-Turbo: diffusers' ZImagePipeline taken apart into what training needs.
-
-One stream of image and text tokens, latents [B, C, h, w], a static shift.
-"""
+"""Z-Image and Z-Image-Turbo: diffusers' ZImagePipeline taken apart into what training needs."""
 
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
