@@ -59,13 +59,7 @@ def plan(config, world_size: int, source: str) -> None:
 
 def preparing(source: str) -> checks.Script:
     """What this script asks of a config."""
-    return checks.Script(
-        table.DPO,
-        checks.check_groups,
-        ignored=(),
-        plan=partial(plan, source=source),
-        reads_dataset=lambda config: not source,
-    )
+    return checks.Script(table.DPO, checks.check_groups, partial(plan, source=source), lambda config: not source)
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once

@@ -234,7 +234,7 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
 
     again()  # complete: nothing to do
     again(lambda report: report["made_by"]["sample"].pop("rollout_weights"))  # a setting younger than the folder
-    again(sample__completion_batch_size=128)  # one that changes no file
+    again(sample__text_multiple=10)  # one that changes no file
     assert files_of(folder) == files
     no_section = lambda report: report["made_by"].update(sample=5)  # noqa: E731
     rows = [

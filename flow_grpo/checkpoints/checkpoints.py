@@ -32,7 +32,7 @@ class Progress(NamedTuple):
     step: int  # optimizer steps taken
     learning_rate_factor: float = 1.0  # of the configured one
     num_roll_backs: int = 0  # by health.action
-    reference_moves: int | None = None  # how often the reference became the policy; None = of an older version
+    reference_moves: int = 0  # how often the reference became the policy
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:

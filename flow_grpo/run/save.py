@@ -135,8 +135,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
         if not any(name.startswith(f"{policy}/") for name in stored):
             ema.move(1.0)
     if run.reference and run.reference.interval:
-        moves = progress.reference_moves
-        run.reference.num_moves = moves if moves is not None else progress.step // run.reference.interval
+        run.reference.num_moves = progress.reference_moves
     return progress
 
 

@@ -36,7 +36,6 @@ class Script:
 
     algorithm: str  # config.algorithm of the configs that are for it
     check: Callable[[ConfigDict], None]  # of config.sample
-    ignored: tuple[str, ...]  # settings that it does not read
     plan: Callable[[ConfigDict, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
     reads_dataset: Callable[[ConfigDict], bool] = lambda config: True
 
@@ -56,7 +55,7 @@ def check(config: ConfigDict, script: Script) -> None:
     for setting in table.SETTINGS:
         value = table.value_of(config, setting.key)
         if value != table.value_of(defaults, setting.key):
-            if setting.key in script.ignored:
+            if script.algorithm not in setting.used_by:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
     alerts.check(config.alert)
@@ -74,10 +73,10 @@ def _check_loss(config: ConfigDict, script: Script) -> None:
     train = config.train
     reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
     for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
-        if f"train.{key}" in script.ignored:
+        if script.algorithm not in table.BY_KEY[f"train.{key}"].used_by:
             continue
         for name in sorted(reads - {*records[train[key]].reads}):
-            if train[name] != table.BY_KEY[f"train.{name}"].default and f"train.{name}" not in script.ignored:
+            if train[name] != table.BY_KEY[f"train.{name}"].default:
                 raise UserError(
                     f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
                 )
@@ -197,14 +196,6 @@ def check_forward(sample) -> None:
     check_groups(sample)
 
 
-GRPO = Script(table.GRPO, check_window, table.ignored_by(table.GRPO))
-PR = Script(table.PR, check_branches, table.ignored_by(table.PR))
-NFT = Script(table.NFT, check_forward, table.ignored_by(table.NFT))
-DPO = Script(
-    table.DPO,
-    check_groups,
-    table.ignored_by(table.DPO),
-    plan_pairs,
-    reads_dataset=lambda config: not config.preferences.path or evaluates(config),
-)
-DISTILL = Script(table.DISTILL, check_window, table.ignored_by(table.DISTILL))
+GRPO, PR = Script(table.GRPO, check_window), Script(table.PR, check_branches)
+NFT, DISTILL = Script(table.NFT, check_forward), Script(table.DISTILL, check_window)
+DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or evaluates(config))

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -62,15 +61,10 @@ def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
             name, of, option, value = match.groups()
             with config.unlocked():
                 if name:
-                    _add(config.reward_fn, name, 0.0)
+                    config.reward_fn[name] = config.reward_fn.get(name, 0.0)
                 else:
-                    _add(config.reward.args, of, ConfigDict())
-                    _add(config.reward.args[of], option, _literal(following if value is None else value))
-
-
-def _add(config: ConfigDict, key: str, value: Any) -> None:
-    if key not in config:
-        config[key] = value
+                    options = config.reward.args[of] = config.reward.args.get(of, ConfigDict())
+                    options[option] = options.get(option, _literal(following if value is None else value))
 
 
 def _literal(text: str) -> bool | int | float | str:
