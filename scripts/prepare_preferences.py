@@ -154,7 +154,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
         embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
         start = SamplingJob(model, embeds, noise, params, training_size(config))
         sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
-        scores = pool.submit(sampled.images, rows).result()
+        scores = pool.submit(sampled.images, rows)()
         margin, averages = config.preferences.min_margin, scores["avg"]
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, averages, group, margin)
         usable, comparable = pairs.loss_weight.bool(), averages.view(-1, group).isfinite().sum(1) > 1

@@ -22,7 +22,7 @@ from flow_grpo.base import checksums
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import checkpoints, exports
 from flow_grpo.data import prompts
-from flow_grpo.rewards.clients.tokens import read_token
+from flow_grpo.rewards.clients.client import read_token
 from flow_grpo.settings import command_line, config_files, table
 from flow_grpo.weights import fsdp_utils
 

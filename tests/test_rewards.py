@@ -54,7 +54,7 @@ def test_a_function_is_a_reward_once_it_is_registered():
     def redness(images, prompts, metadata):
         return {"score": images[:, 0].mean((1, 2)), "max": images.amax((1, 2, 3))}
 
-    scores = submit(pool_of(redness, "redness")).result()
+    scores = submit(pool_of(redness, "redness"))()
     rewards.check_rewards({"redness": 1.0})
     assert torch.equal(scores["redness"], IMAGES[:, 0].mean((1, 2)))
     assert torch.equal(scores["avg"], 2 * scores["redness"])
@@ -64,7 +64,7 @@ def test_a_function_is_a_reward_once_it_is_registered():
     rewards.register("redness_max", redness)  # as a figure of the other one is called
     both = Pool(CPU, {"redness": 1.0, "redness_max": 1.0}, [], settings())
     with pytest.raises(RewardFailed, match="redness_max"):
-        submit(both).result()
+        submit(both)()
 
 
 def test_calls_of_a_coroutine_function_overlap():
@@ -77,7 +77,7 @@ def test_calls_of_a_coroutine_function_overlap():
         assert not torch.is_grad_enabled()
         return {"score": images.mean((1, 2, 3))}
 
-    torch.testing.assert_close(submit(pool_of(score)).result()["own"], IMAGES.mean((1, 2, 3)))
+    torch.testing.assert_close(submit(pool_of(score))()["own"], IMAGES.mean((1, 2, 3)))
     assert arrived == [2, 2, 2]
 
 
@@ -91,7 +91,7 @@ def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(share, monke
     with pytest.raises(RewardFailed, match=says):
         submit(pool)  # for which there is no room
     with pytest.raises(RewardFailed, match=says):
-        pending.result()
+        pending()
 
 
 def test_a_thread_that_hangs_does_not_hold_the_process():
@@ -105,7 +105,7 @@ def test_what_is_waited_for_is_said(monkeypatch):
     monkeypatch.setattr(pools, "notice", lambda line: (lines.append(line), told.set()))
     monkeypatch.setattr(pools, "SIGN_OF_LIFE_S", 0.0)
     slow = pool_of(lambda images, *_: images.mean((1, 2, 3)) if told.wait(20) else None)
-    assert torch.equal(submit(slow).result()["own"], IMAGES.mean((1, 2, 3)))
+    assert torch.equal(submit(slow)()["own"], IMAGES.mean((1, 2, 3)))
     assert "reward 'own' (thread): 3 requests wait, none was answered for 0 s; first prompt: 'prompt 0'" in lines[0]
 
 
@@ -121,8 +121,8 @@ WRONG = {
 @pytest.mark.parametrize(("score", "says"), WRONG.values(), ids=WRONG)
 def test_a_reward_that_is_wrong_is_named(score, says):
     with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
-        submit(pool_of(lambda images, *_: score(images))).result()
-    masked = submit(pool_of(lambda images, *_: score(images), max_masked_share=0.05)).result()
+        submit(pool_of(lambda images, *_: score(images)))()
+    masked = submit(pool_of(lambda images, *_: score(images), max_masked_share=0.05))()
     assert masked["own"].isnan().all()
 
 

@@ -61,7 +61,7 @@ def pool_of(url="", name="served", retry_s=2.0, in_flight=64, max_pending=1024, 
 
 
 def score(pool, count=6):
-    return pool.submit(random_images(count), as_prompts(f"prompt {i}" for i in range(count))).result()
+    return pool.submit(random_images(count), as_prompts(f"prompt {i}" for i in range(count)))()
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited(
         args = {"vlm_judge": dict(url=url, model="qwen")}
         scoring_settings.check_rewards({"vlm_judge": 1.0}, (), settings(args=args))  # it has no /health to ask for
         pool = Pool(CPU, {"vlm_judge": 1.0}, (), settings(args=args))
-        scores = pool.submit(random_images(2), [Prompt("make it red", {}, sources), Prompt("b", {})]).result()["avg"]
+        scores = pool.submit(random_images(2), [Prompt("make it red", {}, sources), Prompt("b", {})])()["avg"]
     assert scores.tolist() == pytest.approx([1.0, 0.4])
     assert sorted(asked) == [([(30, 20), (8, 9), (64, 64)], True), ([(64, 64)], False)]
 
@@ -255,10 +255,10 @@ def test_a_server_scores_with_the_sources_that_a_thread_has():
     prompts = [Prompt("a", {}, tuple(pictures)), Prompt("b", {}, (pictures[1],)), Prompt("a", {}, tuple(pictures))]
     expected = random_images(3).mean((1, 2, 3)) - torch.tensor([4 / 3, 1, 4 / 3])
     with listening(score) as url:
-        torch.testing.assert_close(pool_of(url).submit(random_images(3), prompts).result()["avg"], expected)
+        torch.testing.assert_close(pool_of(url).submit(random_images(3), prompts)()["avg"], expected)
     rewards.register("sourced", score)
     try:
-        found = Pool(CPU, {"sourced": 1.0}, (), settings()).submit(random_images(3), prompts).result()["avg"]
+        found = Pool(CPU, {"sourced": 1.0}, (), settings()).submit(random_images(3), prompts)()["avg"]
     finally:
         del rewards.REGISTERED["sourced"]
     torch.testing.assert_close(found, expected)
@@ -292,7 +292,7 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
     with http_server(slow) as (url, counted):
         pool = pool_of(url, batch_size=2, max_pending=8)
         pending = [pool.submit(random_images(10), as_prompts(["a"] * 10)) for _ in range(4)]
-        assert all(len(part.result()["avg"]) == 10 for part in pending)
+        assert all(len(part()["avg"]) == 10 for part in pending)
         assert max(most) <= 4
         assert len(counted) == 20
 

@@ -70,7 +70,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         labels = rewards.labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in drawn])
         distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), drawn)
         batches += [(start, pending, dict(zip(shown_now.tolist(), panel)), labels)] if counts else []
-    batches = [(start, pending.result(), *others) for start, pending, *others in batches]
+    batches = [(start, pending(), *others) for start, pending, *others in batches]
     batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
     _, values, panels, labels = zip(*batches)
     values = {name: column.view(len(seeds), -1) for name, column in joined(values).items()}

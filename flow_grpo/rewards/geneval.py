@@ -18,10 +18,8 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
     """Raises UserError for the first prompt whose metadata are not GenEval's."""
     for prompt, data in zip(prompts, metadata, strict=True):
         clauses = data.get("include")
-        known = isinstance(clauses, list) and all(
-            isinstance(c, dict) and {"class", "count"} <= c.keys() for c in clauses
-        )
-        if not clauses or not known:
+        known = clauses and isinstance(clauses, list)
+        if not known or not all(isinstance(c, dict) and {"class", "count"} <= c.keys() for c in clauses):
             raise UserError(
                 f'reward geneval needs metadata with "include", a list of objects with "class" and "count", '
                 f"which {quoted(prompt)} has not"

@@ -67,7 +67,7 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
 def gather(run: Run, submitted: list[Submitted]) -> Rewards:
     """Wait for rewards on all ranks."""
     with run.board.timed("reward"):
-        scores = [part.scores.result() for part in submitted]
+        scores = [part.scores() for part in submitted]
     order = _order(submitted)
     names = distributed.gather_objects([name for by_name in scores for name in by_name])
     groups = torch.cat([part.groups for part in submitted])[order]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,9 @@ MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits 
 LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
-class Pending(NamedTuple):
-    """Scores of B images that are being made."""
-
-    # () -> name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward failed that may. Raises
-    # FloatingPointError for an image that is not finite, and RewardFailed for a reward that must not fail.
-    result: Callable[[], dict[str, Tensor]]
+# Waits for the scores of B images: name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward
+# failed that may. Raises FloatingPointError: an image is not finite; RewardFailed: a reward failed that must not.
+Pending = Callable[[], dict[str, Tensor]]
 
 
 class Pool:
@@ -58,11 +54,9 @@ class Pool:
                 scores = scorer.receive(self._send(scorer, image, [prompt]), [prompt])
             except RewardFailed as error:
                 raise UserError(f"{error}; tried on a grey image before anything is loaded") from error
-            others = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items() if key != "score")
-            took_s = time.perf_counter() - start
+            values = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items())
             if distributed.is_main():
-                sentence = f"reward {name}: {scores['score'].item():.4g} for a grey image, after {took_s:.2g} s"
-                tqdm.write(f"{sentence}; also {others}" if others else sentence)
+                tqdm.write(f"reward {name} of a grey image, after {time.perf_counter() - start:.2g} s: {values}")
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
@@ -74,7 +68,7 @@ class Pool:
             for start in range(0, len(prompts), scorer.settings.batch_size):
                 rows = slice(start, start + scorer.settings.batch_size)
                 requests[name].append((self._send(scorer, images[rows], prompts[rows]), prompts[rows]))
-        return Pending(partial(self._collect, requests, finite.images_are(images), prompts))
+        return partial(self._collect, requests, finite.images_are(images), prompts)
 
     def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
         while pending := {f: rows for each in self.scorers.values() for f, rows in each.pending.copy().items()}:

@@ -11,13 +11,14 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.base.threads import event_loop
-from flow_grpo.rewards.clients.tokens import read_token
 
 MAX_ANSWER_BYTES = 2**24
 IN_FLIGHT = 64  # requests at once, to each server
@@ -40,6 +41,24 @@ def notice(text: str) -> None:
 def urls_of(url: str | list[str]) -> list[str]:
     """The servers of one reward: an address, or a list of them."""
     return list(url) if isinstance(url, list | tuple) else [url]
+
+
+def read_token(file: str = "") -> str:
+    """The secret that servers and clients share, which no config or command line holds: both are stored. The first line
+    of a file, or else the environment's REWARD_TOKEN; "" = none. Raises UserError, which does not show it: the file
+    cannot be read, or holds no token."""
+    token, place = os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN"
+    if file:
+        place = f"token_file {quoted(file)}"
+        try:
+            token = Path(file).read_text().partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"no token in {place}: {error}") from error
+        if not token:
+            raise UserError(f"no token in {place}: its first line is empty")
+    if not all("!" <= letter <= "~" for letter in token):
+        raise UserError(f"the token of {place} may have printable ASCII characters without spaces only")
+    return token
 
 
 class Server:
