@@ -26,7 +26,6 @@ def parser():
     add("--without-token", action="store_true", help="other machines may connect without one")
     add("--device", default="", help="default: cuda:0 where there is one")
     add("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
-    add("--batch-size", type=int, default=32, help="images scored together; default %(default)s")
     return parser
 
 
@@ -63,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     check_device(device, "--device")
     rewards.check_options(args.name, args.options)
     score = rewards.load(args.name, torch.device(device), args.options)
-    app = make_app(args.name, score, Limits(batch_size=args.batch_size), read_token(args.token_file))
+    app = make_app(args.name, score, Limits(), read_token(args.token_file))
     with suppress(KeyboardInterrupt):
         asyncio.run(listen(app, args.host, args.port, partial(announce, args.name)))
 

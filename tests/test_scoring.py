@@ -78,9 +78,9 @@ def served(*args):
         process.done()
 
 
-def test_requests_that_a_server_scores_together_get_their_own_scores():
+def test_each_request_gets_its_own_scores():
     jpeg = rewards.load("jpeg_compressibility", CPU)
-    with listening(jpeg, max_delay_s=0.1) as url:
+    with listening(jpeg) as url:
         scores = score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"]
     assert torch.equal(scores, jpeg(random_images(40), [""] * 40, [{}] * 40))
 
@@ -308,7 +308,7 @@ def mean(images, prompts, metadata):
 def listening(score=mean, host="127.0.0.1", token="", **limits):
     """The address of a server; it is announced when it can be connected to."""
     address, over = Future(), threading.Event()
-    app = make_app("mean", score, Limits(**{"batch_size": 32} | limits), token)
+    app = make_app("mean", score, Limits(**limits), token)
 
     def announce(url):
         socket.create_connection((httpx.URL(url).host, httpx.URL(url).port)).close()
@@ -428,7 +428,7 @@ def test_health_is_answered_while_images_are_decoded(monkeypatch):
     with listening() as url:
         scored = Server(url).post("/score", json.loads, **parts(GOOD))
         assert decoding.wait(PATIENCE_S)
-        assert httpx.get(url + "/health").json() == {"status": "ok", "waiting": 0, "allowed": True}
+        assert httpx.get(url + "/health").json() == {"status": "ok", "waiting": 1, "allowed": True}
         health_was_answered.set()
         assert scored.result() == {"scores": {"score": [0.0]}}
 

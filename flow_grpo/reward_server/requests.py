@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -21,8 +22,6 @@ IMAGE_COST = 4  # copies of an image: as decoded, in the batch, in the reward's 
 
 @dataclass(frozen=True)
 class Limits:
-    batch_size: int  # images scored together
-    max_delay_s: float = 0.01  # how long an image waits for others
     max_images: int = 4096  # of a request
     max_body_bytes: int = 2**30  # of a request
     max_memory_bytes: int = ALL_MEMORY // 4  # of all requests in flight
@@ -49,15 +48,13 @@ class Memory:
         del self.taken[request]
 
 
-@dataclass
-class Job:
+class Job(NamedTuple):
     """A request whose images are decoded."""
 
     images: list[Tensor]
     prompts: list[str]
     metadata: list[dict]
     sources: list[list[Tensor]]  # what each prompt edits
-    done: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())  # its scores
 
 
 async def read_job(request: Request, limits: Limits, memory: Memory, threads: Threads) -> Job:
@@ -73,7 +70,7 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
         async with asyncio.timeout(limits.read_s):
             text, files, sources = await _read_body(request, limits, memory)
         memory.take(request, JSON_COST * len(text) + IMAGE_COST * sum(map(len, files + sources)))
-        return Job(*await asyncio.wrap_future(threads.submit(_parse, text, files, sources)))
+        return await asyncio.wrap_future(threads.submit(_parse, text, files, sources))
     except TimeoutError as error:
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
@@ -95,9 +92,7 @@ async def _read_body(request: Request, limits: Limits, memory: Memory) -> tuple[
         return form["request"], *files
 
 
-def _parse(
-    text: str, files: list[bytes], sources: list[bytes]
-) -> tuple[list[Tensor], list[str], list[dict], list[list[Tensor]]]:
+def _parse(text: str, files: list[bytes], sources: list[bytes]) -> Job:
     body = json.loads(text)
     prompts, metadata = body["prompts"], body.get("metadata") or [{}] * len(files)
     if not isinstance(prompts, list) or not files or not len(files) == len(prompts) == len(metadata):
@@ -109,7 +104,7 @@ def _parse(
     if len({image.shape for image in images}) > 1:
         raise ValueError("the images of a request have one size")
     decoded = [unpack_image(file) for file in sources]
-    return images, prompts, metadata, _shared(decoded, body.get("sources"), len(prompts))
+    return Job(images, prompts, metadata, _shared(decoded, body.get("sources"), len(prompts)))
 
 
 def _shared(sources: list[Tensor], numbers: list[list[int]] | None, count: int) -> list[list[Tensor]]:

@@ -1,7 +1,6 @@
 """A reward file as a server: POST /score, GET /health. See wire.py for what is sent.
 
-Requests wait in line and are scored together, up to a batch size. A request that is repeated (same Idempotency-Key)
-gets the first one's answer.
+A request that is repeated (same Idempotency-Key) gets the first one's answer.
 """
 
 import asyncio
@@ -10,7 +9,6 @@ import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import asynccontextmanager, suppress
 
 import torch
 import uvicorn
@@ -19,9 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch import Tensor
 
 from flow_grpo.base.threads import Threads
-from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
+from flow_grpo.reward_server.requests import Limits, Memory, read_job
 from flow_grpo.rewards.clients.client import RETRY_S
 from flow_grpo.rewards.scores import scores_of
 
@@ -32,43 +31,15 @@ GRACE_S = 3  # for what is being scored when the server is stopped
 
 
 class Rewarder:
-    """The server of one reward: jobs in line, the thread that scores them, and the endpoints."""
+    """The server of one reward: the thread that scores requests in their order, and the endpoints."""
 
     def __init__(self, name: str, score: Callable, limits: Limits, token: str):
         self.name, self.score, self.limits, self.token = name, score, limits, token.encode()
-        self.queue, self.thread = asyncio.Queue(), Threads(1)
-        self.memory, self.decoders = Memory(limits.max_memory_bytes), Threads(DECODERS)
+        self.memory, self.thread, self.decoders = Memory(limits.max_memory_bytes), Threads(1), Threads(DECODERS)
         self.answers = OrderedDict()  # Idempotency-Key -> its scores
 
-    async def work(self) -> None:
-        while True:
-            jobs = [await self.queue.get()]
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.limits.max_delay_s):
-                    while sum(len(job.images) for job in jobs) < self.limits.batch_size:
-                        jobs.append(await self.queue.get())
-            sizes = {job.images[0].shape for job in jobs}
-            for same_size in ([job for job in jobs if job.images[0].shape == size] for size in sizes):
-                await self._score(same_size)
-
-    async def _score(self, jobs: list[Job]) -> None:
-        try:
-            scores = await asyncio.wrap_future(self.thread.submit(self._call, jobs))
-        except Exception as error:
-            for job in jobs:
-                job.done.set_exception(error if len(jobs) == 1 else RuntimeError(f"{type(error).__name__}: {error}"))
-            return
-        start = 0
-        for job in jobs:
-            rows = slice(start, start + len(job.images))
-            start = rows.stop
-            job.done.set_result({name: values[rows] for name, values in scores.items()})
-
-    def _call(self, jobs: list[Job]) -> dict[str, list[float]]:
-        images, prompts, metadata, sources = (
-            [x for job in jobs for x in getattr(job, name)] for name in ("images", "prompts", "metadata", "sources")
-        )
-        scores = scores_of(self.name, self.score, torch.stack(images), prompts, metadata, sources)
+    def _scores(self, images: list[Tensor], *rows: list) -> dict[str, list[float]]:
+        scores = scores_of(self.name, self.score, torch.stack(images), *rows)
         return {name: values.tolist() for name, values in scores.items()}
 
     def is_allowed(self, request: Request) -> bool:
@@ -102,12 +73,12 @@ class Rewarder:
         except BaseException:
             self.memory.release(request)
             raise
-        job.done.add_done_callback(lambda _: self.memory.release(request))
-        self.queue.put_nowait(job)
-        return job.done
+        scores = asyncio.wrap_future(self.thread.submit(self._scores, *job))
+        scores.add_done_callback(lambda _: self.memory.release(request))
+        return scores
 
     async def get_health(self, request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "waiting": self.queue.qsize(), "allowed": self.is_allowed(request)})
+        return JSONResponse({"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)})
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
@@ -117,15 +88,8 @@ def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Sta
         token: what `Authorization: Bearer` must say; "" = nothing.
     """
     served = Rewarder(name, score, limits, token)
-
-    @asynccontextmanager
-    async def working(app):
-        worker = asyncio.create_task(served.work())
-        yield
-        worker.cancel()
-
     routes = [Route("/score", served.post_score, methods=["POST"]), Route("/health", served.get_health)]
-    return Starlette(routes=routes, lifespan=working)
+    return Starlette(routes=routes)
 
 
 def announce(name: str, url: str) -> None:

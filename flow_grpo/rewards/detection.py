@@ -79,11 +79,6 @@ class Box(NamedTuple):
     rows: range
     columns: range
 
-    @property
-    def area(self) -> int:
-        """Pixels."""
-        return len(self.rows) * len(self.columns)
-
     def within(self, margin: int) -> tuple[slice, slice]:
         """The picture and `margin` pixels around it."""
         return tuple(slice(side.start - margin, side.stop + margin) for side in self)
@@ -215,7 +210,7 @@ def _detect(images: Tensor) -> list[list[Detection]]:
     background = background & near.flatten()
     mean = (frames.flatten(2) @ background.float()[:, :, None])[..., 0] / background.sum(1)[:, None]
     neutral = (mean - palette[0]).norm(dim=-1) < TINT
-    area = objects.area / box.area
+    area = objects.area / (len(box.rows) * len(box.columns))
     colors = _colors(frames, objects) * (neutral[objects.picture] & objects.whole & (area >= SMALLEST_AREA))
     kinds = torch.full_like(colors, -1)
     colored = colors.nonzero().flatten()
