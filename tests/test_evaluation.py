@@ -192,14 +192,11 @@ def test_the_entropy_of_labels_is_of_pairs_of_a_prompts_images_that_have_one():
 
 
 def test_variety_is_the_distance_over_that_before_training(runs):
-    tests = lines_of(runs[0], "test")
-    last, tests = tests[-1], tests[:-1]
-    assert tests[0]["test/variety"] == 1
-    for prefix, lines in (("test", tests), ("test_best", [last])):
-        for line in lines:
-            expected = line[f"{prefix}/distance"] / tests[0]["test/distance"]
-            assert line[f"{prefix}/variety"] == pytest.approx(expected)
-    assert len({line["test/variety"] for line in tests}) == 4
+    lines = lines_of(runs[0], "test")
+    before = lines[0]["test/distance"]
+    assert len({line["test/variety"] for line in lines[:-1]}) == 4
+    for line, prefix in zip(lines, ["test"] * 4 + ["test_best"], strict=True):
+        assert line[f"{prefix}/variety"] == pytest.approx(line[f"{prefix}/distance"] / before)
 
 
 def test_the_first_noise_of_the_test_has_the_name_it_always_had():

@@ -84,7 +84,6 @@ def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
 RUN, LAST = f"runs/{NAME}_smoke", "checkpoints/epoch_000002"
 NEWEST = f"{RUN}/{LAST}"
 CASES = {  # commands in a folder that has RUN, a run's resume_from and other settings, and where it goes on, if it does
-    "another folder": (f"mkdir -p mine/a; cp -r {NEWEST} mine/a", "mine/a/epoch_000002", {}, ""),
     "a config of others": (
         f"""mkdir mine; cp -r {RUN}/checkpoints mine; echo '{{"name": "mine"}}' > mine/config.json""",
         f"mine/{LAST}", {}, "",
@@ -95,6 +94,10 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
     "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}, ""),
     "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}, ""),
     "checkpoints on a disk that is away": (f"rm -r {RUN}/checkpoints; ln -s away {RUN}/checkpoints", "latest", {}, ""),
+    "a branch that never began, and its parent's checkpoint is gone": (
+        f"""mkdir runs/b; echo '{{"folder": "gone", "checkpoint": "gone/epoch_000009"}}' > runs/b/{folders.PARENT}""",
+        "latest", dict(run_name="b"), "",
+    ),
     "an older checkpoint": ("", f"{RUN}/checkpoints/epoch_000001", {}, ""),
     "another model": ("", NEWEST, dict(run_name="other", model="flow_grpo/assets/tiny_sd3"), ""),
     "another rank": ("", NEWEST, dict(run_name="other", lora__rank=2), ""),
@@ -167,7 +170,7 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(how, tmp_path, commands, 
         place = take_folder(how, resume_from=resume_from, **others)
         assert (place.folder, place.checkpoint is not None, place.parent) == (Path(folder), begun, None)
     else:
-        with pytest.raises(ValueError, match=r"^config\.resume_from|cannot change"):
+        with pytest.raises(ValueError, match=r"^config\.resume_from|cannot change|never began"):
             take_folder(how, resume_from=resume_from, **others)
     after = sums_of(tmp_path)
     assert {path.name for path in before if after.get(path) != before[path]} <= {folders.LOCK}
@@ -226,16 +229,6 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
     back = train(NAME, "runs", **how)  # without the old policy; no epoch is left
     assert "train.shared_noise" in json.loads((back / folders.PARENT).read_text())["changed"]
     assert best.read(back).inputs["dataset"] != best.read(branch).inputs["dataset"]
-
-
-def test_a_branch_that_never_began_is_no_new_run(how):
-    shutil.copytree(RUN, "gone")
-    Path("runs/b").mkdir()
-    record = dict(folder="gone", checkpoint="gone/checkpoints/epoch_000009")
-    Path("runs/b", folders.PARENT).write_text(json.dumps(record))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"never began, and its checkpoint gone/.* is there no more"):
-            take_folder(how, run_name="b", resume_from="latest")
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):
@@ -362,10 +355,8 @@ if __name__ == "__main__":
     end_by_the_clock(sys.argv[1])
 
 
-@pytest.mark.parametrize("shared", ["cache", ""])
-def test_digests_are_remembered_in_a_cache_that_runs_share(shared, tmp_path):
-    caches = [tmp_path / shared] if shared else []
-    for folder in (run_folder := tmp_path / "run", *caches):
-        folder.mkdir()
-    fingerprint.of(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), run_folder)
-    assert [path.parent for path in tmp_path.rglob("digests.json")] == [*caches, run_folder][:1]
+def test_digests_are_remembered_in_a_cache_that_runs_share_or_in_the_runs_folder(tmp_path):
+    for name in ("run", "cache"):
+        (tmp_path / name).mkdir()
+        fingerprint.of(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), tmp_path / "run")
+        assert (tmp_path / name / folders.DIGESTS).exists()
