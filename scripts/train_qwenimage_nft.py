@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics
-from flow_grpo.algorithms.flow_matching import noised
+from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.algorithms.surrogates import ForwardStep
@@ -45,8 +45,7 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
         for batch, samples in sample_epoch(run, epoch, lambda _: range(0), noises=noises):
             numbers, condition = batch.image_numbers, run.embed(batch.prompts)
             streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, image)) for image in numbers]
-            indices = torch.stack([torch.randperm(len(timesteps), generator=stream)[:num_steps] for stream in streams])
-            trained = timesteps[indices.to(run.device)]
+            trained = stratified_timesteps(timesteps, num_steps, streams)
             images.append(Rollout(torch.tensor(numbers), condition, trained, x_0=samples.latents))
             submitted.append(rewards.submit(run, samples, batch))
     return concat(images), submitted

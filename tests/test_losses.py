@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_advantages, has_signal
-from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, velocity_error
+from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, stratified_timesteps, velocity_error
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
@@ -246,6 +246,14 @@ def test_noise_levels_are_logit_normal_over_the_schedule():
     assert set(found.tolist()) <= set(levels.tolist())
     again = logit_normal_timesteps(levels, [rng.generator(0, "t", i) for i in (7, 8)])
     assert torch.equal(again, found[7:9])
+
+
+@pytest.mark.parametrize(("number", "shares"), [(3, [3, 3, 3]), (2, [4, 5]), (9, [1] * 9)])
+def test_an_image_has_one_noise_level_of_each_share(number, shares):
+    levels = torch.arange(9)
+    found = stratified_timesteps(levels, number, [rng.generator(0, "t", i) for i in range(400)])
+    assert [sorted(set(drawn)) for drawn in found.T.tolist()] == [share.tolist() for share in levels.split(shares)]
+    assert torch.equal(stratified_timesteps(levels, number, [rng.generator(0, "t", 7)]), found[7:8])
 
 
 REWARDS = torch.tensor(GOLDEN["adv/rewards"]).float()

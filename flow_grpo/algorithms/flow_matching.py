@@ -16,6 +16,13 @@ def logit_normal_timesteps(levels: Tensor, generators: list[torch.Generator]) ->
     return levels[(places * len(levels)).long().to(levels.device)]
 
 
+def stratified_timesteps(levels: Tensor, number: int, generators: list[torch.Generator]) -> Tensor:
+    """`number` of `levels` [T] per generator, one of each equal share of them, in their order. -> [B, number]."""
+    edges = torch.arange(number + 1) * len(levels) // number
+    places = edges[:-1] + (torch.stack([torch.rand(number, generator=g) for g in generators]) * edges.diff()).long()
+    return levels[places.to(levels.device)]
+
+
 def velocity_error(velocity: Tensor, x_0: Tensor, noise: Tensor) -> Tensor:
     """Mean squared distance of a predicted velocity to the line's own, noise - x_0, [B]. All [B, ...]."""
     return (velocity - (noise - x_0)).square().flatten(1).mean(1)

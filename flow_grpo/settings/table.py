@@ -241,8 +241,8 @@ SETTINGS = (
             "TempFlow-GRPO's constants are; sqrt3 = sqrt(3) * transition_std; equal = 1.",
             choices=("equal", "sqrt3", "mean_one"), used_by=NOISY),
     Setting("train.timestep_fraction", 1.0,
-            "Train int(this * num_steps) steps, the first ones, in train_*_nft.py random ones; never the last. "
-            "A window is trained whole.", min=TINY, max=1, used_by=(*ONLINE, DISTILL),
+            "Train int(this * num_steps) steps, the first ones, in train_*_nft.py one of each equal share; never the "
+            "last. A window is trained whole.", min=TINY, max=1, used_by=(*ONLINE, DISTILL),
             when=(("sample.sde_window_size", 0),)),
     Setting("train.ema_decay", 0.9, "Decay of the averaged weights: min((1 + n) / (10 + n), this) after n updates.",
             min=0, max=1),
