@@ -165,23 +165,19 @@ def alarmed(monkeypatch):
     monkeypatch.setattr(health, "not_finite", lambda epoch: [alarm])
 
 
-def test_a_run_with_an_alarm_says_so_once_and_goes_on(shallow, tmp_path, capsys, alarmed):
-    epochs = lines_of(train(NAME, tmp_path, num_epochs=3, eval_freq=0, **shallow), "epoch")
-    figures = "health/limits_exceeded", "health/action_taken", "health/learning_rate_factor"
-    assert [[line[name] for name in figures] for line in epochs] == [[1, 1, 1], [1, 0, 1], [1, 0, 1]]
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "the test rings" in line]
-    assert "epoch 1: " in said
-    assert "config.health.action 'log'" in said
-
-
-@pytest.mark.parametrize("action", ["stop", "roll_back"])
-def test_a_run_that_is_to_stop_or_may_not_roll_back_any_more_stops_with_everything_saved(
-    action, shallow, tmp_path, alarmed, monkeypatch
+@pytest.mark.parametrize(("action", "epochs"), [("log", 3), ("stop", 1), ("roll_back", 1)])
+def test_a_run_with_an_alarm_says_so_once_and_goes_on_or_stops_with_everything_saved(
+    action, epochs, shallow, tmp_path, capsys, alarmed, monkeypatch
 ):
     monkeypatch.setattr(loop, "MAX_ROLL_BACKS", 0)
-    folder = train(NAME, tmp_path, num_epochs=4, health__action=action, **shallow)
-    assert len(lines_of(folder, "epoch")) == 1
-    assert (folder / "checkpoints" / "epoch_000001").is_dir()
+    folder = train(NAME, tmp_path, num_epochs=3, health__action=action, **shallow)
+    figures = "health/limits_exceeded", "health/action_taken", "health/learning_rate_factor"
+    lines = [[line[name] for name in figures] for line in lines_of(folder, "epoch")]
+    assert lines == [[1, 1, 1], [1, 0, 1], [1, 0, 1]][:epochs]
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "the test rings" in line]
+    assert "epoch 1: " in said
+    assert f"config.health.action {action!r}" in said
+    assert (folder / "checkpoints" / f"epoch_00000{epochs}").is_dir()
     assert (folder / "reward.png").is_file()
 
 
