@@ -49,11 +49,9 @@ def folder(tmp_path_factory):
 def predictor(tmp_path_factory):
     """The aesthetic predictor's linear layers for embeddings of 8, in a file with the published names."""
     path = tmp_path_factory.mktemp("aesthetic") / "predictor.pth"
-    noise = torch.Generator().manual_seed(1)
-    shapes = {0: (1024, 8), 2: (128, 1024), 4: (64, 128), 6: (16, 64), 7: (1, 16)}
-    weights = {f"layers.{i}.weight": torch.randn(s, generator=noise) / s[1] ** 0.5 for i, s in shapes.items()}
-    weights |= {f"layers.{i}.bias": torch.randn(s[0], generator=noise) for i, s in shapes.items()}
-    torch.save(weights, path)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        torch.save(aesthetic.linear_layers(8).state_dict(), path)
     return path
 
 

@@ -375,8 +375,6 @@ def test_pick_a_pics_columns(images, tmp_path):
     for part, some in enumerate((rows[:2], rows[2:])):
         pq.write_table(pa.Table.from_pylist(some), source / f"{part}.parquet", row_group_size=2)
     opened = image_pairs.open_rows(str(source))
-    assert len(opened) == 5
-    assert [row["prompt"] for row in opened[1:4]] == [row["caption"] for row in rows[1:4]]
     assert [row["winner"] for row in opened[0:2]] == [rows[0]["jpg_0"], rows[1]["jpg_1"]]
     folder = prepare(NAME, tmp_path / "pairs", source=str(source), validation_share=0.0)
     table = pq.read_table(folder / "train_00000.parquet").to_pylist()

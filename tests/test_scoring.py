@@ -78,13 +78,6 @@ def served(*args):
         process.done()
 
 
-def test_each_request_gets_its_own_scores():
-    jpeg = rewards.load("jpeg_compressibility", CPU)
-    with listening(jpeg) as url:
-        scores = score(pool_of(url, batch_size=3, timeout_s=60.0), 40)["avg"]
-    assert torch.equal(scores, jpeg(random_images(40), [""] * 40, [{}] * 40))
-
-
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
     right, other = tmp_path / "token", tmp_path / "other"
     right.write_text("sesame\n")
@@ -120,11 +113,9 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "no JSON": (says(b"<html>"), "no JSON"),
     "a list": (says([0.5] * 6), "no JSON with"),
     "too few": (says({"scores": {"score": [0.5]}}), "(1,) for 6 images"),
-    "NaN": (says(b'{"scores": {"score": [0.5, 0.5, NaN, 0.5, 0.5, 0.5]}}'), "is nan for 'prompt 2'"),
     "too large": (says({"scores": {"score": [0.5, 0.5, 3.5e38, 0.5, 0.5, 0.5]}}), "is inf for 'prompt 2'"),
     "out of range": (says({"scores": {"score": [0.5] * 5 + [1.5]}}), "scores 1.5, but its RANGE is 0 to 1"),
     "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'str'"),
-    "no score": (says({"scores": {"other": [0.5] * 6}}), "without 'score'"),
     "a name in TeX": (says({"scores": {"score": [0.5] * 6, "$\\frac{1$": [0.5] * 6}}), "frac{1$'; a metric has"),
     "40 names": (says({"scores": {f"f{i}": [0.5] * 6 for i in range(39)} | {"score": [0.5] * 6}}), "40 scores"),
 }
@@ -157,7 +148,7 @@ def test_a_server_that_comes_back_is_asked_again(caplog):
     assert not any("\x1b" in record.message for record in caplog.records), "no codes of a terminal"
 
 
-def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away():
+def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away_which_is_said_once(caplog):
     with http_server(hostile.honest) as (first, of_first), http_server(hostile.honest) as (second, of_second):
         assert score(pool_of([first, second], batch_size=1))["avg"].tolist() == [0.5] * 6
         assert (len(of_first), len(of_second)) == (3, 3)
@@ -166,18 +157,10 @@ def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away():
         assert [score(pool)["avg"].tolist() for _ in range(2)] == [[0.5] * 6] * 2
         assert len(of_there) == 12
         assert 1 <= len(of_away) <= 2  # set aside for a while
-    with pytest.raises(RewardFailed, match=r"was away for over 0\.5 s"):
-        score(pool_of([away, there], retry_s=0.5))
-
-
-def test_that_nobody_listens_is_said_at_once_but_not_per_request(caplog):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, so that nobody else can listen there
-        with pytest.raises(RewardFailed, match=rf"{url}/score was away for over 0.3 s"):
-            score(pool_of(url, retry_s=0.3, batch_size=1))
-    (line,) = [record.message for record in caplog.records if url in record.message]
-    assert f"reward server {url}: ConnectError" in line
+    with pytest.raises(RewardFailed, match=rf"{there}/score was away for over 0\.3 s"):
+        score(pool_of(there, retry_s=0.3, batch_size=1))  # nobody listens there any more
+    (line,) = [record.message for record in caplog.records if there in record.message]
+    assert f"reward server {there}: ConnectError" in line
 
 
 def test_a_pickle_bomb_does_not_go_off(tmp_path):
@@ -345,7 +328,6 @@ def parts(*images, request='{"prompts": ["a"]}', **headers):
 REFUSED = {  # a request, the status and words of the answer
     "no multipart": (dict(json={"prompts": ["a"]}), 422, "'request'"),
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
-    "no images": (parts(), 422, "0 images"),
     "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
     "two sizes": (parts(GOOD, ODD, request=json.dumps({"prompts": ["a", "b"]})), 422, "one size"),
     "types": (parts(GOOD, request='{"prompts": [3]}'), 422, "prompts are strings"),
@@ -356,7 +338,6 @@ REFUSED = {  # a request, the status and words of the answer
     "deep": (parts(GOOD, request="[" * 200_000), 422, "RecursionError"),
     "too few values": (parts(GOOD[:-4]), 422, f"in {4 * 3 * 16 * 16 - 4} bytes"),
     "objects": (parts(GOOD.replace(b"'<f4'", b"'|O' ")), 422, "of object"),
-    "values": (parts(wire.pack_image(torch.full((3, 4, 4), 9.0), "npy")), 422, "outside [0, 1]"),
     "NaN": (parts(wire.pack_image(torch.full((3, 4, 4), torch.nan), "npy")), 422, "outside [0, 1]"),
     "too long": (dict(content=b" " * (2 << 20)), 413, "at most 1048576 bytes"),
     "unannounced": (dict(content=iter([b" " * (1 << 18)] * 5)), 411, "Content-Length"),
