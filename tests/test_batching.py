@@ -94,7 +94,7 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
     config = grpo.get_config("pickscore_qwenimage,mixgrpo")
     plan_batches(config, 8)
     config.sample.batch_size, config.train.updates_per_epoch = 2, 4
-    with pytest.raises(ValueError, match=r"up to 4 must divide: .*batch_size 2 .* 4; updates that do: \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"= 2 rows where .* cut off .* 4; those that do: \[1, 2\]"):
         plan_batches(config, 8)
 
 

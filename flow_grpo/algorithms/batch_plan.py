@@ -1,7 +1,6 @@
 """From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
@@ -38,28 +37,26 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     if steps < 1:
         share = config.train.timestep_fraction
         raise UserError(f"timestep_fraction {share} leaves no denoising step to train of num_steps {sample.num_steps}")
+    moves = sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
+    whole_groups = FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups
+    together = sample.num_images_per_prompt if whole_groups else 1
+    fewest = 1 if moves else steps  # of a window that moves on, once it is cut off at the end of its range
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if images % (sample.batch_size * world_size):
-        ways_out = _ways_out(images, sample.batch_size, world_size, lambda size: size * steps % updates == 0)
+        sizes = _divisors(images // world_size) if images % world_size == 0 else []
+        sizes = [size for size in sizes if size * fewest // together % updates == 0]
+        counts = _divisors(images // sample.batch_size) if images % sample.batch_size == 0 else []
         raise UserError(
             f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
             f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
-            f"{sample.batch_size} = {sample.batch_size * world_size}; {ways_out}"
+            f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {sizes or 'none'}; numbers "
+            f"of GPUs that do with {sample.batch_size}: {counts or 'none'}"
         )
-    moves = sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
-    if moves and sample.batch_size % updates:
+    if (rows := sample.batch_size * fewest) // together % updates:
+        what = f" of whole groups of {together}" if whole_groups else " where the window is cut off" if moves else ""
         raise UserError(
-            f"a window that moves on every {sample.sde_window_interval} updates is cut off at the end of its range, so "
-            f"each number of trained steps up to {steps} must divide: sample.batch_size {sample.batch_size} is no "
-            f"multiple of train.updates_per_epoch {updates}; updates that do: {_divisors(sample.batch_size)}"
-        )
-    whole_groups = FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups
-    together = sample.num_images_per_prompt if whole_groups else 1
-    if (rows := sample.batch_size * steps) // together % updates:
-        of_groups = f" of whole groups of {together}" if whole_groups else ""
-        raise UserError(
-            f"a batch of {sample.batch_size} images x {steps} trained steps = {rows} rows (batch_size, num_steps, "
-            f"sde_window_size, timestep_fraction){of_groups} do not divide into updates_per_epoch {updates}; those "
+            f"a batch of {sample.batch_size} images x {fewest} trained steps = {rows} rows{what} (batch_size, "
+            f"num_steps, sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those "
             f"that do: {_divisors(rows // together)}"
         )
     return BatchPlan(
@@ -72,13 +69,6 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         updates_per_epoch=updates,
         images_together=together,
     )
-
-
-def _ways_out(images: int, batch_size: int, world_size: int, fits: Callable[[int], bool]) -> str:
-    """Batch sizes, of those whose batches `fits` accepts, and numbers of GPUs that divide an epoch."""
-    sizes = list(filter(fits, _divisors(images // world_size))) if images % world_size == 0 else []
-    counts = _divisors(images // batch_size) if images % batch_size == 0 else []
-    return f"batch sizes that do: {sizes or 'none'}; numbers of GPUs that do with {batch_size}: {counts or 'none'}"
 
 
 def plan_pairs(config, world_size: int) -> BatchPlan:

@@ -50,10 +50,7 @@ def check_targets(lora, transformer: nn.Module, family: type[FlowModel]) -> None
 
 def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
     """(parameter name, shape) -> the adapter's first weights: A normal / rank and B zero, or those of lora.path for the
-    layers that it adapts.
-
-    By name, so that every rank and every layout of the weights starts from the same numbers.
-    """
+    layers that it adapts. By name, so that every rank and every layout of the weights starts from the same numbers."""
 
     def init(name: str, shape: torch.Size) -> Tensor:
         if ".lora_B." in name:

@@ -147,14 +147,7 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
             return flash_attention.attend_first(queries, keys, values, lengths)[0]
         if mask is not None:
             mask = F.pad(mask, (num_tokens - mask.shape[1], 0), value=True)[:, None, None]
-        return dispatch_attention_fn(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
-        )
+        return dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
 
 
 def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
