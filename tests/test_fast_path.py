@@ -90,21 +90,6 @@ def test_convolutions_in_2d_decode_the_same_picture():
         torch.testing.assert_close(vae.decode(latents).sample, plain.decode(latents).sample, rtol=0, atol=1e-9)
 
 
-def test_text_is_padded_with_zeros_and_cut_to_a_multiple_that_holds_its_longest_row():
-    model = loaded("qwenimage")
-    condition = model.encode(as_prompts(PROMPTS), width=20, guided=False)
-    lengths = condition.mask.sum(1)
-    assert 4 < lengths.max() <= 16
-    assert torch.equal(condition.text_embeds.any(-1), condition.mask)
-    cut = condition.trimmed(4)
-    assert cut.num_tokens == cut.mask.shape[1] == -(-lengths.max() // 4) * 4 < 20
-    assert torch.equal(cut.mask.sum(1), lengths)
-    assert torch.equal(cut.padded(20).text_embeds, condition.text_embeds)
-    assert condition.trimmed(16).num_tokens == 16
-    without = model.encode(as_prompts(PROMPTS[:1]), guided=False)
-    assert without.trimmed(4) is without
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding(guidance):

@@ -189,10 +189,10 @@ LIMITS = {  # gaps, the limit, and words of the sentences
 
 @pytest.mark.parametrize(("gaps", "limit", "words"), LIMITS.values(), ids=LIMITS)
 def test_limits_of_parity(gaps, limit, words):
-    found = exceeded(gaps * 1e-4, 1e-4 * (1 + 1e-6), limit, distributed.over_ranks)
+    found = exceeded(gaps * 1e-4, 1e-4 * (1 + 1e-6), limit)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found))
-    assert exceeded(gaps, 0.0, limit, distributed.over_ranks) == []
+    assert exceeded(gaps, 0.0, limit) == []
 
 
 @pytest.mark.parametrize(

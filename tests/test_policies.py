@@ -161,7 +161,6 @@ RIGHT = dict(
     saved=with_header(),
     dropout=with_header(lora_dropout=0.5),
     another_alpha=with_header(lora_alpha=6),
-    no_header=lambda tensors, header: (tensors, None),
     no_header_of_rank_2=lambda tensors, header: (
         {name: tensor[:2].clone() if ".lora_A" in name else tensor[:, :2].clone() for name, tensor in tensors.items()},
         None,
@@ -175,7 +174,6 @@ RIGHT_BUT_NOT_TRAINED = dict(
 )
 WRONG = dict(
     rslora=with_header(use_rslora=True),
-    several_alphas=with_header(alpha_pattern={"to_q": 1.0}),
     what_peft_has_not=with_header(scale_of_the_future=2.0),
     header_of_rank_32=with_header(r=32),
     alpha_in_words=with_header(lora_alpha="8"),

@@ -5,12 +5,12 @@ not, the cause is an error of computation (padding, kernels, dtypes, a stale ada
 algorithm's: a run ends there. Log-ratios are the objective's own: what it clips.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flow_grpo.base import distributed
 from flow_grpo.base.errors import RunFailed
 
 
@@ -56,14 +56,14 @@ def record(
 
 
 @torch.no_grad()
-def exceeded(log_ratios: Tensor, clip_range: float, limit: float, reduce: Callable) -> list[str]:
-    """What of first log-ratios [rows] is beyond config.train.parity_limit, or its fixed fraction of that; 0 = no limit,
-    as with a clip_range of 0, its unit. A NaN is no disagreement: its row is named as not finite. `reduce`: (sums,
-    maxima) -> the same over all ranks."""
+def exceeded(log_ratios: Tensor, clip_range: float, limit: float) -> list[str]:
+    """What of all ranks' first log-ratios [rows] is beyond config.train.parity_limit, or its fixed fraction of that; 0
+    = no limit, as with a clip_range of 0, its unit. A NaN is no disagreement: its row is named as not finite."""
     if not (limit and clip_range):
         return []
     sizes, clipped = log_ratios.double().abs(), (log_ratios.double().exp() - 1).abs() > clip_range
-    sums, largest = reduce(torch.stack([torch.ones_like(sizes), sizes, clipped.double()]).sum(1), sizes.max()[None])
+    sums = torch.stack([torch.ones_like(sizes), sizes, clipped.double()]).sum(1)
+    sums, largest = distributed.over_ranks(sums, sizes.max()[None])
     num_rows, total, num_clipped = sums.tolist()
     found = largest.item() / clip_range, total / num_rows / clip_range, num_clipped / num_rows
     return [

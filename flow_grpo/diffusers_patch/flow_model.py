@@ -270,7 +270,7 @@ class FlowModel(ABC):
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
         """[B, ...] -> images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time, in one shape if compiled."""
         num = len(latents)
-        if loading.fixed_shape(self.pipeline.vae):
+        if self.pipeline.vae.decoder._compiled_call_impl is not None:  # it would be compiled for each number of images
             whole = -(-num // batch_size) * batch_size
             latents = latents[torch.arange(whole, device=latents.device).clamp(max=num - 1)]
         images = torch.cat([self.decode_batch(part, size).float() for part in latents.split(batch_size)])[:num]

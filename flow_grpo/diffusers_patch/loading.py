@@ -59,14 +59,9 @@ def free_memory() -> None:
 
 
 def compile_decoder(pipeline: DiffusionPipeline) -> None:
-    """On its first use; from then on `fixed_shape`."""
+    """On its first use; from then on FlowModel.decode gives it one shape."""
     if pipeline.vae is not None:
         pipeline.vae.decoder.compile(dynamic=False, options=dict(deterministic=True))  # see compilation.OPTIONS
-
-
-def fixed_shape(vae: torch.nn.Module) -> bool:
-    """Whether each number of images to decode at once would be compiled anew."""
-    return vae.decoder._compiled_call_impl is not None
 
 
 def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeline:

@@ -76,7 +76,8 @@ class EightBitLinear(QuantisedLinear):
 
     def store(self, weight: Tensor) -> None:
         """Each row by its largest."""
-        self._set(*quantise(weight.to(self.rows.device)))
+        for stored, values in zip((self.rows, self.scale), quantise(weight.to(self.rows.device))):
+            stored.copy_(values)
 
     def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
         """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded stochastically,
@@ -86,11 +87,8 @@ class EightBitLinear(QuantisedLinear):
         outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
         growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
         total.div_(growth).clamp_(-LARGEST, LARGEST)  # log2 may round down
-        self._set(stochastic_rounding.rounded(total, E4M3), base.scale * growth)
-
-    def _set(self, rows: Tensor, scale: Tensor) -> None:
-        self.rows.copy_(rows)
-        self.scale.copy_(scale)
+        self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
+        self.scale.copy_(base.scale * growth)
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""

@@ -161,7 +161,7 @@ def _check_parity(run: Run) -> None:
         return
     run.first_ratios = []
     log_ratios, row_ids, timesteps = map(torch.cat, zip(*parts))
-    problems = ratio_statistics.exceeded(log_ratios, train.clip_range, train.parity_limit, distributed.over_ranks)
+    problems = ratio_statistics.exceeded(log_ratios, train.clip_range, train.parity_limit)
     if not problems:
         return
     size, worst = log_ratios.abs().max(0)

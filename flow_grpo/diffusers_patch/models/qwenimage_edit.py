@@ -73,13 +73,10 @@ class QwenImageEdit(QwenImage):
     def check_sources(self, prompts: list[Prompt]) -> None:
         """Raises UserError also for prompts whose sources differ in number or shape, which could share no forward."""
         super().check_sources(prompts)
-        of_shape = {
-            (self._sizes(prompt, "source_pixels"), self._sizes(prompt, "seen_pixels")): prompt for prompt in prompts
-        }
-        if len(of_shape) > 1:
-            examples = " and ".join(
-                f"{sizes} of {quoted(of_shape[sizes, seen].text)}" for sizes, seen in [*of_shape][:2]
-            )
+        kinds = "source_pixels", "seen_pixels"
+        by_sizes = {tuple(self._sizes(prompt, kind) for kind in kinds): prompt for prompt in prompts}
+        if len(by_sizes) > 1:
+            examples = " and ".join(f"{sizes[0]} of {quoted(by_sizes[sizes].text)}" for sizes in [*by_sizes][:2])
             raise UserError(f"sources of all prompts must have one number and shape (width, height), not {examples}")
 
     def _sizes(self, prompt: Prompt, pixels: str) -> tuple[tuple[int, int], ...]:
