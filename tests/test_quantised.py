@@ -12,6 +12,7 @@ from small import FEW, MODELS, config_of, exported, lines_of, loaded, train
 from torch import nn
 
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import policies, quantisation, safetensors_reader
 from flow_grpo.weights.quantisation import KINDS, quantised_layers
@@ -55,7 +56,8 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
 def test_pairs_are_drawn_on_the_base_that_is_trained_on():
     """Frozen, in the run's precision."""
     config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16")
-    transformer = prepare_preferences.load(config, MODELS["qwenimage"], torch.device("cpu")).transformer
+    candidate = policies_to_compare.Candidate(config.model, "base", config, None, None)
+    transformer = policies_to_compare.load(candidate, MODELS["qwenimage"], torch.device("cpu")).transformer
     assert quantisation.precision_of(transformer) == "nf4"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
 
@@ -90,7 +92,7 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow, tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
     how = dict(FEW, base_precision="nf4", lora__rank=32, save_freq=1)
-    how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=2, train__learning_rate=1e-2)
+    how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=1, train__learning_rate=1e-2)
     how |= dict(model=shallow["model"], reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
     train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
