@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from refused import assert_refused
-from small import MODELS, config_of, lines_of, loaded, prepare, train
+from small import MODELS, config_of, lines_of, loaded, prepare, random_images, train
 
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
@@ -132,16 +132,12 @@ def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
 
 
 def test_pairs_of_image_files_have_the_sources_that_their_lines_name(tmp_path):
-    generator, images = rng.generator(0, "pairs"), tmp_path / "images"
+    images, names = tmp_path / "images", [f"{number}.png" for number in range(12)]
     images.mkdir()
-    layout = draw_edits.sample_sources(6, generator)
-    edits = draw_edits.sample_edits(layout, generator)
-    rows = []
-    for number, pictures in enumerate(zip(*map(draw_edits.render, (draw_edits.apply(layout, edits), layout)))):
-        names = [f"{number}_{side}.png" for side in ("winner", "loser")]
-        for name, picture in zip(names, to_pictures(torch.stack(pictures))):
-            picture.save(images / name)
-        rows.append(dict(prompt="remove the circle", winner=names[0], loser=names[1], sources=names[1:]))
+    for name, picture in zip(names, to_pictures(random_images(12))):
+        picture.save(images / name)
+    how = dict(prompt="remove the circle")
+    rows = [how | dict(winner=w, loser=l, sources=[l]) for w, l in zip(names[::2], names[1::2])]
     (images / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = dict(source=str(images), validation_share=0.0)
     folder = prepare(DPO, tmp_path / "pairs", **how)

@@ -188,10 +188,8 @@ def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():
         asked = pickle.loads(body)
         count = len(asked["images"])
         assert all(image.startswith(b"\xff\xd8") for image in asked["images"])
-        if "meta_datas" in asked:
-            found = dict(scores=np.linspace(0, 1, count), strict_rewards=[float(m["x"]) for m in asked["meta_datas"]])
-        else:
-            found = dict(outputs=[np.float32(0.25)] * count)
+        strict = [float(metadata["x"]) for metadata in asked.get("meta_datas", [])]
+        found = dict(outputs=[np.float32(0.25)] * count, scores=np.linspace(0, 1, count), strict_rewards=strict)
         hostile.send(handler, pickle.dumps(found))
 
     with http_server(answer) as (url, _):
