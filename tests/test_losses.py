@@ -217,15 +217,6 @@ def test_golden_dpo(beta):
     assert (win - ref_win < lose - ref_lose).double().mean() == golden(f"dpo/{beta}/accuracy")
 
 
-def test_flow_matching_on_own_images_is_nft_of_an_image_that_counts_wholly_as_good():
-    step, _ = golden_step()
-    images = step.x_t, step.x_0, step.sigma
-    expected = losses.nft_loss(step.velocity, step.old_velocity, *images, torch.ones_like(step.sigma), beta=1.0)
-    assert expected.shape == step.sigma.shape
-    found = losses.own_flow_matching_loss(step.velocity, *images)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
 def test_the_line_goes_from_the_image_to_the_noise_and_its_own_velocity_has_no_error():
     x_0, noise = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).unbind()
     ends = noised(x_0, noise, torch.tensor([0.0, 1000.0, 0.0]))

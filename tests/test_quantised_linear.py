@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from flow_grpo.kernels import compilation, quantised_linear
 from flow_grpo.kernels.quantised_linear import LARGEST, NF4_LEVELS, EightBitLinear, NF4Linear, quantise, unpacked
-from flow_grpo.kernels.stochastic_rounding import rounded, rounded_by
+from flow_grpo.kernels.stochastic_rounding import rounded_by
 from flow_grpo.weights import policies, quantisation
 
 WIDTH, INNER = 64, 208
@@ -188,9 +188,6 @@ def test_a_feed_forward_of_another_kind_is_left_as_it_is(kind):
     assert type(module) is FeedForward
 
 
-DTYPES = [torch.bfloat16, torch.float8_e4m3fn]
-
-
 def spread(dtype):
     """float32 numbers of every size that dtype holds, and 0."""
     limits = torch.finfo(dtype)
@@ -201,7 +198,7 @@ def spread(dtype):
     return x
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_a_number_becomes_one_of_its_two_neighbours_and_their_mean_is_the_number(dtype):
     x, limits = spread(dtype).double(), torch.finfo(dtype)
     noises = (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) for seed in range(400))
@@ -213,13 +210,3 @@ def test_a_number_becomes_one_of_its_two_neighbours_and_their_mean_is_the_number
     assert (high - low <= step).all()
     assert ((found.mean(0) - x).abs() < 0.2 * step).all()  # 8 standard errors
     assert (high > low).double().mean() > 0.5
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_the_dtype_holds_stays_whatever_the_noise(dtype):
-    limits = torch.finfo(dtype)
-    held = spread(dtype).to(dtype).float()
-    held[1, :3] = torch.tensor([limits.max, limits.min, limits.smallest_normal])
-    for noise in (0.0, 0.5, 1 - 2**-24):
-        assert torch.equal(rounded_by(torch.full_like(held, noise), held, dtype).float(), held)
-    assert torch.equal(rounded(held, dtype).float(), held)

@@ -68,7 +68,7 @@ class Pool:
             for start in range(0, len(prompts), scorer.settings.batch_size):
                 rows = slice(start, start + scorer.settings.batch_size)
                 requests[name].append((self._send(scorer, images[rows], prompts[rows]), prompts[rows]))
-        return partial(self._collect, requests, finite.images_are(images), prompts)
+        return partial(self._collect, requests, images.isfinite().flatten(1).all(1), prompts)
 
     def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
         while pending := {f: rows for each in self.scorers.values() for f, rows in each.pending.copy().items()}:

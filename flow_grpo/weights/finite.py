@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from flow_grpo.base import distributed
@@ -29,7 +28,7 @@ def check(tensors: dict[str, Tensor], what: str) -> None:
 
 
 def check_images(finite: Tensor, prompts: list[Prompt]) -> None:
-    """Raises FloatingPointError, which names a prompt, unless all are finite; `finite` [B] is from `images_are`."""
+    """Raises FloatingPointError, which names a prompt, unless all are finite; `finite` [B] bool."""
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
         first = prompts[bad[0]]
@@ -38,9 +37,3 @@ def check_images(finite: Tensor, prompts: list[Prompt]) -> None:
             "weights are too large (config.train.learning_rate), or a precision is too coarse (config.precision, "
             "config.vae_precision)"
         )
-
-
-@torch.no_grad()
-def images_are(images: Tensor) -> Tensor:
-    """[B, ...] -> [B] bool, on the same device, without waiting for it."""
-    return images.isfinite().flatten(1).all(1)
