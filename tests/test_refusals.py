@@ -336,12 +336,6 @@ WEIGHTS = [
     ({}, (), "reward_fn", "shapes"),
     ({"shapes": 1.0}, ["pickscor"], "'pickscor'", "nearest: pickscore"),
 ]
-OPTIONS = [
-    ("pickscore", {"model": 5}, "config.reward.args.pickscore.model is 5", "str"),
-    ("ocr", {"threads": 1.5}, "ocr.threads is 1.5", "int | None"),
-    ("ocr", {"threads": True}, "ocr.threads is True"),
-    ("pickscore", {"models": "a"}, "pickscore", "models", "model, processor"),
-]
 METADATA = [
     ("geneval", {}, "geneval", '"include"'),
     ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
@@ -349,11 +343,15 @@ METADATA = [
 
 
 def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
-    rewards.check_options("ocr", {"threads": None})
     rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
     good, check = {"include": [{"class": "dog", "count": 1}]}, rewards.check_prompts
     rows = [(f"{w} {e}", lambda w=w, e=e: rewards.check_rewards(w, e), words) for w, e, *words in WEIGHTS]
-    rows += [(f"{n} {o}", lambda n=n, o=o: rewards.check_options(n, o), words) for n, o, *words in OPTIONS]
+    unknown = lambda: rewards.check_options("pickscore", {"models": "a"})  # noqa: E731
+    wrong = lambda: rewards.load("aesthetic", "cpu", {"predictor": 5})  # noqa: E731
+    rows += [
+        ("unknown", unknown, ["pickscore", "models", "model, processor"]),
+        ("wrong", wrong, ["'aesthetic'", "int"]),
+    ]
     for name, metadata, *words in METADATA:
         check([name], [Prompt("a", good), Prompt("b", good)])
         prompts = Prompt("a", good), Prompt("b" * 5000, metadata)

@@ -167,11 +167,6 @@ def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, write):
         rewards.load("misused", CPU)
 
 
-def test_options_that_are_no_plain_types_are_not_checked(write):
-    write("import typing\ndef load(device, anything: typing.Any = 1, number: float | None = None): return len")
-    rewards.check_options("misused", {"anything": 3, "number": 3})
-
-
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):
     how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
     folder = train(WINDOW, tmp_path, reward_fn={"jpeg_compressibility": 2.0}, eval__rewards=("shapes",), **how)

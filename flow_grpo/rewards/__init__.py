@@ -17,8 +17,6 @@ import os
 import pkgutil
 import sys
 import traceback
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +30,6 @@ from flow_grpo.base.quoting import quoted
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
-PLAIN = {bool, int, float, str, list, tuple, dict, type(None)}  # types of options that are checked
 GROUP_FIGURES = [name.removeprefix("reward/<name>_") for name in METRICS if name.startswith("reward/<name>_")]
 _LOGGED = [name.partition("/")[2] for name in METRICS if name.startswith(("reward/", "eval/")) and "<" not in name]
 RUNS_OWN = {"diversity", *GROUP_FIGURES, *_LOGGED}  # metrics, and a score, that reward/NAME or eval/NAME would be
@@ -111,19 +108,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise UserError(
             f"config.reward.args.{name}: {', '.join(unknown)} unknown; it takes {', '.join(takes) or 'none'}"
         )
-    for key, value in options.items():
-        if key in takes and not _fits(value, takes[key].annotation):
-            wanted = inspect.formatannotation(takes[key].annotation)
-            raise UserError(f"config.reward.args.{name}.{key} is {quoted(value)}; it must be {wanted}")
     needed = [key for key, value in takes.items() if value.default is inspect.Parameter.empty and key not in options]
     if needed:
         raise UserError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    """Whether an option is of its parameter's type. An int may stand for a float; what is not PLAIN allows anything."""
-    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return type(value) in kinds or not PLAIN.issuperset(kinds) or (float in kinds and type(value) is int)
 
 
 def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
