@@ -67,14 +67,14 @@ def denoise(
         batch = next_batch(in_flight, batching)
         mode = exact if batch[0].needs_log_prob else fast
         new = step_scheduler(batch, denoise_step(velocity, batch, batching, mode))
-        in_flight = [request for request in in_flight + new if not request.finished]
-        ended = [request for request in batch + new if request.finished and not request.continuations]
-        yield from completed_roots(ended)
+        ended = {request for request in batch + new if request.finished}
+        in_flight = [request for request in in_flight + new if request not in ended]
+        yield from completed_roots([request for request in batch + new if request in ended])
 
 
 def completed_roots(ended: list[Request]) -> list[Request]:
     """Of requests that a forward has finished: images, and trunks all of whose branches are finished."""
-    roots = dict.fromkeys(request.trunk or request for request in ended)
+    roots = dict.fromkeys(request.trunk or request for request in ended if not request.continuations)
     return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
 
 

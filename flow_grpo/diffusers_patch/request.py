@@ -59,8 +59,8 @@ class Request:
     @property
     def batch_key(self) -> tuple:
         """Requests with equal keys can share a forward."""
-        shapes = self.latents.shape[1:], self.current_condition.shapes
-        return self.needs_log_prob, self.params.guidance_scale, self.size, *shapes
+        shapes = self.latents.shape, self.current_condition.shapes
+        return self.needs_log_prob, self.params.guidance_scale, self.size, shapes
 
     @property
     def current_condition(self) -> Condition:
