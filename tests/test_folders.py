@@ -109,13 +109,6 @@ def test_a_start_that_fails_leaves_nothing_and_what_was_written_stays(tmp_path):
         pass  # another process may have it now
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file" / "run", tmp_path / "file" / "deep" / "run"):
-        with pytest.raises(ValueError, match=f"config.output_dir: {tmp_path / 'file'}"):
-            folders.take(folder)
-
-
 def test_a_full_disk_is_known_in_any_words():
     assert folders.is_full(OSError(errno.ENOSPC, "No space left"))
     assert folders.is_full(SafetensorError("I/O error: Disk quota exceeded (os error 122)"))
