@@ -7,6 +7,7 @@ import draw_shapes
 import numpy as np
 import pytest
 import torch
+from draw_shapes import TAGS
 from PIL import Image
 from refused import assert_refused
 from scipy import ndimage
@@ -15,7 +16,7 @@ from torch.nn.functional import avg_pool2d, interpolate, pad
 from flow_grpo.base.pixels import from_picture, to_pictures
 from flow_grpo.data import shapes
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, TAGS
+from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES
 from flow_grpo.rewards import shapes as reward
 from flow_grpo.rewards.detection import Detection, detect
 from flow_grpo.rewards.shapes import grade
@@ -291,7 +292,6 @@ def test_what_the_reward_and_the_renderer_cannot_read_is_refused_with_the_prompt
         [
             *((str(metadata), scored(metadata), ["a strange prompt", *words]) for metadata, *words in MALFORMED),
             ("no include", lambda: reward.check_prompts(["a circle"], [{}]), ["'a circle'", "include"]),
-            ("no picture", lambda: detect(torch.ones(1, 4, 64, 64)), ["[1, 4, 64, 64]"]),
             ("too many", drawn("five circles", circle(count=5)["include"]), ["'five circles'", "5"], ValueError),
             ("odd", drawn("odd", square_first), ["'odd'", "include[1]"], ValueError),
         ]

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from draw_shapes import GAP, Layout, PromptTable, render, sample_layouts
+from draw_shapes import GAP, MAX_OBJECTS, Layout, PromptTable, render, sample_layouts
 from torch import Tensor
 
 from flow_grpo.base import rng
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES, WORDINGS
-from flow_grpo.data.shapes import COLORS, MAX_OBJECTS, SHAPES
+from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES
+from flow_grpo.data.shapes import COLORS, SHAPES
 
+WORDINGS = {
+    "recolor": ("make the {object} {to}", "change the {object} to {to}"),
+    "remove": ("remove the {object}", "delete the {object}"),
+    "move": ("move the {object} {to}", "shift the {object} {to}"),
+}
 EDITS = [(action, to) for action, values in VALUES.items() for to in values]
 ACTION = torch.tensor([[*VALUES].index(action) for action, _ in EDITS])  # [V]
 NAMES = [" ".join(filter(None, (color, kind))) for kind in SHAPES for color in (None, *COLORS)]

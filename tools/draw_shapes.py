@@ -10,19 +10,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.data.shapes import (
-    BACKGROUND,
-    COLORS,
-    MAX_OBJECTS,
-    RELATIONS,
-    SHAPES,
-    TAGS,
-    check_metadata,
-    positions,
-    signed_distances,
-)
+from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, positions, signed_distances
 from flow_grpo.rewards import shapes as shapes_reward
 
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+MAX_OBJECTS = 4
 GAP = 0.06  # of the picture's side, between two objects; half of it between an object and the frame
 RADII = ((0.14, 0.30), (0.14, 0.20), (0.13, 0.16), (0.12, 0.14))  # smallest and largest for 1, 2, 3, 4 objects
 CLEAR_OFFSET = 0.25  # of the picture's side, between the centres of two objects in a relation

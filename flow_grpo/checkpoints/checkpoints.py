@@ -59,8 +59,8 @@ def _adamw_state(optimizer: torch.optim.AdamW, group: dict[str, Any], p: nn.Para
         on_device = group["fused"] or group["capturable"]
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.detach()), torch.zeros_like(p.detach())
-    assert state["exp_avg"].shape == p.shape, "offloaded: reload_optimizer_state comes first"
-    assert state["exp_avg"].device == p.device, "offloaded: reload_optimizer_state comes first"
+    average = state["exp_avg"]
+    assert (average.shape, average.device) == (p.shape, p.device), "offloaded: reload_optimizer_state comes first"
     return state
 
 
@@ -122,24 +122,12 @@ def choose(path: Path | str) -> tuple[Path | None, list[str]]:
     checksum, and a sentence for each damaged one that is passed over; None without any. All damaged is a UserError."""
     damaged = []
     for checkpoint in reversed(_at(Path(path))):
-        if not (problem := _problem(checkpoint)):
+        if not (problem := checksums.damage(checkpoint)):
             return checkpoint, [f"{sentence}; the run goes on from {checkpoint}" for sentence in damaged]
         damaged.append(f"{checkpoint} is damaged: {problem}")
     if damaged:
         raise UserError(f"{'; '.join(damaged)}; resume from another checkpoint, or start a run of another run_name")
     return None, []
-
-
-def _problem(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint, "" for nothing."""
-    if problem := checksums.damage(checkpoint):
-        return problem
-    try:
-        read_progress(checkpoint)
-        shards.read_index(checkpoint / STATE)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def find(path: Path) -> Path | None:

@@ -13,11 +13,6 @@ from flow_grpo.data.shapes import COLORS, SHAPES
 
 DIRECTIONS = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}
 VALUES = {"recolor": tuple(COLORS), "remove": (None,), "move": tuple(DIRECTIONS)}  # of "to", by action
-WORDINGS = {
-    "recolor": ("make the {object} {to}", "change the {object} to {to}"),
-    "remove": ("remove the {object}", "delete the {object}"),
-    "move": ("move the {object} {to}", "shift the {object} {to}"),
-}
 MOVE = 0.25  # of the picture's side; how far an object of the training pictures is moved
 
 

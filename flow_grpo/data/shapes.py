@@ -23,8 +23,6 @@ COLORS = {  # far apart, none a blend of two others, and darker than the backgro
 }
 BACKGROUND = (0.92, 0.92, 0.92)
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}  # where the subject lies
-TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-MAX_OBJECTS = 4
 
 
 def signed_distances(x: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from scipy import ndimage
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flow_grpo.base.errors import UserError
 from flow_grpo.data.shapes import BACKGROUND, COLORS, SHAPES, signed_distances
 
 SIDE = 64  # pixels; every picture is looked at with a longer side of this
@@ -87,8 +86,6 @@ class Box(NamedTuple):
 def _frames(images: Tensor) -> tuple[Tensor, Box]:
     """[B, 3, H, W] -> [B, 3, F, F] f32: the picture, whose longer side becomes SIDE pixels, in the middle of a square
     of background; and where it lies."""
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise UserError(f"shapes are looked for in pictures [B, 3, H, W], not {list(images.shape)}")
     images, sides = images.float(), images.shape[2:]
     size = [max(1, round(SIDE * side / max(sides))) for side in sides]
     starts = [HALO + (SIDE - length) // 2 for length in size]
