@@ -5,7 +5,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -48,24 +47,13 @@ class Memory:
         del self.taken[request]
 
 
-class Job(NamedTuple):
-    """A request whose images are decoded."""
-
-    images: list[Tensor]
-    prompts: list[str]
-    metadata: list[dict]
-    sources: list[list[Tensor]]  # what each prompt edits
+# Images, decoded; prompts; metadata; and the sources that each prompt edits.
+Job = tuple[list[Tensor], list[str], list[dict], list[list[Tensor]]]
 
 
 async def read_job(request: Request, limits: Limits, memory: Memory, threads: Threads) -> Job:
-    """The images, prompts and metadata of a request.
-
-    Args:
-        threads: which decode, while the event loop answers others.
-
-    Raises:
-        HTTPException: 400, 408, 411, 413, 422 or 429.
-    """
+    """What a request asks to score; `threads` decode it, while the event loop answers others. Raises HTTPException 400,
+    408, 411, 413, 422 or 429."""
     try:
         async with asyncio.timeout(limits.read_s):
             text, files, sources = await _read_body(request, limits, memory)
@@ -104,7 +92,7 @@ def _parse(text: str, files: list[bytes], sources: list[bytes]) -> Job:
     if len({image.shape for image in images}) > 1:
         raise ValueError("the images of a request have one size")
     decoded = [unpack_image(file) for file in sources]
-    return Job(images, prompts, metadata, _shared(decoded, body.get("sources"), len(prompts)))
+    return images, prompts, metadata, _shared(decoded, body.get("sources"), len(prompts))
 
 
 def _shared(sources: list[Tensor], numbers: list[list[int]] | None, count: int) -> list[list[Tensor]]:

@@ -20,14 +20,11 @@ PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
 
 
 def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDICTOR):
-    """The scorer, in float32 on `device`.
+    """The scorer, in float32 on `device`. Raises UserError: missing weights, or no predictor for this CLIP.
 
     Args:
         model: hub id or folder of the CLIPModel that the predictor was fitted to, and its CLIPProcessor.
         predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
-
-    Raises:
-        UserError: missing weights or processor, or the predictor is not one for this CLIP.
     """
     weights = read_weights("aesthetic", predictor)
     clip, prepare = load_clip("aesthetic", model, model, device)

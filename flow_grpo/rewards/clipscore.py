@@ -15,14 +15,11 @@ RANGE = (0.0, SCALE)
 
 
 def load(device: torch.device | str, model: str = MODEL, prefix: str = ""):
-    """The scorer, in float32 on `device`.
+    """The scorer, in float32 on `device`. Raises UserError: missing weights or processor.
 
     Args:
         model: hub id or folder of a CLIPModel and its CLIPProcessor.
         prefix: put before every prompt, with a space of its own at the end.
-
-    Raises:
-        UserError: missing weights or processor.
     """
     clip, prepare = load_clip("clipscore", model, model, device)
 

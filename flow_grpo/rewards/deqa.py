@@ -11,14 +11,6 @@ RANGE = (0.0, 1.0)
 
 
 def load(device: torch.device, url: str | list = "http://127.0.0.1:18086", allow_pickle: bool = False, **server):
-    """The scorer; nothing is loaded here.
-
-    Args:
-        allow_pickle: must be True. Only plain data are unpickled, see clients/pickled.py.
-        server: token_file, timeout_s.
-
-    Raises:
-        UserError: allow_pickle is not True.
-    """
+    """The scorer; nothing is loaded here. Only plain data are unpickled, see clients/pickled.py."""
     rated = pickled.scorer("deqa", url, allow_pickle, {"score": "outputs"}, **server)
     return lambda images, prompts, metadata: rated(images)

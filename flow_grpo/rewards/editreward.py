@@ -14,14 +14,11 @@ INSTALL = "pip install the repository TIGER-AI-Lab/EditReward in an environment 
 
 
 def load(device: torch.device | str, checkpoint: str, config: str):
-    """The scorer, on `device`.
+    """The scorer, on `device`. Raises UserError: no package.
 
     Args:
         checkpoint: folder with the model.safetensors of TIGER-Lab/EditReward-Qwen2.5-VL-7B.
         config: the repository's YAML file for it, which also names the base model.
-
-    Raises:
-        UserError: no package.
     """
     for name in ("EditReward", "EditReward.inference_edit"):
         package = optional_package("editreward", name, INSTALL)

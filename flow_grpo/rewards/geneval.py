@@ -27,15 +27,7 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
 
 
 def load(device: torch.device, url: str | list = "http://127.0.0.1:18085", allow_pickle: bool = False, **server):
-    """The scorer; nothing is loaded here.
-
-    Args:
-        allow_pickle: must be True. Only plain data are unpickled, see clients/pickled.py.
-        server: token_file, timeout_s.
-
-    Raises:
-        UserError: allow_pickle is not True.
-    """
+    """The scorer; nothing is loaded here. Only plain data are unpickled, see clients/pickled.py."""
     names = {"score": "scores", "strict": "strict_rewards"}
     detected = pickled.scorer("geneval", url, allow_pickle, names, **server)
     return lambda images, prompts, metadata: detected(images, meta_datas=metadata, only_strict=True)

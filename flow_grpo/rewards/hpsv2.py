@@ -15,14 +15,11 @@ RANGE = (-1.0, 1.0)
 
 
 def load(device: torch.device | str, weights: str = WEIGHTS, architecture: str = ARCHITECTURE):
-    """The scorer, in float32 on `device`.
+    """The scorer, in float32 on `device`. Raises UserError: no open_clip, or missing weights.
 
     Args:
         weights: checkpoint whose "state_dict" it is, a local file or owner/repository/file of the hub.
         architecture: name that open_clip knows.
-
-    Raises:
-        UserError: no open_clip, or missing weights.
     """
     open_clip = optional_package("hpsv2", "open_clip", "pip install flow_grpo[hpsv2]")
     state = read_weights("hpsv2", weights)["state_dict"]

@@ -14,14 +14,11 @@ INSTALL = "pip install hpsv3 in an environment of its own, as it pins transforme
 
 
 def load(device: torch.device | str, checkpoint: str | None = None, config: str | None = None):
-    """The scorer, in bfloat16 on `device`.
+    """The scorer, in bfloat16 on `device`. Raises UserError: no package.
 
     Args:
         checkpoint: local HPSv3.safetensors; the hub's MizzenAI/HPSv3 unless given.
         config: the package's YAML file, which also names the base model; its own HPSv3_7B.yaml unless given.
-
-    Raises:
-        UserError: no package.
     """
     package = optional_package("hpsv3", "hpsv3", INSTALL)
     judge = package.HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)

@@ -17,14 +17,11 @@ INSTALL = (
 
 
 def load(device: torch.device | str, model: str = MODEL, folder: str | None = None):
-    """The scorer on `device`.
+    """The scorer on `device`. Raises UserError: no package.
 
     Args:
         model: name that the package knows, or a local checkpoint.
         folder: where the package keeps ImageReward.pt and med_config.json; ~/.cache/ImageReward unless given.
-
-    Raises:
-        UserError: no package.
     """
     package = optional_package("imagereward", "ImageReward", INSTALL)
     judge = package.load(model, device=device, download_root=folder).requires_grad_(False)

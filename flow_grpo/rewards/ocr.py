@@ -64,13 +64,8 @@ def window_distance(text: str, target: str) -> int:
 
 
 def grade(text: str, target: str) -> dict[str, float]:
-    """The score of an image that shows `text`, and what is logged beside it.
-
-    Returns:
-        score: see the module.
-        exact: 1.0 if the target occurs in the text as it is, else 0.0.
-        surplus: characters beyond the target's number, per character of the target.
-    """
+    """The score of an image that shows `text`; "exact", 1.0 if the target occurs in the text as it is, else 0.0; and
+    "surplus", characters beyond the target's number, per character of the target."""
     text, target = normalise(text), normalise(target)
     distance, surplus = window_distance(text, target), max(0, len(text) - len(target))
     score = max(0.0, 1 - (distance + SURPLUS_COST * surplus) / len(target))
@@ -96,12 +91,10 @@ def load(device: torch.device | str, threads: int | None = None) -> Callable[...
     """The scorer. It reads on the CPU, one image at a time, with the weights that come in the package of rapidocr.
 
     The engine enlarges an image's short side to 736 pixels before it looks for text. Upside-down text is not turned.
+    Raises UserError: the engine is not installed.
 
     Args:
         threads: of the engine; torch's number by default.
-
-    Raises:
-        UserError: the engine is not installed.
     """
     read = _reader(threads or torch.get_num_threads())
 

@@ -14,14 +14,11 @@ SCALE = 26.0
 
 
 def load(device: torch.device | str, model: str = MODEL, processor: str = PROCESSOR):
-    """The scorer, in float32 on `device`.
+    """The scorer, in float32 on `device`. Raises UserError: missing weights or processor.
 
     Args:
         model: hub id or folder of a CLIPModel.
         processor: hub id or folder of its CLIPProcessor.
-
-    Raises:
-        UserError: missing weights or processor.
     """
     clip, prepare = load_clip("pickscore", model, processor, device)
 

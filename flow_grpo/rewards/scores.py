@@ -55,14 +55,11 @@ def scores_of(
     metadata: list[dict],
     sources: list[list[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """What a reward's `score` says, checked.
+    """What a reward's `score` says, checked. Raises UserError: as of `checked`, or it left the process.
 
     Args:
-        sources: of each prompt, [3, h, w] in [0, 1] each; for a `score` that takes them.
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
-
-    Raises:
-        UserError: as of `checked`, or it left the process.
+        sources: of each prompt, [3, h, w] in [0, 1] each; for a `score` that takes them.
     """
     more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
     try:

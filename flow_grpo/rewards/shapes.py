@@ -37,10 +37,8 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
 
     A count earns max(0, 1 - |wanted - found| / wanted), a colour 1 if exactly `count` of the class have it, and a
     position 1 if it holds between all objects of the two entries. An exclude clause earns 1 below its count, but 0
-    while the picture has none of a class that the prompt includes. Objects that no clause names cost nothing.
-
-    Raises:
-        UserError: metadata that is malformed; the message names the prompt.
+    while the picture has none of a class that the prompt includes. Objects that no clause names cost nothing. Raises
+    UserError, which names the prompt: metadata that is malformed.
     """
     check_metadata(metadata)
     include, credits = metadata["include"], []

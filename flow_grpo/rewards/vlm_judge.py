@@ -48,6 +48,7 @@ def load(
     **server,
 ) -> Callable[..., Tensor]:
     """A scorer that sends each image with its question and reads a number out of the answer. Nothing is loaded here.
+    Raises UserError: a template without {prompt}, a pattern that is none or has no group, an empty scale.
 
     Args:
         url, model: of the server, without /v1, and what it calls its model.
@@ -55,9 +56,6 @@ def load(
         pattern: regular expression whose first group is the number; its last match counts.
         lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
         server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
-
-    Raises:
-        UserError: a template without {prompt}, a pattern that is none or has no group, an empty scale.
     """
     try:
         find = re.compile(pattern)

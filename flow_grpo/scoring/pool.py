@@ -108,14 +108,8 @@ class Pool:
         return scores
 
     def masked_shares(self, scores: dict[str, Tensor]) -> dict[str, float]:
-        """The share of images without a score, for each reward that may fail.
-
-        Args:
-            scores: of an epoch, of an evaluation, or of a file of pairs.
-
-        Raises:
-            RewardFailed: more than there may be.
-        """
+        """The share of images without a score, for each reward that may fail, of an epoch, an evaluation or a file of
+        pairs. Raises RewardFailed: more than there may be."""
         shares = {}
         for name, scorer in self.scorers.items():
             if scorer.settings.max_masked_share and name in scores:

@@ -17,14 +17,8 @@ SECTIONS = {section or "config": section for section in table.SECTIONS}  # as th
 
 
 def to(words: Sequence[str], file: str, default: str) -> str:
-    """The answer to a command line that asks for one; "" for one that starts a run.
-
-    Args:
-        file: FILE:NAME,VARIANT that the command line names; `default` without one.
-
-    Raises:
-        UserError: --help names a section that there is not, or --list a file that has no list.
-    """
+    """The answer to a command line that asks for one; "" for one that starts a run. `file` is what it names, or
+    `default`. Raises UserError: --help names a section that there is not, or --list a file that has no list."""
     if "--list" in words:
         return _list(file)
     asked = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)

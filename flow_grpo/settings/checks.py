@@ -63,7 +63,6 @@ def check(config: ConfigDict, script: Script) -> None:
         raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
     _check_loss(config, script)
     _check_meaning(config)
-    _check_steps(config)
     _check_speed(config)
     script.check(config.sample)
 
@@ -123,17 +122,9 @@ def _check_meaning(config: ConfigDict) -> None:
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
             f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
         )
-
-
-def _check_steps(config: ConfigDict) -> None:
-    """Which steps are noisy, and from which policy's images."""
-    sample, train = config.sample, config.train
-    check_noise_level(sample.noise_level, sample.sde_type, "config.sample.noise_level")
-    if 1 < train.old_decay_schedule < 2:
-        raise UserError(
-            f"config.train.old_decay_schedule is {train.old_decay_schedule}; it may be 1, 2, or a fixed decay "
-            "from 0 to below 1"
-        )
+    check_noise_level(config.sample.noise_level, config.sample.sde_type, "config.sample.noise_level")
+    if 1 < (decay := config.train.old_decay_schedule) < 2:
+        raise UserError(f"config.train.old_decay_schedule is {decay}; it may be 1, 2, or a fixed decay below 1")
 
 
 def _check_speed(config: ConfigDict) -> None:

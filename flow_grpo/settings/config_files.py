@@ -21,16 +21,13 @@ CHECKOUT = PACKAGE.parent.resolve()
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
     """The config that NAME or NAME,VARIANT,... of a file's functions makes.
 
-    Variants are applied in the order in which the file lists them, so that the order in which they are written on the
-    command line changes nothing.
+    Variants are applied in the order in which the file lists them, whatever the order on the command line. Raises
+    UserError: no such run or variant, with the nearest; or a setting or type that there is not.
 
     Args:
         runs: () -> config, named by their functions.
         variants: config -> config, likewise.
         file: for messages.
-
-    Raises:
-        UserError: no such run or variant, with the nearest; or a setting or type that there is not.
     """
     runs, words = {run.__name__: run for run in runs}, name.split(",")
     variants = {variant.__name__: variant for variant in variants}
@@ -92,14 +89,11 @@ def load(text: str) -> ConfigDict:
 
 def find(file: str) -> Path:
     """A config file. A relative path is looked up in the current directory, then in this checkout, whose scripts may
-    be copied elsewhere. Raises UserError: there is no such file, with those of this checkout."""
+    be copied elsewhere. Raises UserError: there is no such file."""
     for path in (Path(file), CHECKOUT / file):
         if path.is_file():
             return path
-    published = "config/dpo.py, config/grpo.py, config/nft.py"
-    raise UserError(
-        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}"
-    )
+    raise UserError(f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; see config/ there")
 
 
 def module_of(path: Path) -> ModuleType:

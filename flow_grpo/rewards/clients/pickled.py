@@ -37,14 +37,12 @@ def read_scores(data: bytes, names: dict[str, str]) -> dict[str, list[float]]:
 
 
 def scorer(name: str, url: str | list[str], allow_pickle: bool, names: dict[str, str], **server) -> Callable:
-    """(images, **more) -> scores by name, unchecked, of a server that takes and gives pickled dicts.
+    """(images, **more) -> scores by name, unchecked, of a server that takes and gives pickled dicts. Raises UserError:
+    `allow_pickle` is not True, so nobody has said that pickle is fine.
 
     Args:
         names: as of `read_scores`.
         server: token_file, timeout_s of Server.
-
-    Raises:
-        UserError: nobody has said that pickle is fine.
     """
     if allow_pickle is not True:
         raise UserError(
