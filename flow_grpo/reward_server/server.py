@@ -82,11 +82,7 @@ class Rewarder:
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
-    """The server of one reward, whose `score` is loaded.
-
-    Args:
-        token: what `Authorization: Bearer` must say; "" = nothing.
-    """
+    """The server of one reward, whose `score` is loaded; `token` is what a request must bear, "" = nothing."""
     served = Rewarder(name, score, limits, token)
     routes = [Route("/score", served.post_score, methods=["POST"]), Route("/health", served.get_health)]
     return Starlette(routes=routes)
@@ -104,12 +100,7 @@ def announce(name: str, url: str) -> None:
 
 
 async def listen(app: Starlette, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Listen until stopped.
-
-    Args:
-        port: 0 = any that is free.
-        announce: gets the server's address once it listens.
-    """
+    """Listen until stopped, on any free port for port 0; `announce` gets the server's address once it listens."""
     config = uvicorn.Config(
         app,
         host=host,

@@ -48,8 +48,8 @@ def _files() -> set[str]:
 
 
 def register(name: str, score: Callable) -> None:
-    """Make a function, called as a file's `score` is, a reward of this process, where a script's `main(config)` is called
-    in Python or a notebook. Raises UserError: a file has that name."""
+    """Make a function a reward of this process, where a script's `main(config)` is called in Python or a notebook. It
+    takes and returns what a file's `score` does. Raises UserError: a file has that name."""
     if name in _files() or not name.isidentifier():
         raise UserError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
     REGISTERED[name] = SimpleNamespace(load=lambda device: score)

@@ -119,11 +119,7 @@ def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | Rem
 
 
 class LocalScorer(Scorer):
-    """A reward of this process, in threads of its own.
-
-    Args:
-        device: the rank's own, on which images are drawn.
-    """
+    """A reward of this process, in threads of its own; `device` is the rank's, on which images are drawn."""
 
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
         super().__init__(name, settings, "thread")

@@ -20,11 +20,7 @@ HEALTH_S = 10.0  # for which a server's answer to GET /health is waited for
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
-    """Raises UserError for what cannot be meant, or a server that does not answer. Loads no model.
-
-    Args:
-        settings: config.reward.
-    """
+    """Raises UserError for what config.reward cannot mean, or a server that does not answer. Loads no model."""
     args = settings.args.to_dict()
     for name, overrides in args.items():
         if not isinstance(overrides, dict):

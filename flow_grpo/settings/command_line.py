@@ -59,11 +59,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None) -> Any:
-    """The arguments of such a script, for its first lines, as of `parse`.
-
-    Args:
-        check: raises UserError for what can be known without importing torch.
-    """
+    """The arguments of such a script, for its first lines, as of `parse`; `check` raises UserError for what can be
+    known without importing torch."""
     with sentences():
         _check_checkout()
         args = parser.parse_args()
@@ -103,11 +100,7 @@ def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
 
 
 def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str = "") -> None:
-    """Call a script's main; errors that are no bug are sentences.
-
-    Args:
-        after_stop: how to go on after Ctrl-C; "" = what the run's folder says.
-    """
+    """Call a script's main; errors that are no bug are sentences. `after_stop` as of these."""
     try:
         with sentences(after_stop):
             main(config)
@@ -131,11 +124,8 @@ def _tell(config: ConfigDict, error: BaseException) -> str:
 @contextmanager
 def sentences(after_stop: str = "") -> Iterator[None]:
     """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray, a disk
-    is full or another rank has ended (1), and after Ctrl-C (130); a bug keeps its traceback.
-
-    Args:
-        after_stop: how to go on after Ctrl-C.
-    """
+    is full or another rank has ended (1), and after Ctrl-C (130), where `after_stop` says how to go on; "" = what the
+    run's folder says. A bug keeps its traceback."""
     try:
         yield
     except BaseException as error:

@@ -89,11 +89,14 @@ def load(text: str) -> ConfigDict:
 
 def find(file: str) -> Path:
     """A config file. A relative path is looked up in the current directory, then in this checkout, whose scripts may
-    be copied elsewhere. Raises UserError: there is no such file."""
+    be copied elsewhere. Raises UserError: there is no such file, with those of this checkout."""
     for path in (Path(file), CHECKOUT / file):
         if path.is_file():
             return path
-    raise UserError(f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; see config/ there")
+    published = "config/dpo.py, config/grpo.py, config/nft.py"
+    raise UserError(
+        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}"
+    )
 
 
 def module_of(path: Path) -> ModuleType:

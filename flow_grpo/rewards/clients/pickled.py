@@ -24,11 +24,8 @@ class _Plain(pickle.Unpickler):
 
 
 def read_scores(data: bytes, names: dict[str, str]) -> dict[str, list[float]]:
-    """Numbers out of a pickled dict. Raises ServerError for everything else; none of it is run.
-
-    Args:
-        names: what a score is called -> its key in the dict.
-    """
+    """Numbers out of a pickled dict. Raises ServerError for everything else; none of it is run. `names`: what a score
+    is called -> its key in the dict."""
     try:
         answer = _Plain(io.BytesIO(data)).load()
         return {name: [float(value) for value in answer[key]] for name, key in names.items()}
