@@ -11,7 +11,6 @@ from hostile import http_server, send
 from huggingface_hub import HfApi, ModelCard, constants
 from PIL import Image
 from refused import assert_refused
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import MODELS, as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
@@ -89,17 +88,6 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     for folder in (run, run / "best"):
         assert "![samples](samples.png)" in (folder / "README.md").read_text()
         assert Image.open(folder / "samples.png").width > 100
-
-
-def test_a_lora_of_zeros_is_said(copy):
-    assert model_card.complete(copy) == []
-    with safe_open(copy / LORA, "pt") as file:
-        metadata = file.metadata()
-    weights = load_file(copy / LORA)
-    untouched = {name: w if ".lora_A." in name else torch.zeros_like(w) for name, w in weights.items()}
-    save_file(untouched, copy / LORA, metadata=metadata)
-    (notice,) = model_card.complete(copy)
-    assert f"{copy}: the LoRA changes nothing" in notice
 
 
 def test_what_is_no_lora_file_is_named_and_the_other_folder_has_its_card(copy):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, quoted
 
-LONGEST = 1000  # characters
 TIMEOUT_S = 30
 
 senders: dict[str, Callable[[str], None]] = {}  # name -> of one sentence; a tracker that can tell enters itself
@@ -29,14 +28,14 @@ def send(alert: str, text: str) -> str:
     `alert` is config.alert: "" = nobody, the name of a sender, or a command that gets the text as its last argument."""
     if not alert or os.environ.get("RANK", "0") != "0":
         return ""
-    words = in_one_line(text, LONGEST)
+    words = in_one_line(text)
     try:
         if alert in senders:
             senders[alert](words)
         elif alert != "wandb":
             subprocess.run([*shlex.split(alert), words], timeout=TIMEOUT_S, check=True, capture_output=True)
     except subprocess.SubprocessError as error:  # which has the command's words, and a token may be among them
-        said = in_one_line((error.stderr or b"").decode(errors="replace"), LONGEST)
+        said = in_one_line((error.stderr or b"").decode(errors="replace"))
         why = f"ended with {error.returncode}" if hasattr(error, "returncode") else f"took over {TIMEOUT_S} s"
         return f"config.alert failed: {shlex.split(alert)[0]} {why}" + (f": {said}" if said else "")
     except Exception as error:

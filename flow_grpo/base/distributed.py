@@ -76,11 +76,7 @@ def barrier() -> None:
 
 def broadcast_object(value: Any) -> Any:
     """Rank 0's value, on every rank."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+    return gather_objects([value] if is_main() else [])[0]
 
 
 def on_main(function: Callable, *args: Any) -> Any:

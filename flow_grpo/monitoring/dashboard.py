@@ -106,14 +106,8 @@ class Dashboard:
         self._recall()
 
     @on_main
-    def log(
-        self, kind: str, values: dict[str, float], *, epoch: int, step: int, seconds_left: float = math.inf
-    ) -> None:
-        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation".
-
-        Args:
-            seconds_left: after which the run ends with its epoch, for an epoch's ETA.
-        """
+    def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
+        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation"."""
         assert kind in ("update", "epoch", "eval", "test", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
@@ -126,7 +120,7 @@ class Dashboard:
         self.history.append(line)
         self.latest |= record
         if kind != "update":
-            say(self._summary(kind, epoch, values, seconds_left))
+            say(self._summary(kind, epoch, values))
 
     @contextmanager
     def timed(self, phase: str):
@@ -151,13 +145,11 @@ class Dashboard:
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind, epoch, values, seconds_left):
-        evals = sorted(name for name in self.latest if name.startswith("eval/"))
-        held_out = ["validation/implicit_accuracy", "validation/winner_error_gap", "validation/loser_error_gap"]
-        tests = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
-        names = {"eval": evals, "test": tests, "validation": held_out}.get(
-            kind, ["reward/avg", *evals, held_out[0], "loss", "implicit_accuracy", "grad_norm"]
-        )
+    def _summary(self, kind, epoch, values):
+        names = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
+        if kind == "epoch":
+            evals = sorted(name for name in self.latest if name.startswith("eval/"))
+            names = ["reward/avg", *evals, "validation/implicit_accuracy", "loss", "implicit_accuracy", "grad_norm"]
         figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
         if kind != "epoch":
             return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *figures])
@@ -165,8 +157,7 @@ class Dashboard:
         if self.epochs_s:
             figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
             mean_s = sum(self.epochs_s) / len(self.epochs_s)
-            epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
-            figures.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
+            figures.append(f"ETA {tqdm.format_interval((total - epoch - 1) * mean_s)}")
         return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:

@@ -31,18 +31,12 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
     run, notices = recorded.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
-            if run.config.lora.rank and changes_nothing(folder):
-                notices.append(f"{folder}: the LoRA changes nothing, as before training: all of its B weights are 0")
+            if run.config.lora.rank:
+                lora_files.read(folder)
             write_card(run, folder, place)
         except (UserError, OSError) as error:  # all that training made is saved by now
             notices.append(f"{folder} has no model card: {in_one_line(error)}")
     return notices
-
-
-def changes_nothing(folder: Path) -> bool:
-    """Whether a LoRA leaves its base as it is. Raises UserError for what is no LoRA file."""
-    lora_files.read(folder)
-    return not any(weight.any() for name, weight in lora_files.weights(folder).items() if ".lora_B." in name)
 
 
 def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:

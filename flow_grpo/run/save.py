@@ -116,11 +116,16 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
 
 def load_best_state(run: Run) -> str:
     """Go back to the best evaluation's training state, but for the counters; why not, "" where it was done."""
-    state_folder, problem = distributed.on_main(_best_state, run.folder)
-    if state_folder:
-        offload.reload_optimizer_state(run.optimizer)
-        load_state(run, state_folder)
-    return problem
+    folder = best.find(run.folder) / best.STATE
+    try:
+        checkpoint, _ = distributed.on_main(checkpoints.choose, folder)
+    except UserError as error:
+        return str(error)
+    if checkpoint is None:
+        return f"{folder} is not there, as health.action was another one at that evaluation"
+    offload.reload_optimizer_state(run.optimizer)
+    load_state(run, checkpoint)
+    return ""
 
 
 def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Progress:
@@ -137,16 +142,6 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     if run.reference and run.reference.interval:
         run.reference.num_moves = progress.reference_moves
     return progress
-
-
-def _best_state(run_folder: Path) -> tuple[Path | None, str]:
-    folder = best.find(run_folder) / best.STATE
-    try:
-        checkpoint, _ = checkpoints.choose(folder)
-    except ValueError as error:
-        return None, str(error)
-    missing = "" if checkpoint else f"{folder} is not there, as health.action was another one at that evaluation"
-    return checkpoint, missing
 
 
 def _fill_best(run: Run, epoch: int, folder: Path) -> None:
