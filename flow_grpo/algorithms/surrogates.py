@@ -43,18 +43,25 @@ def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 
 
 def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
-    densities = step.log_prob, rows.log_probs, step.mean, rows.means, step.transition_std
-    loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
-    return Surrogate(loss, losses.guard_log_ratio(*densities))
+    """PPO's bound of a ratio freed of its negative bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319),
+    so that one clip range fits all steps; 1 / |dt| evens out the steps' gradients. Log-probs are Gaussian densities."""
+    std = step.transition_std.flatten()
+    bias = ((step.mean - rows.means) ** 2).flatten(1).mean(1) / (2 * std**2)
+    log_ratio = (step.log_prob - rows.log_probs + bias) * std
+    loss = losses.clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, train.clip_range)
+    return Surrogate(loss / step.dt.flatten().abs(), log_ratio)
 
 
 def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
-    means = step.mean, rows.means, step.transition_std
-    loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
-    beyond = losses.gaussian_kl(*means) > train.kl_limit
-    return Surrogate(loss, step.log_prob - rows.log_probs, beyond)
+    """Flow-DPPO (arXiv:2606.11025): -advantage * ratio, without a gradient where the step's KL(new || old) is over the
+    limit, in nats per latent element, and the ratio has moved the way the advantage pushes. The KL depends on both
+    Gaussians, and not on where in them a sample lies."""
+    log_ratio = step.log_prob - rows.log_probs
+    ratio = torch.exp(log_ratio)
+    beyond = losses.gaussian_kl(step.mean, rows.means, step.transition_std) > train.kl_limit
+    stops = beyond & (advantages * (ratio - 1) > 0)
+    loss = -advantages * ratio
+    return Surrogate(torch.where(stops, loss.detach(), loss), log_ratio, beyond)
 
 
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
@@ -64,27 +71,38 @@ def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
 
 
 def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
-    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    target = step.noise - step.x_0
-    loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
+    """PPO's bound of the ratio exp(old error - error): the negative flow matching error takes the log-prob's place
+    (advantage-weighted matching, arXiv:2509.25050)."""
     error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
+    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    loss = losses.clipped_surrogate(-error, -old_error, advantages, train.clip_range)
     return Surrogate(loss, old_error - error)
 
 
 def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """Groups as preferences (DGPO, arXiv:2510.08425), over the reference or, without one, over the old policy."""
+    """Groups as preferences (DGPO, arXiv:2510.08425, as in its published code), over the reference or, without one,
+    over the old policy: sigmoid(s) A error with s = beta mean_group[A (error - reference error)], so that a group whose
+    errors already say what its advantages say weighs little. The gradient is that of softplus(s) group_size / beta,
+    without the rows whose ratio exp(old error - error) has left the clip range the way A pushes."""
     anchor = step.old_velocity if step.reference_velocity is None else step.reference_velocity
-    errors = [velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity, anchor)]
+    velocities = step.velocity, step.old_velocity, anchor
+    error, old_error, reference_error = (velocity_error(v, step.x_0, step.noise) for v in velocities)
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    loss = losses.dgpo_loss(*errors, advantages, step.group_size, train.dgpo_beta, train.clip_range)
-    return Surrogate(loss, errors[1] - errors[0])
+    gained = (advantages * (error - reference_error)).detach().view(-1, step.group_size)
+    weight = torch.sigmoid(train.dgpo_beta * gained.mean(1)).repeat_interleave(step.group_size)
+    stops = (torch.exp(old_error - error) - 1) * advantages.sign() > train.clip_range
+    loss = weight * advantages * torch.where(stops, error.detach(), error)
+    return Surrogate(loss, old_error - error)
 
 
 def elbo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
+    """Policy gradient of the ELBO of a final image (arXiv:2602.04663): rho (A - w log rho) distance with rho = exp(old
+    distance - distance), both without a gradient. The gradient is that of w (rho log rho - rho) - A rho, whose minimum
+    over rho is exp(A / w). w = 0 is its "EPG", above 0 its "PEPG". The distances are the negative ELBOs."""
     images = step.x_t, step.x_0, step.sigma
     distance, old_distance = (losses.own_flow_matching_loss(v, *images) for v in (step.velocity, step.old_velocity))
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
-    return Surrogate(loss, old_distance - distance, beyond=torch.zeros_like(distance, dtype=torch.bool))
+    log_ratio = old_distance - distance
+    detached = log_ratio.detach()
+    loss = detached.exp() * (advantages - train.proximal_weight * detached) * distance
+    return Surrogate(loss, log_ratio, beyond=torch.zeros_like(distance, dtype=torch.bool))
