@@ -43,36 +43,17 @@ def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
     return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
 
 
-def nft_loss(
-    velocity: Tensor, old_velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor, reward_prob: Tensor, beta: float
-) -> Tensor:
-    """DiffusionNFT's objective, [B], before its factor 5 (arXiv:2509.16117, eq. 5, with self-normalised distances).
-
-    A policy mixed of the old one and `velocity` is to predict good images, its mirror image bad ones.
-
-    Args:
-        velocity, old_velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
-        sigma, reward_prob: [B].
-        beta: share of `velocity` in the mixture, above 0.
-    """
-    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
-    positive = beta * velocity + (1 - beta) * old_velocity
-    negative = (1 + beta) * old_velocity - beta * velocity
-    good, bad = (_normalised_distance(x_t - sigma * v, x_0) for v in (positive, negative))
-    return (reward_prob * good + (1 - reward_prob) * bad) / beta
-
-
 def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
-    """Flow matching on the policy's own images, good and bad alike, [B], with nft_loss's self-normalised distance.
+    """Flow matching on the policy's own images, good and bad alike, [B], with a self-normalised distance of images.
 
     NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
     the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
-    epoch. This loss adds a constant to all advantages: it stops that. Arguments as in `nft_loss`."""
-    return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
+    epoch. This loss adds a constant to all advantages: it stops that.
 
-
-def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
-    error = (prediction - x_0).flatten(1)
+    Args:
+        velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma [B].
+    """
+    error = (x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity - x_0).flatten(1)
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
 
 

@@ -65,9 +65,15 @@ def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 
 
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
-    good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
-    return Surrogate(5 * losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta))
+    """DiffusionNFT's (arXiv:2509.16117, eq. 5, with self-normalised distances), with the factor 5 of its published
+    code: a policy mixed of the old one and a share of the trained one is to predict good images, its mirror image bad
+    ones."""
+    reward_prob, beta = losses.nft_reward_prob(advantages, train.adv_clip_max), train.nft_beta
+    positive = beta * step.velocity + (1 - beta) * step.old_velocity
+    negative = (1 + beta) * step.old_velocity - beta * step.velocity
+    images = step.x_t, step.x_0, step.sigma
+    good, bad = (losses.own_flow_matching_loss(v, *images) for v in (positive, negative))
+    return Surrogate(5 * ((reward_prob * good + (1 - reward_prob) * bad) / beta))
 
 
 def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
