@@ -13,10 +13,9 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_advantages, has_signal
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, stratified_timesteps, velocity_error
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
-from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.run.update import learning_rate
 from flow_grpo.settings.table import BY_KEY
 
@@ -58,39 +57,37 @@ def test_every_step_weight_and_schedule_of_the_settings_exists():
         assert losses.learning_rate_share(0, 8, schedule, 0) == 1
 
 
-def surrogate(name, advantages=None, clip_range=None, **changes):
-    """Of an objective, on the golden numbers, [12] float64."""
-    clip_range = float(GOLDEN["guard/clip_range"]) if clip_range is None else clip_range
-    advantages = golden("ppo/advantages") if advantages is None else advantages
+def guard(**changes):
+    """GRPO-Guard's objective on the golden numbers, [12] float64."""
     std = golden("guard/std_dev_t") * golden("guard/abs_dt").sqrt()
     numbers = dict(
         log_prob=golden("ppo/log_prob"),
+        old_log_prob=golden("ppo/log_prob_old"),
         mean=golden("guard/mean"),
+        old_mean=golden("guard/mean_old"),
         transition_std=std.expand(12, 1, 1),
         dt=-golden("guard/abs_dt").expand(12, 1, 1),
+        advantages=golden("ppo/advantages"),
+        clip_range=float(GOLDEN["guard/clip_range"]),
     )
-    rows = SimpleNamespace(log_probs=golden("ppo/log_prob_old"), means=golden("guard/mean_old"))
-    step = SDEStep(**dict.fromkeys(SDEStep._fields) | numbers | changes)
-    train = ConfigDict(dict(clip_range=clip_range, kl_limit=clip_range))
-    return OBJECTIVES[name].function(step, rows, advantages, train)
+    return losses.guard_surrogate(**numbers | changes)
 
 
 def test_golden_guard():
-    torch.testing.assert_close(surrogate("guard").loss.mean(), golden("guard/loss").mean(), rtol=1e-6, atol=0)
-    found = surrogate("guard", -torch.ones(12, dtype=torch.float64), clip_range=1e9)
-    torch.testing.assert_close(found.log_ratio.exp(), golden("guard/ratio"), rtol=1e-9, atol=0)
-    ratio = found.loss * float(GOLDEN["guard/abs_dt"])
+    torch.testing.assert_close(guard().mean(), golden("guard/loss").mean(), rtol=1e-6, atol=0)
+    minus_one = dict(advantages=-torch.ones(12, dtype=torch.float64), clip_range=1e9)
+    ratio = guard(**minus_one) * float(GOLDEN["guard/abs_dt"])
     torch.testing.assert_close(ratio, golden("guard/ratio"), rtol=1e-9, atol=0)
 
 
 def test_guards_rows_may_stand_at_different_steps():
     scale = torch.linspace(0.5, 2, 12, dtype=torch.float64).view(12, 1, 1)
     rows = dict(transition_std=0.1 * scale, dt=-0.01 * scale)
-    together = surrogate("guard", **rows).loss
+    together = guard(**rows)
     for i in range(12):
         alone = dict(transition_std=rows["transition_std"][i : i + 1].expand(12, 1, 1))
         alone |= dict(dt=rows["dt"][i : i + 1].expand(12, 1, 1))
-        torch.testing.assert_close(surrogate("guard", **alone).loss[i], together[i])
+        torch.testing.assert_close(guard(**alone)[i], together[i])
 
 
 def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
@@ -103,9 +100,9 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
     stops = (kl > limit) & (advantages.sign() == (ratio - 1).sign())
     assert 0 < stops.sum() < (kl > limit).sum()
     learned = log_prob.clone().requires_grad_()
-    found = surrogate("dppo", clip_range=limit, log_prob=learned, transition_std=std.view(12, 1, 1))
-    torch.testing.assert_close(found.loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
-    found.loss.sum().backward()
+    loss = losses.dppo_surrogate(learned, old, mean, old_mean, std.view(12, 1, 1), advantages, limit)
+    torch.testing.assert_close(loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
+    loss.sum().backward()
     torch.testing.assert_close(learned.grad, -advantages * ratio * ~stops, rtol=1e-9, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""What objectives are made of, as pure functions of tensors. B rows; each returns one float32 value per row, [B].
+"""The objectives, as pure functions of tensors. B rows; each returns one float32 value per row, [B].
 
 A log-prob is a mean over the elements of the latents, not a sum: ratios stay near 1, and a clip range of 1e-4 acts.
 """
@@ -15,6 +15,55 @@ def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor
     ratio = torch.exp(log_prob - old_log_prob)
     clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)
     return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def guard_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    transition_std: Tensor,
+    dt: Tensor,
+    advantages: Tensor,
+    clip_range: float,
+) -> Tensor:
+    """GRPO-Guard's objective (arXiv:2510.22319): PPO's bound of `guard_log_ratio`, whose one clip range fits all steps;
+    1 / |dt| evens out the steps' gradients. advantages [B], dt [B, 1...]; the others as in `guard_log_ratio`."""
+    log_ratio = guard_log_ratio(log_prob, old_log_prob, mean, old_mean, transition_std)
+    return clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range) / dt.flatten().abs()
+
+
+def guard_log_ratio(
+    log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, transition_std: Tensor
+) -> Tensor:
+    """The log-ratio freed of its negative bias and of its step's noise scale, [B] (GRPO-Guard, arXiv:2510.22319).
+
+    Args:
+        log_prob, old_log_prob: [B]; must be Gaussian densities, means over elements.
+        mean, old_mean: [B, ...], means of the step under the policy and under the one that sampled it.
+        transition_std: [B, 1...].
+    """
+    std = transition_std.flatten()
+    bias = ((mean - old_mean) ** 2).flatten(1).mean(1) / (2 * std**2)
+    return (log_prob - old_log_prob + bias) * std
+
+
+def dppo_surrogate(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    mean: Tensor,
+    old_mean: Tensor,
+    transition_std: Tensor,
+    advantages: Tensor,
+    kl_limit: float,
+) -> Tensor:
+    """Flow-DPPO (arXiv:2606.11025), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is over
+    `kl_limit`, in nats per latent element, and the ratio has moved the way the advantage pushes: it depends on both
+    Gaussians, and not on where in them a sample lies. Arguments as in `guard_surrogate`."""
+    ratio = torch.exp(log_prob - old_log_prob)
+    loss = -advantages * ratio
+    stops = (gaussian_kl(mean, old_mean, transition_std) > kl_limit) & (advantages * (ratio - 1) > 0)
+    return torch.where(stops, loss.detach(), loss)
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -43,18 +92,44 @@ def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
     return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
 
 
+def nft_loss(
+    velocity: Tensor, old_velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor, reward_prob: Tensor, beta: float
+) -> Tensor:
+    """DiffusionNFT's objective, [B], before its factor 5 (arXiv:2509.16117, eq. 5, with self-normalised distances).
+
+    A policy mixed of the old one and `velocity` is to predict good images, its mirror image bad ones.
+
+    Args:
+        velocity, old_velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
+        sigma, reward_prob: [B].
+        beta: share of `velocity` in the mixture, above 0.
+    """
+    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
+    positive = beta * velocity + (1 - beta) * old_velocity
+    negative = (1 + beta) * old_velocity - beta * velocity
+    good, bad = (_normalised_distance(x_t - sigma * v, x_0) for v in (positive, negative))
+    return (reward_prob * good + (1 - reward_prob) * bad) / beta
+
+
 def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
-    """Flow matching on the policy's own images, good and bad alike, [B], with a self-normalised distance of images.
+    """Flow matching on the policy's own images, good and bad alike, [B], with nft_loss's self-normalised distance.
 
     NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
     the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
-    epoch. This loss adds a constant to all advantages: it stops that.
+    epoch. This loss adds a constant to all advantages: it stops that. Arguments as in `nft_loss`."""
+    return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
 
-    Args:
-        velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma [B].
-    """
-    error = (x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity - x_0).flatten(1)
+
+def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
+    error = (prediction - x_0).flatten(1)
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
+
+
+def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: PPO's bound of the ratio exp(old error - error). The
+    negative flow matching error takes the log-prob's place. Velocities [B, ...]; target = noise - x_0."""
+    error, old_error = ((v - target).square().flatten(1).mean(1) for v in (velocity, old_velocity))
+    return clipped_surrogate(-error, -old_error, advantages, clip_range)
 
 
 def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:

@@ -43,45 +43,32 @@ def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 
 
 def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """PPO's bound of a ratio freed of its negative bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319),
-    so that one clip range fits all steps; 1 / |dt| evens out the steps' gradients. Log-probs are Gaussian densities."""
-    std = step.transition_std.flatten()
-    bias = ((step.mean - rows.means) ** 2).flatten(1).mean(1) / (2 * std**2)
-    log_ratio = (step.log_prob - rows.log_probs + bias) * std
-    loss = losses.clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, train.clip_range)
-    return Surrogate(loss / step.dt.flatten().abs(), log_ratio)
+    """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
+    densities = step.log_prob, rows.log_probs, step.mean, rows.means, step.transition_std
+    loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
+    return Surrogate(loss, losses.guard_log_ratio(*densities))
 
 
 def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """Flow-DPPO (arXiv:2606.11025): -advantage * ratio, without a gradient where the step's KL(new || old) is over the
-    limit, in nats per latent element, and the ratio has moved the way the advantage pushes. The KL depends on both
-    Gaussians, and not on where in them a sample lies."""
-    log_ratio = step.log_prob - rows.log_probs
-    ratio = torch.exp(log_ratio)
-    beyond = losses.gaussian_kl(step.mean, rows.means, step.transition_std) > train.kl_limit
-    stops = beyond & (advantages * (ratio - 1) > 0)
-    loss = -advantages * ratio
-    return Surrogate(torch.where(stops, loss.detach(), loss), log_ratio, beyond)
+    """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
+    means = step.mean, rows.means, step.transition_std
+    loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
+    beyond = losses.gaussian_kl(*means) > train.kl_limit
+    return Surrogate(loss, step.log_prob - rows.log_probs, beyond)
 
 
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """DiffusionNFT's (arXiv:2509.16117, eq. 5, with self-normalised distances), with the factor 5 of its published
-    code: a policy mixed of the old one and a share of the trained one is to predict good images, its mirror image bad
-    ones."""
-    reward_prob, beta = losses.nft_reward_prob(advantages, train.adv_clip_max), train.nft_beta
-    positive = beta * step.velocity + (1 - beta) * step.old_velocity
-    negative = (1 + beta) * step.old_velocity - beta * step.velocity
-    images = step.x_t, step.x_0, step.sigma
-    good, bad = (losses.own_flow_matching_loss(v, *images) for v in (positive, negative))
-    return Surrogate(5 * ((reward_prob * good + (1 - reward_prob) * bad) / beta))
+    """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
+    good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
+    return Surrogate(5 * losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta))
 
 
 def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """PPO's bound of the ratio exp(old error - error): the negative flow matching error takes the log-prob's place
-    (advantage-weighted matching, arXiv:2509.25050)."""
-    error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
+    """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    loss = losses.clipped_surrogate(-error, -old_error, advantages, train.clip_range)
+    target = step.noise - step.x_0
+    loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
+    error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
     return Surrogate(loss, old_error - error)
 
 
