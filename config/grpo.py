@@ -196,7 +196,7 @@ def long(config):
     config.train.ema_interval = 1
     if config.sample.num_branches > 1:
         config.sample.flash_ratio = 0.0
-        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.985
+        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.995
         return config
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
     config.sample.batch_size = 36

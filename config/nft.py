@@ -28,8 +28,10 @@ def shapes_qwenimage_nft():
 
 
 def pickscore_qwenimage_nft():
-    """DiffusionNFT on Qwen-Image, 512 px, without guidance."""
-    return forward(models.compiled(models.qwenimage()))
+    """DiffusionNFT on Qwen-Image, 512 px, without guidance. Three of nine noise levels teach as much as all of them."""
+    config = forward(models.compiled(models.qwenimage()))
+    config.train.timestep_fraction = 0.3
+    return config
 
 
 def pickscore_qwenimage_2512_nft():

@@ -30,7 +30,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, updates
+from flow_grpo.run.update import backward, optimizer_step, update_guidance, updates
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
@@ -58,11 +58,6 @@ def noise_of(run: Run, image: int) -> int:
     velocities are compared with, above all.
     """
     return image - image % run.plan.group_size if run.config.train.shared_noise else image
-
-
-def update_guidance(config: ConfigDict) -> float:
-    """The guidance scale of the old and of the trained policy's forwards in the update."""
-    return config.train.guidance_scale or config.sample.guidance_scale
 
 
 def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None]:

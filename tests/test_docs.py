@@ -19,6 +19,7 @@ import split_prompts
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from refused import assert_refused
+from safetensors.torch import load_file
 from small import ROOT, config_of, evaluated, lines_of, train
 
 from config import grpo
@@ -168,6 +169,24 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     names["main"](config)
     line = lines_of(tmp_path / config.name, "update")[0]
     assert line["advantage_abs_mean"] > 0 < line["grad_norm"]
+
+
+def test_the_mean_of_two_runs_is_a_model(recorded, tmp_path, monkeypatch):
+    (mean,) = python_of("howto/evaluate")
+    monkeypatch.chdir(tmp_path)
+    Path("flow_grpo").symlink_to(ROOT / "flow_grpo")
+    for name, best in (
+        ("a", recorded("nft, full weights").folder / "best"),
+        ("b", ROOT / "flow_grpo/assets/tiny_qwenimage"),
+    ):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "best").symlink_to(best)
+    exec(compile(mean, "page", "exec"), {})
+    file = "transformer/diffusion_pytorch_model.safetensors"
+    first, second, found = (load_file(Path(folder, file)) for folder in ("runs/a/best", "runs/b/best", "runs/mean"))
+    assert any((first[name] != second[name]).any() for name in first)
+    for name, value in found.items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2)
 
 
 def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):

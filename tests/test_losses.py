@@ -136,6 +136,9 @@ def test_golden_decay_of_the_old_policy(schedule):
     found = [losses.old_policy_decay(step, schedule) for step in range(0, 1000, 50)]
     assert found == pytest.approx(GOLDEN[f"nft/decay/{schedule}"].tolist(), abs=1e-12)
     assert [losses.old_policy_decay(500, fixed) for fixed in (0, 0.9)] == [0, 0.9]
+    for wrong in (-0.1, 1.5, 3):
+        with pytest.raises(ValueError, match=rf"is {wrong}; it may be 1, 2, or"):
+            losses.old_policy_decay(0, wrong)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_nothing():

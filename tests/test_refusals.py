@@ -67,6 +67,7 @@ TRAINING = {  # a script's run -> its rows
         no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="dppo"),
         no("clip_range is 0.001", "objective 'dppo'", train__clip_range=1e-3, train__objective="dppo"),
         no("kl_limit is 0.1", "objective 'clip'", train__kl_limit=0.1),
+        no("train.guidance_scale is 2.0", "old_log_prob 'recompute'", train__guidance_scale=2.0),
         no("eval.rewards", "'shape'", "shapes", eval__rewards=("shape",)),
         no("noise_level is 0", sample__noise_level=0.0),
         no("noise_level is 1.2", "to 1.0", sample__noise_level=1.2, sample__sde_type="cps"),

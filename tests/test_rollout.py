@@ -82,9 +82,12 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
 
     settings = shallow | dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=1)
     right = lines_of(train(name, tmp_path / "right", train__old_log_prob="recompute", **settings))
+    apart = dict(sample__guidance_scale=2.0, train__guidance_scale=1.0)  # of the guidance in the update alone
+    guided = lines_of(train(name, tmp_path / "guided", train__old_log_prob="recompute", **settings, **apart))
     monkeypatch.setattr(sampling, "from_trace", wrong)
     cured = lines_of(train(name, tmp_path / "cured", train__old_log_prob="recompute", **settings))
-    for lines, gap in ((right, 0.0), (cured, 1e-3)):
+    assert guided[-1]["parity/recomputed_abs_diff_max"] > 1e-3
+    for lines, gap in ((right, 0.0), (cured, 1e-3), (guided, guided[-1]["parity/recomputed_abs_diff_max"])):
         first, *_, epoch = [line for line in lines if line["kind"] in ("update", "epoch")]
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)

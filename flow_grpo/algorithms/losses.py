@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flow_grpo.base.errors import UserError
+
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
     """PPO's pessimistic bound, negated so that smaller is better (Flow-GRPO, arXiv:2505.05470, eq. 5). All [B]."""
@@ -132,6 +134,39 @@ def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages:
     return clipped_surrogate(-error, -old_error, advantages, clip_range)
 
 
+def dgpo_loss(
+    error: Tensor,
+    old_error: Tensor,
+    reference_error: Tensor,
+    advantages: Tensor,
+    group_size: int,
+    beta: float,
+    clip_range: float,
+) -> Tensor:
+    """Direct group preference optimisation (DGPO, arXiv:2510.08425, as in its published code), [B]: sigmoid(s) A error
+    with s = beta mean_group[A (error - reference error)], so that a group whose errors already say what its advantages
+    say weighs little. The gradient is that of softplus(s) group_size / beta, without the rows whose ratio exp(old error
+    - error) has left the clip range the way A pushes.
+
+    Args:
+        error, old_error, reference_error: [B], velocity errors of groups of `group_size` neighbours, which share noise
+            and level.
+    """
+    gained = (advantages * (error - reference_error)).detach().view(-1, group_size)
+    weight = torch.sigmoid(beta * gained.mean(1)).repeat_interleave(group_size)
+    stops = (torch.exp(old_error - error) - 1) * advantages.sign() > clip_range
+    return weight * advantages * torch.where(stops, error.detach(), error)
+
+
+def elbo_loss(distance: Tensor, old_distance: Tensor, advantages: Tensor, proximal_weight: float) -> Tensor:
+    """Policy gradient of the ELBO of a final image (arXiv:2602.04663), [B]: rho (A - w log rho) distance with rho =
+    exp(old distance - distance), both without a gradient. The gradient is that of w (rho log rho - rho) - A rho, whose
+    minimum over rho is exp(A / w). w = 0 is its "EPG", above 0 its "PEPG". The distances are own_flow_matching_loss's,
+    the negative ELBOs of the policy and of the one that sampled."""
+    log_ratio = (old_distance - distance).detach()
+    return log_ratio.exp() * (advantages - proximal_weight * log_ratio) * distance
+
+
 def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:
     """Share of the configured learning rate that update `step` (from 0) of `num_updates` takes, above 0.
 
@@ -146,9 +181,11 @@ def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updat
 
 def old_policy_decay(step: int, schedule: float) -> float:
     """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4). `schedule`:
-    below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999."""
-    if schedule < 1:
+    below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999; others are refused."""
+    if 0 <= schedule < 1:
         return schedule
     if schedule == 1:
         return min(0.001 * step, 0.5)
-    return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+    if schedule == 2:
+        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+    raise UserError(f"train.old_decay_schedule is {schedule}; it may be 1, 2, or a fixed decay from 0 to below 1")

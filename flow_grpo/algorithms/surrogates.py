@@ -73,29 +73,18 @@ def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
 
 
 def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """Groups as preferences (DGPO, arXiv:2510.08425, as in its published code), over the reference or, without one,
-    over the old policy: sigmoid(s) A error with s = beta mean_group[A (error - reference error)], so that a group whose
-    errors already say what its advantages say weighs little. The gradient is that of softplus(s) group_size / beta,
-    without the rows whose ratio exp(old error - error) has left the clip range the way A pushes."""
+    """Groups as preferences (DGPO, arXiv:2510.08425), over the reference or, without one, over the old policy."""
     anchor = step.old_velocity if step.reference_velocity is None else step.reference_velocity
-    velocities = step.velocity, step.old_velocity, anchor
-    error, old_error, reference_error = (velocity_error(v, step.x_0, step.noise) for v in velocities)
+    errors = [velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity, anchor)]
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    gained = (advantages * (error - reference_error)).detach().view(-1, step.group_size)
-    weight = torch.sigmoid(train.dgpo_beta * gained.mean(1)).repeat_interleave(step.group_size)
-    stops = (torch.exp(old_error - error) - 1) * advantages.sign() > train.clip_range
-    loss = weight * advantages * torch.where(stops, error.detach(), error)
-    return Surrogate(loss, old_error - error)
+    loss = losses.dgpo_loss(*errors, advantages, step.group_size, train.dgpo_beta, train.clip_range)
+    return Surrogate(loss, errors[1] - errors[0])
 
 
 def elbo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """Policy gradient of the ELBO of a final image (arXiv:2602.04663): rho (A - w log rho) distance with rho = exp(old
-    distance - distance), both without a gradient. The gradient is that of w (rho log rho - rho) - A rho, whose minimum
-    over rho is exp(A / w). w = 0 is its "EPG", above 0 its "PEPG". The distances are the negative ELBOs."""
+    """The policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
     images = step.x_t, step.x_0, step.sigma
     distance, old_distance = (losses.own_flow_matching_loss(v, *images) for v in (step.velocity, step.old_velocity))
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    log_ratio = old_distance - distance
-    detached = log_ratio.detach()
-    loss = detached.exp() * (advantages - train.proximal_weight * detached) * distance
-    return Surrogate(loss, log_ratio, beyond=torch.zeros_like(distance, dtype=torch.bool))
+    loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
+    return Surrogate(loss, old_distance - distance, beyond=torch.zeros_like(distance, dtype=torch.bool))

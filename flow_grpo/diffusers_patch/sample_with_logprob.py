@@ -142,10 +142,11 @@ def _checked_job(
     if len(generators) != count:
         raise UserError(f"generators has {len(generators)} entries for {count} prompts; give one for each")
     model.check_size(size)
-    if not isinstance(steps, range) or steps.step != 1 or any(step not in range(params.num_steps) for step in steps):
-        raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps of the {params.num_steps} steps")
-    if params.num_steps - 1 in steps and params.noise_level and params.sde_type.startswith("cps"):
-        raise UserError(f"{name} is {steps} of {params.num_steps}, but the last of {params.sde_type!r} adds no noise")
+    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
+        raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
+    if steps and steps.stop > params.num_steps:
+        raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
+    params.check_noisy(steps)
     if not isinstance(prompts, Condition):
         prompts = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = model.encode(prompts, guided=model.is_guided(params.guidance_scale))

@@ -41,6 +41,14 @@ class SamplingParams:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(map(repr, choices))}")
         check_noise_level(self.noise_level, self.sde_type)
 
+    def check_noisy(self, steps: range) -> None:
+        """Raises UserError if one of the noisy `steps` has no noise to score: the last of cps keeps none."""
+        if steps and steps.stop == self.num_steps and self.noise_level and self.sde_type.startswith("cps"):
+            raise UserError(
+                f"the noisy steps are {steps} of {self.num_steps}, but the last step of {self.sde_type!r} adds no "
+                "noise; leave it out"
+            )
+
 
 def check_noise_level(noise_level: float, sde_type: str, name: str = "noise_level") -> None:
     """Raises UserError for a noise whose steps are not finite, or that rounding takes away; 0 has none."""

@@ -67,11 +67,16 @@ class _FeedForward(FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         first, _, last = self.net
         x = first.proj(x)
-        base = last.get_base_layer() if isinstance(last, BaseTunerLayer) else last
-        if not (isinstance(base, EightBitLinear) and base.rounds_x):
+        if not _rounds_x(last):
             return last(gelu(x))
         largest = gelu(x.detach().amax(-1, keepdim=True)).clamp(min=-LOWEST_GELU)
         return last(gelu(x), largest=largest)
+
+
+def _rounds_x(layer: nn.Module) -> bool:
+    """Whether a linear layer, adapted or not, multiplies rows of 8 bits."""
+    base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    return isinstance(base, EightBitLinear) and base.rounds_x
 
 
 def gelu(x: Tensor) -> Tensor:

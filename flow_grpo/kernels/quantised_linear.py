@@ -24,8 +24,7 @@ NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2
 
 class QuantisedLinear(nn.Module):
     """x W^T + b of a stored W [out, in] that gets no gradient; the result is of `dtype`. Its weight has no dtype that
-    an optimizer or autocast would see, and is in no state dict. A class of it says what W is stored as (`empty`), and
-    fills that in from numbers of any floating dtype and device (`store`)."""
+    an optimizer or autocast would see, and is in no state dict: `store` fills it."""
 
     rounds_x = False  # whether x has 8 bits in products, too; for results that enter neither a log-prob nor a loss
 
@@ -49,6 +48,14 @@ class QuantisedLinear(nn.Module):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((self.out_features, self.in_features))
+
+    def empty(self, device: torch.device) -> dict[str, Tensor]:
+        """What W is stored as, by name, without its numbers."""
+        raise NotImplementedError
+
+    def store(self, weight: Tensor) -> None:
+        """Fill in W [out, in], of any floating dtype and from any device; no more of it than this lies beside it."""
+        raise NotImplementedError
 
 
 class EightBitLinear(QuantisedLinear):

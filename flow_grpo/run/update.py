@@ -4,6 +4,7 @@ checks before it moves any weight."""
 from collections.abc import Iterator
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics
@@ -47,6 +48,11 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
             yield minibatches
 
 
+def update_guidance(config: ConfigDict) -> float:
+    """The guidance scale of the policy's forwards in the update."""
+    return config.train.guidance_scale or config.sample.guidance_scale
+
+
 def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
     """The stored outcomes under the reference; None, and no forward, where train.beta is 0.
 
@@ -54,7 +60,7 @@ def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
     """
     if run.reference is None:
         return None
-    scale = run.reference.guidance(run.config.sample.guidance_scale)
+    scale = run.reference.guidance(update_guidance(run.config))
     with torch.no_grad(), run.reference.applied():
         return recompute_steps(run, rows, scale)
 
@@ -69,7 +75,8 @@ def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = No
     size, outcomes = run.plan.batch_size, run.plan.num_branches
     row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
     latents, timesteps = rows.latents[row], rows.timesteps[row]
-    velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
+    scale = update_guidance(run.config) if guidance_scale is None else guidance_scale
+    velocity = run.velocity(latents, timesteps, rows.condition.take(row), scale)
     if outcomes > 1:
         latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
     step = sde_step_with_logprob(

@@ -219,7 +219,7 @@ SETTINGS = (
             min=0, max=1000, used_by=ONLINE, when=(("train.beta",),)),
     Setting("train.guidance_scale", 0.0,
             "Guidance scale of the policy in the update, the old and the trained one; 0 = sample's.",
-            min=0, max=1000, used_by=(NFT,)),
+            min=0, max=1000, used_by=ONLINE, when=(("train.old_log_prob", "recompute"),)),
     Setting("train.shared_noise", False, "Noise the images of a group alike, to the same levels.", used_by=(NFT,)),
     Setting("train.flow_matching_weight", 0.0, "Weight of flow matching on the run's own images, good and bad alike.",
             min=0, used_by=(NFT,)),

@@ -73,15 +73,20 @@ def stored_adapter(folder: Path | str, otherwise: Callable = lambda name, shape:
 
 
 def check_lora(lora) -> lora_files.Adapter | None:
-    """What is in lora.path; None where that is "". Raises UserError where it is no diffusers LoRA folder of this rank
-    and alpha, or not finite."""
+    """What is in lora.path; None where that is "".
+
+    Raises:
+        UserError: it is no diffusers LoRA folder of this rank and alpha, or not finite.
+    """
     if not lora.path:
         return None
+    name = in_one_line(path := Path(lora.path, lora_files.FILE))
+    if not path.is_file():
+        raise UserError(f"lora.path: {name} does not exist")
     adapter = lora_files.check(lora.path)
     if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
         raise UserError(
-            f"lora.path {in_one_line(lora.path)} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and "
-            "lora.alpha to these"
+            f"{name} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to these"
         )
     return adapter
 
