@@ -1,6 +1,6 @@
 """An epoch's images, drawn by continuous batching: every image or trunk is a request of its own."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -74,11 +74,7 @@ def sample_epoch(
             sampled by the update's weights, whatever sample.rollout_weights says. None = noise of their own.
         scouts_per_image: above 0: so many scouts of each, with sample.scout_ratio of the forwards after the noise.
     """
-    params = SamplingParams.of(run.config.sample)
-    if scouts_per_image:
-        params = replace(params, flash_ratio=run.config.sample.scout_ratio)
-    of_epoch = batches(run, epoch, scouts_per_image)
-    requests = _requests(run, epoch, of_epoch, params, noisy_steps, num_branches, noises)
+    requests = _requests(run, epoch, noisy_steps, num_branches, noises, scouts_per_image)
     fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
     return _samples(run, requests, fast)
 
@@ -105,16 +101,17 @@ def _samples(run: Run, requests: Iterator[Request], fast: Callable) -> Iterator[
 def _requests(
     run: Run,
     epoch: int,
-    of_epoch: Iterable[Batch],
-    params: SamplingParams,
     noisy_steps: NoisySteps,
     num_branches: int,
     noises: list[int] | None,
+    scouts_per_image: int,
 ) -> Iterator[Request]:
     """The requests of all batches in one stream, so that forwards are filled across batches."""
-    multiple = run.config.sample.text_multiple
+    params, multiple = SamplingParams.of(run.config.sample), run.config.sample.text_multiple
+    if scouts_per_image:
+        params = replace(params, flash_ratio=run.config.sample.scout_ratio)
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
-    for batch in of_epoch:
+    for batch in batches(run, epoch, scouts_per_image):
         numbers = [noises[image] for image in batch.image_numbers] if noises else batch.image_numbers
         generators = [rng.generator(run.config.seed, "noise", epoch, number) for number in numbers]
         shared, latents = run.config.sample.same_latent, None
