@@ -193,6 +193,6 @@ def test_a_name_has_the_row_that_fits_it_best():
         "health/reward_drop": "health/<limit>",
         "test/shapes_accuracy/colors": "test/<name>/<tag>",
     }
-    assert {name: explain(name)[0] for name in rows} == rows
+    assert [name for name, row in rows.items() if explain(name) is not METRICS[row]] == []
     assert explain("rewards") is None
     assert [name for name, metric in METRICS.items() if not (metric.meaning and metric.expect)] == []

@@ -31,11 +31,10 @@ def _table() -> dict[str, Metric]:
 METRICS = _table()
 
 
-def explain(name: str) -> tuple[str, Metric] | None:
-    """The row of METRICS for a name, and the row's key; None for a name that it does not explain."""
+def explain(name: str) -> Metric | None:
+    """The row of METRICS for a name; None for a name that it does not explain."""
     if name in METRICS:
-        return name, METRICS[name]
+        return METRICS[name]
     keys = [key for key in METRICS if "<" in key and name.startswith(key.split("<")[0])]
     fitting = [key for key in keys if name.endswith(key.rpartition(">")[2]) and name.count("/") == key.count("/")]
-    key = max(fitting or keys, key=len, default=None)  # reward/<name>_group_std before reward/<name>
-    return key and (key, METRICS[key])
+    return METRICS.get(max(fitting or keys, key=len, default=""))  # reward/<name>_group_std before reward/<name>

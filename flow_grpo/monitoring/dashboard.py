@@ -1,9 +1,4 @@
-"""Where a run's numbers, images and progress go. The only module that prints.
-
-A run folder holds config.json, metrics.jsonl and images/, what the trackers of config.logger keep (wandb/,
-tensorboard/), and after `finish` reward.png and samples.png. Where no tracker is open, report.html is written at every
-evaluation.
-"""
+"""Where a run's numbers, images and progress go. The only module that prints."""
 
 import functools
 import json
@@ -59,10 +54,7 @@ def say(text: str) -> None:
 
 class Dashboard:
     """A run's trackers, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
-
-    Args:
-        config: of the run.
-        synchronize: waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
+    `synchronize` waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
     """
 
     def __init__(self, run_dir, config, is_main: bool, synchronize=None):
@@ -90,13 +82,8 @@ class Dashboard:
 
     @on_main
     def truncate(self, epoch: int, kinds: Collection[str] = ()) -> None:
-        """Before the first log: forget the lines from `epoch` on, a last line that a kill cut short, and later images.
-
-        Args:
-            kinds: of lines of this very epoch that stay.
-        """
-        if epoch and not (self.run_dir / "metrics.jsonl").exists():
-            say(f"{self.run_dir} has no metrics.jsonl: curves, health and the figures before training begin anew")
+        """Before the first log: forget the lines from `epoch` on, but for `kinds` of this very epoch, what a kill cut
+        short, and later images."""
         stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
         records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
         text = "".join(json.dumps(plain(record)) + "\n" for record in records)
@@ -183,10 +170,9 @@ class Dashboard:
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
         images/<name>_<epoch>.png, with a .json of the same name that says what is where."""
         sheet = contact_sheet(images, captions, rewards)
-        labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
         for tracker in self.trackers:
             at = {"epoch": epoch, "step": step}
-            tracker.log_images(name, to_pictures(images), labels, sheet.page, at, len(self.history))
+            tracker.log_images(name, to_pictures(images), sheet, at, len(self.history))
         file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
         file.parent.mkdir(exist_ok=True)
         file.with_suffix(".json").write_text(json.dumps({"cells": sheet.cells}))

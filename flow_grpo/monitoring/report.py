@@ -37,6 +37,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     command_line.arguments(parser(), check)
 
 import jinja2
+import numpy as np
 
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
@@ -53,8 +54,7 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]
     logged = sorted(logged.keys() - constants(runs).keys())
     chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
     for name in logged:
-        _, metric = explain(name) or (name, OWN)
-        chosen[metric.group].append(name)
+        chosen[(explain(name) or OWN).group].append(name)
     del chosen[NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
 
@@ -70,9 +70,9 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
 
 def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
     """A metric's name, what the table of metrics says of it, and its curve of every run."""
-    key, metric = explain(name) or (name, OWN)
+    metric = explain(name) or OWN
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
-    limit = runs[0].config.health.get(name.removeprefix("health/")) if key == "health/<limit>" else None
+    limit = runs[0].config.health.get(name.removeprefix("health/")) if name.startswith("health/") else None
     expect = f"{metric.expect}, which is {limit:g}" if limit else metric.expect
     return name, metric._replace(expect=expect), plots.svg_panel(lines)
 
@@ -94,11 +94,9 @@ def alarms(run: Recorded) -> list[str]:
 def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
     """Picture, prompt and reward of the panel's images at evenly spread evaluations, the first and the last among them,
     by the title of each."""
-    sheets = list(plots.evaluations(run.folder).items())
-    count = min(len(sheets), MOST_EVALUATIONS)
-    sheets = [sheets[round(i * (len(sheets) - 1) / max(count - 1, 1))] for i in range(count)]
-    pictures = {}
-    for epochs, sheet in sheets:
+    sheets, pictures = list(plots.evaluations(run.folder).items()), {}
+    for number in np.linspace(0, len(sheets) - 1, min(len(sheets), MOST_EVALUATIONS)).round().astype(int):
+        epochs, sheet = sheets[number]
         cells = plots.panel_pictures(sheet)
         pictures[f"after {epochs} epochs"] = [(data_address(image), *rest) for image, *rest in cells]
     return pictures

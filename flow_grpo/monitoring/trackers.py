@@ -14,6 +14,7 @@ from PIL import Image
 
 from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.monitoring.plots import Sheet
 
 AXES = ("epoch", "step")  # of curves, without a group
 
@@ -55,12 +56,11 @@ class Wandb:
         """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""
         self.run.log(grouped(record), step=line)
 
-    def log_images(
-        self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
-    ) -> None:
-        """Show pictures under images/<name>, each with its label."""
+    def log_images(self, name: str, pictures: list[Image.Image], sheet: Sheet, at: dict, line: int) -> None:
+        """Show pictures under images/<name>, each with its caption and reward."""
         import wandb
 
+        labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
         kind = "png" if max(pictures[0].size) <= 256 else "jpg"
         shown = [wandb.Image(p, caption=label, file_type=kind) for p, label in zip(pictures, labels, strict=True)]
         self.run.log({f"images/{name}": shown, **at}, step=line)
@@ -94,11 +94,9 @@ class TensorBoard:
             if name != "step":
                 writer.add_scalar(name, value, step)
 
-    def log_images(
-        self, name: str, pictures: list[Image.Image], labels: list[str], sheet: Image.Image, at: dict, line: int
-    ) -> None:
+    def log_images(self, name: str, pictures: list[Image.Image], sheet: Sheet, at: dict, line: int) -> None:
         """Show the sheet, which has prompts and rewards in it, under images/<name>."""
-        self._opened(at["step"]).add_image(f"images/{name}", np.asarray(sheet), at["step"], dataformats="HWC")
+        self._opened(at["step"]).add_image(f"images/{name}", np.asarray(sheet.page), at["step"], dataformats="HWC")
 
     def close(self) -> None:
         if self.writer is not None:
