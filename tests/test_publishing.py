@@ -16,6 +16,7 @@ from small import MODELS, as_prompts, config_of, exported, flip_a_bit, lines_of,
 
 from flow_grpo.base import folders
 from flow_grpo.base.quoting import with_error
+from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card
 
@@ -90,11 +91,11 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
         assert Image.open(folder / "samples.png").width > 100
 
 
-def test_what_is_no_lora_file_is_named_and_the_other_folder_has_its_card(copy):
-    (copy / "best" / LORA).write_bytes(b"no safetensors")
+def test_a_folder_that_has_no_card_is_named_and_the_other_one_has_its_card(copy):
+    (copy / "best" / best.FILE).write_bytes(b"no JSON")
     (copy / "README.md").unlink()
     (notice,) = model_card.complete(copy)
-    assert f"{copy / 'best'} has no model card: {copy / 'best' / LORA} cannot be read" in notice
+    assert f"{copy / 'best'} has no model card: {copy / 'best' / best.FILE} cannot be read" in notice
     assert (copy / "README.md").is_file()
 
 

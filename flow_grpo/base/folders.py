@@ -44,10 +44,7 @@ def write_text(file: Path, text: str) -> None:
 
 @contextmanager
 def published(path: Path, replaces: bool = False) -> Iterator[Path]:
-    """Where to write a file or a folder, which after the block is at `path`; it appears there whole or not at all.
-
-    Raises OSError where a folder is at `path` already, unless `replaces`.
-    """
+    """Where to write a file or a folder, which after the block is at `path`, as by `publish`, or not at all."""
     scratch = scratch_beside(path)
     try:
         yield scratch

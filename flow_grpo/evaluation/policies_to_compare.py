@@ -47,15 +47,8 @@ def run_config(folder: Path) -> ConfigDict:
 
 
 def find(name: str, config: ConfigDict, weights: str) -> Candidate:
-    """What a folder or hub id is.
-
-    Args:
-        config: of what is no run; its model is the base of a LoRA folder.
-        weights: "best" or "last", of a run.
-
-    Raises:
-        UserError: it is nothing that could be evaluated.
-    """
+    """What a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a LoRA of
+    config.model. Raises UserError for what cannot be evaluated."""
     folder = Path(shipped.find(name))
     if is_run(folder):
         return _of_run(name, folder, weights)

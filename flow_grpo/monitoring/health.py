@@ -106,11 +106,7 @@ def summarize(records: list[dict], config) -> Epoch:
 
 
 def judge(epochs: list[Epoch], limits) -> Verdict:
-    """What the last epoch amounts to, after those before it.
-
-    Args:
-        limits: config.health; 0 = no limit.
-    """
+    """What the last epoch amounts to, after those before it. `limits` is config.health; 0 = no limit."""
     epochs = [*epochs[:-1], epochs[-1]._replace(acted=False)]  # what is done about it comes after
     signs = {name: sign(epochs) for name, sign in SIGNS.items()}
     signs = {name: sign for name, sign in signs.items() if sign is not None}

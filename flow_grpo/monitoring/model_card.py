@@ -17,22 +17,16 @@ from flow_grpo.base.quoting import in_one_line, with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import provenance, recorded
 from flow_grpo.settings import table
-from flow_grpo.weights import lora_files
 
 PICTURES = ("samples.png", "reward.png")
 
 
 def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
-    """Write the cards of the last weights and of the best ones; what there is to tell the user.
-
-    Args:
-        place: where a card's commands load them from.
-    """
+    """Write the cards of the last weights and of the best ones, whose commands load them from a place; what there is to
+    tell the user."""
     run, notices = recorded.read(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
-            if run.config.lora.rank:
-                lora_files.read(folder)
             write_card(run, folder, place)
         except (UserError, OSError) as error:  # all that training made is saved by now
             notices.append(f"{folder} has no model card: {in_one_line(error)}")

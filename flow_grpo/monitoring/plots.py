@@ -72,11 +72,8 @@ class Line(NamedTuple):
 
 
 def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line | None:
-    """One metric over epochs, of all lines that have it; those of one epoch's updates lie side by side.
-
-    Args:
-        best_by: config.eval.best_by, whose standard error evaluations and tests log.
-    """
+    """One metric over epochs, of all lines that have it; those of one epoch's updates lie side by side. `best_by` is
+    config.eval.best_by, whose standard error evaluations and tests log."""
     kind, _, figure = name.partition("/")
     error_name = f"{kind}/std_error" if figure == best_by else ""
     points = [(line["epoch"], line[name], line.get(error_name, math.nan)) for line in records if name in line]

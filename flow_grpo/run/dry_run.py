@@ -106,9 +106,8 @@ def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], ev
 
 
 def _licence(model: str) -> str:
-    if known := registry.published(model):
-        return f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB"
-    return "" if model.startswith("flow_grpo/assets/") else f"{shipped.find(model)}: see its licence"
+    known = registry.published(model)
+    return f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB" if known else ""
 
 
 def overlap(train: list[Prompt], evaluated: list[Split]) -> str:

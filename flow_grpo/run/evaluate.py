@@ -19,8 +19,7 @@ from flow_grpo.settings.checks import evaluates
 def evaluate(run: Run, epoch: int, last: bool = False) -> None:
     """Evaluate what is due before an epoch, or after the last one, and keep the best policy.
 
-    config.eval_freq says when the images of the choosing prompts are due, config.eval.test_freq when those of the test
-    prompts are; both are due before the first epoch and after the last. Nothing happens where config.eval_freq is 0.
+    The images of the choosing prompts are due by config.eval_freq, those of the test prompts by config.eval.test_freq.
     """
     kinds, figures = due(run.config, epoch, last), None
     if "eval" in kinds:

@@ -20,10 +20,8 @@ def is_due(interval: int, epoch: int) -> bool:
 
 
 def log_epoch(run: Run, epoch: int) -> None:
-    """Count the epoch as completed, write its line of metrics.jsonl, and decide whether the run goes on.
-
-    `run.stopped` says so: config.health.action may end a run, and so may config.max_hours.
-    """
+    """Count the epoch as completed, write its line of metrics.jsonl, and decide by config.health.action and
+    config.max_hours whether the run goes on: `run.stopped`."""
     run.epoch = epoch + 1
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
     run.epoch_metrics["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
@@ -43,17 +41,13 @@ def watch(run: Run, epoch: int) -> None:
     done = ACTIONS[action](run) if verdict.act else "nothing, so soon after the last time"
     if verdict.act or {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
-        _tell(run, f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}")
+        text = f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}"
+        run.board.say(text)
+        run.board.say(alerts.send(run.config.alert, f"{run.folder.name}: {text}"))
     run.alarms = verdict.alarms
     run.epoch_metrics |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_metrics |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
     run.epoch_metrics["health/learning_rate_factor"] = run.learning_rate_factor
-
-
-def _tell(run: Run, text: str) -> None:
-    """Say it here, and to whom config.alert names."""
-    run.board.say(text)
-    run.board.say(alerts.send(run.config.alert, f"{run.folder.name}: {text}"))
 
 
 def history(run: Run, epoch: int) -> list[health.Epoch]:
