@@ -30,7 +30,7 @@ MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decisi
     "settings": {"algorithms", "base", "diffusers_patch", "rewards"},
     "scoring": {"base", "diffusers_patch", "rewards", "settings", "weights"},
     "reward_server": {"base", "rewards"},
-    "monitoring": {"base", "checkpoints", "rewards", "settings", "weights"},
+    "monitoring": {"base", "checkpoints", "rewards", "settings"},
     "evaluation": {"base", "checkpoints", "data", "diffusers_patch", "rewards", "scoring", "settings", "weights"},
     "run": {
         *("algorithms", "base", "checkpoints", "data", "diffusers_patch", "evaluation", "kernels", "monitoring"),
