@@ -60,7 +60,6 @@ WINDOW = [  # what is passed to the entry point, and words of the sentence
     (dict(noise_level=1e-30), "noise_level is 1e-30", "0.001 to 10"),
     (dict(noise_level=2.5, sde_type="cps_gaussian"), "noise_level is 2.5", "0.001 to 1.0"),
     (dict(window=range(1, 4), sde_type="cps_gaussian"), "range(1, 4) of 4"),
-    (dict(vae_batch_size=0), "vae_batch_size is 0"),
     (dict(prompts=[], noise=[]), "prompts is empty"),
 ]
 BRANCHES = [
@@ -68,7 +67,6 @@ BRANCHES = [
     (dict(window=range(2)), "perstep()", "'window'"),
     (dict(num_branches=0), "num_branches is 0"),
     (dict(num_branches=1), "num_branches is 1", "2"),
-    (dict(completion_batch_size=0), "completion_batch_size is 0"),
     (dict(steps=range(3), sde_type="cps"), "range(0, 3) of 3"),
     (dict(steps=range(0)), "steps is range(0, 0)"),
     (dict(steps=3), "steps is 3"),

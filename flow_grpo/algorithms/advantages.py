@@ -38,7 +38,6 @@ def combined_advantages(
     if aggregation == "sum":
         total = sum(weight * rewards[name].double() for name, weight in weights.items())
         return group_advantages(total, groups, global_std).float()
-    assert aggregation == "gdpo"
     total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
 

@@ -106,10 +106,9 @@ def nft_loss(
         sigma, reward_prob: [B].
         beta: share of `velocity` in the mixture, above 0.
     """
-    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
     positive = beta * velocity + (1 - beta) * old_velocity
     negative = (1 + beta) * old_velocity - beta * velocity
-    good, bad = (_normalised_distance(x_t - sigma * v, x_0) for v in (positive, negative))
+    good, bad = (own_flow_matching_loss(v, x_t, x_0, sigma) for v in (positive, negative))
     return (reward_prob * good + (1 - reward_prob) * bad) / beta
 
 
@@ -119,11 +118,8 @@ def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Te
     NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
     the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
     epoch. This loss adds a constant to all advantages: it stops that. Arguments as in `nft_loss`."""
-    return _normalised_distance(x_t - sigma.view(-1, *[1] * (x_t.ndim - 1)) * velocity, x_0)
-
-
-def _normalised_distance(prediction: Tensor, x_0: Tensor) -> Tensor:
-    error = (prediction - x_0).flatten(1)
+    sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
+    error = (x_t - sigma * velocity - x_0).flatten(1)
     return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
 
 

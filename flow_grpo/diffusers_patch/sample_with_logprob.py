@@ -74,7 +74,6 @@ def pipeline_with_logprob(
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    _check_counts(dict(vae_batch_size=vae_batch_size))
     job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window")
     return sample(job, noisy=window, vae_batch_size=vae_batch_size)
 
@@ -109,19 +108,11 @@ def pipeline_with_logprob_perstep(
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    how = dict(completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
-    _check_counts(how)
-    _check_counts(dict(num_branches=num_branches), least=2)
-    if not steps:
-        raise UserError(f"steps is {steps}; there must be a step at which branches leave")
+    if num_branches < 2 or not steps:
+        raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
     job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
-    return sample(job, noisy=steps, num_branches=num_branches, **how)
-
-
-def _check_counts(counts: dict[str, int], least: int = 1) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < least:
-            raise UserError(f"{name} is {count!r}; it must be an integer of at least {least}")
+    sizes = dict(completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
+    return sample(job, noisy=steps, num_branches=num_branches, **sizes)
 
 
 def _checked_job(

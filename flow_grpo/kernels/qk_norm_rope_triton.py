@@ -36,16 +36,8 @@ def split_gradient(
 
 def _launch(kernel, joint: Tensor, first: int, tensors: tuple[Tensor, ...], eps: float) -> None:
     num_rows, num_tokens, heads, width = tensors[0].shape
-    kernel[(num_rows * num_tokens,)](
-        *tensors,
-        eps,
-        num_tokens,
-        joint.shape[1],
-        first,
-        HEADS=heads,
-        PADDED=triton.next_power_of_2(heads),
-        WIDTH=width,
-    )
+    sizes = dict(HEADS=heads, PADDED=triton.next_power_of_2(heads), WIDTH=width)
+    kernel[(num_rows * num_tokens,)](*tensors, eps, num_tokens, joint.shape[1], first, **sizes)
 
 
 @triton.jit

@@ -21,9 +21,8 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for key in MOMENTS & state.keys():
             moment = fsdp_utils.local_part(state[key])
-            state[key] = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda).copy_(
-                moment, non_blocking=True
-            )
+            in_host_memory = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
+            state[key] = in_host_memory.copy_(moment, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
