@@ -142,14 +142,14 @@ def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
     assert epoch.endswith("s/epoch  ETA 00:00")
 
 
-def test_the_eta_is_the_end_of_the_last_epoch(now, board, capsys):
+def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_end(now, board, capsys):
     board.config.num_epochs = 10
-    for epoch in range(2):
+    for epoch, left in enumerate([{}, dict(seconds_left=150.0), dict(seconds_left=-1.0)]):
         with board.timed("rollout"):
             now[0] += 100
-        board.log("epoch", {}, epoch=epoch, step=epoch)
+        board.log("epoch", {}, epoch=epoch, step=epoch, **left)
     etas = [line.split("ETA ")[1] for line in capsys.readouterr().out.splitlines()]
-    assert etas == ["15:00", "13:20"]
+    assert etas == ["15:00", "03:20", "00:00"]
 
 
 def test_what_takes_long_is_a_line_a_minute_where_there_is_no_terminal(now, board, capsys):

@@ -169,8 +169,9 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds(runs, tmp
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
     rows = Page(tmp_path / "all.html").rows
     assert [row[4:6] for row in rows if row[0] == "mean of seed1, seed2"] == [["0 ± 0", "0.15 ± 0.05"]]
-    with pytest.raises(UserError, match="several runs need a page, such as --out"):
-        report.main([*map(str, runs)])
+    for words, sentence in ([], "several runs need a page, such as --out"), (["--out", "x.pdf"], "a report is a page"):
+        with pytest.raises(UserError, match=sentence):
+            report.main([*map(str, runs), *words])
 
 
 def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, tmp_path):

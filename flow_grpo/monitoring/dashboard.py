@@ -93,8 +93,11 @@ class Dashboard:
         self._recall()
 
     @on_main
-    def log(self, kind: str, values: dict[str, float], *, epoch: int, step: int) -> None:
-        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation"."""
+    def log(
+        self, kind: str, values: dict[str, float], *, epoch: int, step: int, seconds_left: float = math.inf
+    ) -> None:
+        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation". The
+        run ends with the epoch in which `seconds_left` end, for an epoch's ETA."""
         assert kind in ("update", "epoch", "eval", "test", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
@@ -107,7 +110,7 @@ class Dashboard:
         self.history.append(line)
         self.latest |= record
         if kind != "update":
-            say(self._summary(kind, epoch, values))
+            say(self._summary(kind, epoch, values, seconds_left))
 
     @contextmanager
     def timed(self, phase: str):
@@ -132,7 +135,7 @@ class Dashboard:
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind, epoch, values):
+    def _summary(self, kind, epoch, values, seconds_left):
         names = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
         if kind == "epoch":
             evals = sorted(name for name in self.latest if name.startswith("eval/"))
@@ -144,7 +147,8 @@ class Dashboard:
         if self.epochs_s:
             figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
             mean_s = sum(self.epochs_s) / len(self.epochs_s)
-            figures.append(f"ETA {tqdm.format_interval((total - epoch - 1) * mean_s)}")
+            epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
+            figures.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
         return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:

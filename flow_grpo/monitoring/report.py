@@ -28,9 +28,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for several runs without a page of their own."""
+    """Raises UserError for several runs without a page of their own, and for a file that is no page."""
     if len(args.runs) > 1 and args.out is None:
         raise UserError("several runs need a page, such as --out report.html")
+    if args.out and args.out.suffix != ".html":
+        raise UserError(f"--out is {args.out}; a report is a page, .html")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once

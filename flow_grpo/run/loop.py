@@ -28,7 +28,7 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watch(run, epoch)
     seconds_left = distributed.broadcast_object(run.seconds_left)  # of the main rank: all end after the same epoch
-    run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step)
+    run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left)
     run.epoch_metrics, run.num_forwards, run.on_policy = {}, 0, True
     run.stopped = run.stopped or seconds_left <= 0
 
