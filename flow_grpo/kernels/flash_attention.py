@@ -81,9 +81,18 @@ def attend_first_backward(
     """Gradients of query, key and value, from that of `out`; keys and values that nobody attended to have 0."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if query.is_cuda:
-        of_key, of_value = torch.zeros_like(key), torch.zeros_like(value)  # not written behind a row's length
-        options = dict(seqused_k=lengths, deterministic=True, dk=of_key, dv=of_value)
-        return _kernels()._flash_attn_bwd(query, key, value, out, grad.contiguous(), sums, **options)
+        return _kernels()._flash_attn_bwd(
+            query,
+            key,
+            value,
+            out,
+            grad.contiguous(),
+            sums,
+            seqused_k=lengths,
+            deterministic=True,
+            dk=torch.zeros_like(key),  # it writes none for keys behind a row's length
+            dv=torch.zeros_like(value),
+        )
     shares = (masked_scores(query, key, lengths) - sums[..., None]).exp()
     of_shares = torch.einsum("blhd,bmhd->bhlm", grad.float(), value.float())
     mean = (grad.float() * out.float()).sum(-1).transpose(1, 2)[..., None]

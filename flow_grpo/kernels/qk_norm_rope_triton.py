@@ -36,8 +36,16 @@ def split_gradient(
 
 def _launch(kernel, joint: Tensor, first: int, tensors: tuple[Tensor, ...], eps: float) -> None:
     num_rows, num_tokens, heads, width = tensors[0].shape
-    sizes = dict(HEADS=heads, PADDED=triton.next_power_of_2(heads), WIDTH=width)
-    kernel[(num_rows * num_tokens,)](*tensors, eps, num_tokens, joint.shape[1], first, **sizes)
+    kernel[(num_rows * num_tokens,)](
+        *tensors,
+        eps,
+        num_tokens,
+        joint.shape[1],
+        first,
+        HEADS=heads,
+        PADDED=triton.next_power_of_2(heads),
+        WIDTH=width,
+    )
 
 
 @triton.jit

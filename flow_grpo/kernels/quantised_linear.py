@@ -116,8 +116,15 @@ def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Ten
         return (product if bias is None else product + bias).to(torch.bfloat16)
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
-    options = dict(bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return torch._scaled_mm(rows, columns, scale_a=row_scale, scale_b=scale, **options)
+    return torch._scaled_mm(
+        rows,
+        columns,
+        scale_a=row_scale,
+        scale_b=scale,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
