@@ -65,14 +65,11 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
 
 
 def _of_run(name: str, folder: Path, weights: str) -> Candidate:
-    config, label = run_config(folder), weights
+    config, source, label = run_config(folder), folder, weights
     if weights == "best":
-        source = best.find(folder)
-        if source is None:
+        if (source := best.find(folder)) is None:
             raise UserError(f"{name!r} has no best evaluation; take --weights last")
         label = f"best, epoch {best.read(folder).epoch}"
-    else:
-        source = folder
     lora, transformer = (source, None) if config.lora.rank else (None, source / "transformer")
     if not ((lora / lora_files.FILE).is_file() if lora else transformer.is_dir()):
         raise UserError(f"{source} holds no weights: the run did not come to its end; take --weights best")
@@ -89,8 +86,7 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
         )
     if candidate.lora is None:
         return
-    adapter = lora_files.check(candidate.lora)
-    model = candidate.config.model
+    adapter, model = lora_files.check(candidate.lora), candidate.config.model
     lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
 
 
