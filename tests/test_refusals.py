@@ -1,10 +1,5 @@
-"""What is wrong is said before any weight is loaded: the kind of error, and the key or number that its sentence holds.
+"""What is wrong is said before any weight is loaded. A row is what is called, and words of its sentence."""
 
-A row is what is called, with what, and the words of its sentence. Rows of a table are one test: they are cheap, and a
-failure lists each of them with what it said instead.
-"""
-
-import json
 import shutil
 import sys
 
@@ -13,18 +8,15 @@ import pytest
 import serve_reward
 from refused import assert_refused, otherwise
 from small import ROOT, config_of, train
-from test_policies import lora, pipeline_with
 from test_preferences import some_rows, write
 
 from config import grpo
 from flow_grpo import rewards
-from flow_grpo.base import checksums
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.checkpoints import checkpoints, exports
+from flow_grpo.checkpoints import checkpoints
 from flow_grpo.data import prompts
 from flow_grpo.rewards.clients.client import read_token
 from flow_grpo.settings import command_line, config_files, table
-from flow_grpo.weights import fsdp_utils
 
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
 DPO, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
@@ -64,7 +56,6 @@ TRAINING = {  # a script's run -> its rows
         no("attention", "H100", "without a GPU", **FLASH_4),
         no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null/x", base_precision="nf4"),
         no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="guard"),
-        no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="dppo"),
         no("clip_range is 0.001", "objective 'dppo'", train__clip_range=1e-3, train__objective="dppo"),
         no("kl_limit is 0.1", "objective 'clip'", train__kl_limit=0.1),
         no("train.guidance_scale is 2.0", "old_log_prob 'recompute'", train__guidance_scale=2.0),
@@ -95,8 +86,6 @@ TRAINING = {  # a script's run -> its rows
         no("reward.device", "'cuda:99'", reward__device="cuda:99"),
         no("no/such/file", reward__token_file="no/such/file"),
         no("vlm_judge: url, model", reward_fn={"vlm_judge": 1.0}),
-        no("vlm_judge.url is 'b:1'", reward_fn={"vlm_judge": 1.0},
-           reward__args={"vlm_judge": {"url": "b:1", "model": "m"}}),
         no("reward.args.shape:", reward__args={"shape": {"url": "http://127.0.0.1:1"}}),
         no("reward.args.shapes", "urll", reward__args={"shapes": {"urll": "x"}}),
         no("shapes.max_masked_share is 2", reward__args={"shapes": {"max_masked_share": 2}}),
@@ -201,26 +190,12 @@ def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path
 
 def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
     config = config_of(WINDOW, tmp_path, model=weightless, reward_fn={"shapes": 1.0})
-    checkpoint = tmp_path / config.name / "checkpoints" / "epoch_000001"
-    checkpoint.mkdir(parents=True)
-    for folder in (checkpoint, tmp_path / config.name):
-        (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    progress = {"format": checkpoints.FORMAT, **checkpoints.Progress(1, 2)._asdict()}
-    (checkpoint / "progress.json").write_text(json.dumps(progress))
-    checksums.write(checkpoint)
+    folder, progress = tmp_path / config.name, checkpoints.Progress(1, 2)
+    checkpoint = checkpoints.save(folder / "checkpoints", {}, progress, config=config.to_dict())
+    shutil.copy(checkpoint / "config.json", folder)
     how = dict(model=weightless, resume_from="latest", train__beta=0.5, lora__rank=8)
     with pytest.raises(ValueError, match=r"\(lora\.rank: 4 -> 8, train\.beta: 0\.0 -> 0\.5\)"):
         train(WINDOW, tmp_path, **how)
-
-
-def test_an_adapter_that_is_not_finite_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
-    pipeline = pipeline_with(lora())
-    next(iter(fsdp_utils.trainable_parameters(pipeline.transformer).values())).data.fill_(NAN)
-    exports.save_lora(pipeline, tmp_path / "lora")
-    how = dict(model=weightless, lora__path=str(tmp_path / "lora"))
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'lora'}.* 1 of \d+ tensors .*lora_A"):
-        train(WINDOW, tmp_path / "runs", **how)
-    assert not (tmp_path / "runs").exists()
 
 
 COMMAND_LINES = [
@@ -229,7 +204,6 @@ COMMAND_LINES = [
     ("--config.compile=yes", "config.compile is 'yes'", "True or False"),
     ("--config.sample.num_stepz=3", "config.sample.num_stepz", "config.sample.num_steps"),
     ("--config.train.emas=1", "no setting config.train.emas; --help"),  # a word that is only loosely like another
-    ("--config.lr=1", "no setting config.lr; --help"),
     ("--config.seed.a=3", "config.seed.a"),
     ("--config.train.sde_type=cps", "config.train.sde_type", "config.sample.sde_type"),
     ("--config.train.num_steps=8", "config.eval.num_steps or config.sample.num_steps"),
@@ -372,11 +346,9 @@ FILES = [  # the file, its bytes and, after its own name, the words
     ("train_metadata.jsonl", b'{"prompt": "a", "tag": "b\\nc"}', "line 1", '"tag"'),
     ("train_metadata.jsonl", b"[" * 200_000, "line 1", "'[["),
     ("train_metadata.jsonl", b'{"prompt": "a", "n": ' + b"1" * 5000 + b"}", "line 1", "JSON"),
-    ("train_metadata.jsonl", b'{"prompt": "' + b"a" * 10**6, "line 1", "JSON"),
     ("train.txt", b"", "empty"),
     ("train.txt", b"a circle\n \n", "line 2"),
     ("train.txt", "a\ncaf\u00e9\n".encode("latin-1"), "line 2", "0xe9"),
-    ("train.txt", "a\nb\n".encode("utf-16"), "line 1", "0xff"),
 ]
 
 
