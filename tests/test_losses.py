@@ -261,11 +261,6 @@ def test_golden_advantages_of_which_several_rewards_have_their_own(key, global_s
     torch.testing.assert_close(group_advantages(both, GROUPS, global_std), torch.stack(columns, 1))
 
 
-def test_golden_share_of_groups_without_spread():
-    share = 1 - has_signal({"a": REWARDS}, {"a": 1.0}, GROUPS).float().mean()
-    assert share.item() == pytest.approx(float(GOLDEN["adv/zero_std_ratio"]))
-
-
 def test_a_groups_level_scale_name_and_place_do_not_matter():
     rewards, groups = torch.tensor([1.0, 10, 2, 20, 3, 30]), torch.tensor([7, 1, 7, 1, 7, 1])
     advantages = group_advantages(rewards, groups, eps=0)
@@ -301,8 +296,6 @@ def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
     by_hand = 2 * group_advantages(TWO["a"], GROUPS) + group_advantages(TWO["b"], GROUPS)
     torch.testing.assert_close(found, (by_hand - by_hand.mean()) / by_hand.std(unbiased=False), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
-    assert found.mean().abs() < 1e-6
-    assert found.std(unbiased=False) == pytest.approx(1, abs=1e-3)
 
 
 def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_neither():
@@ -318,3 +311,5 @@ def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
     assert has_signal(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
     assert has_signal(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
     assert has_signal(rewards, {"c": 1.0}, groups).tolist() == [True] * 4
+    share = 1 - has_signal({"a": REWARDS}, {"a": 1.0}, GROUPS).float().mean()
+    assert share.item() == pytest.approx(float(GOLDEN["adv/zero_std_ratio"]))

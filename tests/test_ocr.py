@@ -117,10 +117,8 @@ def test_the_window_distance_is_the_least_over_all_stretches():
 @pytest.mark.parametrize(
     ("found", "wanted"),
     [
-        ("fresh BREAD", 1),  # 10 characters
-        ("Ｆｒｅｓｈ\nbread", 1),
+        ("Ｆｒｅｓｈ\nbread", 1),  # 10 characters
         ("Fresh Bred", 0.9),
-        ("Fresh Breads", 0.99),
         ("Fresh Bread daily", 0.95),
         ("Fresh Bread\nfresh bread", 0.9),  # a tenth for each repetition
         ("Fresh Bread " * 4, 0.7),

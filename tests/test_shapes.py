@@ -176,12 +176,9 @@ def test_spoilt_shapes_are_unknown_objects_alone_and_among_others_and_a_speck_is
     assert detect(paint(region("circle", radius=0.02), RED)[None]) == [[]]
 
 
-def test_a_detection_is_where_the_object_is():
+def test_a_detection_is_where_the_object_is_and_slightly_wrong_shapes_still_count():
     ((found,),) = detect(paint(region("circle", 0.4, 0.7), RED)[None])
     assert found.center == pytest.approx((0.4, 0.7), abs=5e-3)
-
-
-def test_slightly_wrong_shapes_still_count():
     for wobbly in (superellipse(2.2), superellipse(1.8)):
         assert [d.kind for d in detect(paint(wobbly, RED)[None])[0]] == ["circle"]
     off = paint(CIRCLE, RED + 0.07 * torch.tensor([-1, 1, 1]).view(3, 1, 1), BLANK - 0.05)
@@ -275,7 +272,6 @@ MALFORMED = [  # metadata, and words of the sentence
     (circle(position=[["above"], 0]), "relation"),
     (circle(position=["above", [0]]), "include[[0]]"),
     (circle(position=["above", 7]), "include[7]"),
-    ({"include": [{"class": "dog", "count": 1}]}, "class", "'dog'"),
     ({"include": [{"class": ["circle"], "count": 1}]}, "class", "['circle']"),
 ]
 

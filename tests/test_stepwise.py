@@ -21,13 +21,6 @@ SIZE = Size(64, 64)
 COMPARED = {4: slice(None), 16: slice(9, 40, 13)}
 
 
-def of_one_block(**parts):
-    """Any velocity will do to compare walks, and this one takes a quarter of the time."""
-    model = loaded("qwenimage", **parts)
-    del model.transformer.transformer_blocks[1:]
-    return model
-
-
 class Wanted(NamedTuple):
     """What one of forty requests asks for."""
 
@@ -84,7 +77,8 @@ def finished_in(model, rows):
 def test_forty_requests_of_all_kinds_become_what_they_would_alone_bit_for_bit(rows):
     """As many copies of a request as a forward has rows, together, have forwards of its shape. None is decoded, which
     takes longer than all forwards."""
-    model = of_one_block()
+    model = loaded("qwenimage")
+    del model.transformer.transformer_blocks[1:]  # any velocity will do, and this one takes a quarter of the time
     finished = finished_in(model, rows)
     for n, wanted in list(enumerate(mix()))[COMPARED[rows]]:
         copies = prepare_encode(job(model, n, wanted, copies=rows), names=range(rows), **wanted.kind)
