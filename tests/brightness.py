@@ -1,7 +1,5 @@
-"""`brightness.py SCRIPT ARGUMENT ...` runs a script with a reward that rounding changes little, for any images.
-
-It fails on the rank that the environment's DARK_RANK names. On the others it has a side figure then, always 0.5.
-"""
+"""`brightness.py SCRIPT ARGUMENT ...` runs a script with a reward that rounding changes little, for any images. It
+fails on the rank that the environment's DARK_RANK names; on the others it has a side figure then, always 0.5."""
 
 import os
 import runpy

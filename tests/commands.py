@@ -62,22 +62,17 @@ def check_python(words, own_configs):
     place = next(i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-"))
     script, arguments = ROOT / words[place], [word for word in words[place + 1 :] if word != "$@"]
     assert script.is_file(), words
-    if TRAINING.search(words[place]):
-        check_config(words[place], script.read_text(), arguments, gpus(words[:place]), own_configs)
-        return
     source = script.read_text()
+    if TRAINING.search(words[place]):
+        for written, path in own_configs.items():
+            arguments = [word.replace(written, str(path)) for word in arguments]
+        config = command_line.config_of(arguments, DEFAULT.search(source)[1])
+        assert config.algorithm in table.SCRIPTS
+        if "prepare_preferences" not in words[place]:
+            plan(config, gpus(words[:place]))
+        return
     for flag in [word.partition("=")[0] for word in arguments if word.startswith("--")]:
         assert f'"{flag}"' in source or flag.startswith("--config"), (flag, words)
-
-
-def check_config(name, source, arguments, world_size, own_configs):
-    """The config that a training script is started with."""
-    for written, path in own_configs.items():
-        arguments = [word.replace(written, str(path)) for word in arguments]
-    config = command_line.config_of(arguments, DEFAULT.search(source)[1])
-    assert config.algorithm in table.SCRIPTS
-    if "prepare_preferences" not in name:
-        plan(config, world_size)
 
 
 def gpus(options):

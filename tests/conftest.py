@@ -1,7 +1,5 @@
-"""Tests see no GPU unless they are told to: golden numbers and two ranks that equal one are a CPU's.
-
-Runs in this process leave wandb out, whose own process takes a quarter of a small run's time. What it records is tested
-in test_dashboards.py, and by the runs that tests start as commands (`ENV` in small.py)."""
+"""Tests see no GPU unless they are told to: golden numbers and two ranks that equal one are a CPU's. Runs in this
+process leave wandb out, which takes a quarter of a small run's time; see test_dashboards.py and `ENV` in small.py."""
 
 import functools
 import gc

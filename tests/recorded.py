@@ -1,7 +1,4 @@
-"""Runs that are made once for all tests, of every process, which only read what a run leaves, or go on with a copy.
-
-Each is a script's run of three epochs, evaluated before and after every epoch, with a checkpoint of each.
-"""
+"""Runs that are made once for all tests, of every process, which only read what a run leaves, or go on with a copy."""
 
 import contextlib
 import fcntl

@@ -81,11 +81,8 @@ PreTrainedTokenizerBase.__call__ = remembered(PreTrainedTokenizerBase.__call__)
 
 
 def config_of(name, output_dir=None, **overrides):
-    """The `,smoke` variant of a run or of its variants, with settings by dotted name ("." written as "__").
-
-    It evaluates less, its LoRA is smaller, it has fewer branches, and its only checkpoint is the last one. Commands of
-    tests are the variant as it is.
-    """
+    """The `,smoke` variant of a run or of its variants, with FEW, fewer branches, and settings by dotted name ("."
+    written as "__")."""
     config = config_files.load(f"{ROOT / file_of(name)}:{name},smoke")
     config.sample.num_branches = min(config.sample.num_branches, 3)
     if output_dir is not None:

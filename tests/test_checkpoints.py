@@ -1,7 +1,4 @@
-"""A resumed run is the unbroken run; a save that dies costs nothing but itself; exports load in diffusers.
-
-Under torchrun this file is two ranks that train, save and resume.
-"""
+"""A resumed run is the unbroken run; a save that dies costs nothing but itself. Under torchrun, two ranks do this."""
 
 import itertools
 import json

@@ -38,10 +38,7 @@ def generators():
 
 
 def denoised(noisy, num_branches=1, ode_rows=1000, prompts=range(B), groups=None, **flash):
-    """Latents and trace of B rows, and of each call of the velocity: timestep, rows, whether inside the fast context.
-
-    Rows of one prompt start from one noise, as sample.same_latent has it.
-    """
+    """Latents and trace of B rows, and of each call of the velocity: timestep, rows, whether in the fast context."""
     streams, calls, inside = generators(), [], []
     latents, params = rng.normal(SHAPE, streams)[list(prompts)], SamplingParams(T, 1.0, **HOW, **flash)
 

@@ -1,7 +1,4 @@
-"""FlashAttention-4 as an operation: the numbers and gradients of masked attention.
-
-The kernels themselves take a GPU and the package.
-"""
+"""FlashAttention-4 as an operation: the numbers and gradients of masked attention."""
 
 import math
 from contextlib import nullcontext

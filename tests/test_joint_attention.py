@@ -1,7 +1,4 @@
-"""Queries and keys of one kernel: the numbers and gradients of diffusers' own attention, in eager and compiled blocks.
-
-The kernels themselves take a GPU, or Triton's interpreter: `make test-kernels`.
-"""
+"""Queries and keys of one kernel: the numbers and gradients of diffusers' own attention, eager and compiled."""
 
 import copy
 import os

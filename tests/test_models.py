@@ -1,7 +1,4 @@
-"""What every model of the registry does: as diffusers does it, with ratios of 1, and back to diffusers.
-
-SD3.5 and FLUX.1 are tiny random pipelines.
-"""
+"""What every model of the registry does: as diffusers does it, with ratios of 1, and back to diffusers."""
 
 import inspect
 from dataclasses import replace

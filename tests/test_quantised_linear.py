@@ -152,15 +152,6 @@ def layers(biases=1.0):
     return [rounding(weight, biases * draw(len(weight))) for weight in weights]
 
 
-def feed_forward(first, last):
-    """Of these layers, with the class that it has in compiled blocks; its own forward is not compiled."""
-    module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
-    module.net[0].proj, module.net[2] = first, last
-    torch._dynamo.reset()
-    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))
-    return module
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(has_adapter, monkeypatch):
@@ -168,7 +159,10 @@ def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(has_adapt
     first, last = layers(biases=0.0)
     beside = adapted(last).only
     nn.init.zeros_(beside.lora_B["default"].weight)
-    module, given = feed_forward(first, beside if has_adapter else last), []
+    module, given = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True), []
+    module.net[0].proj, module.net[2] = first, beside if has_adapter else last
+    torch._dynamo.reset()
+    compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))  # not its own forward
     noting = lambda x, largest=None: given.append(largest) or quantise(x, largest)  # noqa: E731
     for size, bias, error in ((1.0, 0.0, 0.0), (1e-3, 0.0, 0.06), (1.0, -5.0, 0.06)):
         first.bias.fill_(bias)

@@ -29,10 +29,8 @@ CPU = torch.device("cpu")
 
 
 def launch(program: str, folder: Path) -> list:
-    """Run a Python file on two gloo ranks, which write to `folder`, wait for the last word of both, and return it.
-
-    The exit status says nothing: gloo may abort at interpreter exit after all the work.
-    """
+    """The last words of two gloo ranks that run a Python file and write to `folder`. Their exit status says nothing:
+    gloo may abort at interpreter exit after all the work."""
     ranks, files = warm.torchrun([program, folder]), [folder / f"rank{rank}.pt" for rank in (0, 1)]
     assert all(file.exists() for file in files), [rank.stderr[-4000:] for rank in ranks]
     return [torch.load(file, weights_only=False) for file in files]

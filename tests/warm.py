@@ -1,8 +1,5 @@
-"""Commands as forks of one process that has imported everything, which saves each of them six seconds of start.
-
-A program still is the `__main__` of a process of its own, with its arguments, environment and exit status. A real
-start, by torchrun, is in test_ranks.py.
-"""
+"""Commands as forks of one process that has imported everything, which saves each of them six seconds of start. Each
+still is the `__main__` of a process of its own. A real start, by torchrun, is in test_ranks.py."""
 
 import faulthandler
 import functools
@@ -12,22 +9,16 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).parents[1]
 FORKS = multiprocessing.get_context("fork")
-
-
-class Done(NamedTuple):
-    returncode: int  # minus the signal
-    stdout: str
-    stderr: str
 
 
 @functools.cache
@@ -73,7 +64,8 @@ class Started:
     def __init__(self, command, env=None, cwd=ROOT):
         self.files = [Path(tempfile.mkstemp()[1]) for _ in range(2)]
         env = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"} | dict(os.environ if env is None else env)
-        self.pid = answer(([str(part) for part in command], env, self.files, cwd))
+        self.command = [str(part) for part in command]
+        self.pid = answer((self.command, env, self.files, cwd))
 
     def poll(self):
         return answer(self.pid)
@@ -99,7 +91,7 @@ class Started:
         return self.files[1].read_text()
 
     def done(self, timeout_s=300.0):
-        result = Done(self.wait(timeout_s), self.stdout(), self.stderr())
+        result = subprocess.CompletedProcess(self.command, self.wait(timeout_s), self.stdout(), self.stderr())
         for path in self.files:
             path.unlink()
         return result
