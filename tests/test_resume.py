@@ -94,6 +94,9 @@ CASES = {  # commands in a folder that has RUN, a run's resume_from and other se
     "a config that was deleted": (f"rm {RUN}/config.json", NEWEST, {}, ""),
     "a config that was deleted, latest": (f"rm {RUN}/config.json", "latest", {}, ""),
     "checkpoints on a disk that is away": (f"rm -r {RUN}/checkpoints; ln -s away {RUN}/checkpoints", "latest", {}, ""),
+    "checkpoints that are another run's": (
+        f"cp -r {RUN} runs/other; rm -r {RUN}/checkpoints; ln -s $PWD/runs/other/checkpoints {RUN}", "latest", {}, ""
+    ),
     "a branch that never began, and its parent's checkpoint is gone": (
         f"""mkdir runs/b; echo '{{"folder": "gone", "checkpoint": "gone/epoch_000009"}}' > runs/b/{folders.PARENT}""",
         "latest", dict(run_name="b"), "",

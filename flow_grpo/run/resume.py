@@ -71,6 +71,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         _check_inherited(checkpoint, changed)
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
     elif checkpoint:
+        _check_links(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
     inputs, notices = _inputs(config, source, epoch)
@@ -158,6 +159,15 @@ def _holds(folder: Path, path: Path) -> bool:
     """Whether a path without links is where a run of this folder keeps its checkpoints, or is one of these."""
     places = [Path(os.path.realpath(place)) for place in (folder / "checkpoints", folder / best.NAME / best.STATE)]
     return path in places or path.parent in places
+
+
+def _check_links(folder: Path) -> None:
+    """Raises UserError where a run would write through a link into another run's folder."""
+    for path in (folder / name for name in ("checkpoints", best.NAME, "images", "transformer")):
+        target = path.resolve()
+        for other in (target, *target.parents[:2]):
+            if not folder.resolve().is_relative_to(other) and _name(other):
+                raise UserError(f"config.resume_from: {path} is a link into another run's folder, {other}; remove it")
 
 
 def _name(folder: Path) -> str:
