@@ -95,6 +95,7 @@ from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.monitoring import recorded
 from flow_grpo.monitoring.dashboard import plain
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
@@ -228,6 +229,18 @@ def cell(text):
     return html.escape(str(text)).replace("|", "\\|")
 
 
+def over_seeds(rows, compared, by):
+    """Mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are none."""
+    row_of = {c.name: row for c, row in zip(compared, rows)} if len(rows) == len(compared) else {}
+    runs = [recorded.read(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
+    lines = []
+    for group in recorded.differing_in_seed(runs):
+        names = [run.label for run in group]
+        means = torch.tensor([row_of[name]["all"][by].mean for name in names], dtype=torch.float64)
+        lines.append(f"{by} of {', '.join(names)}, which differ in the seed: {shown(estimates.over_prompts(means))}")
+    return "\n\n".join(["", *lines]) + "\n" if lines else ""
+
+
 def shown(estimate):
     return with_error(estimate.mean, estimate.error)
 
@@ -273,7 +286,7 @@ def main(args):
                 texts.append(as_json(rows[-1], scores))
                 write_sheet(folder, len(rows), row, scores, split)
     if distributed.is_main():
-        table = markdown(rows, by, split, seeds) + differences(rows, values)
+        table = markdown(rows, by, split, seeds) + differences(rows, values) + over_seeds(rows, compared, by)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
         (folder / "table.md").write_text(table)

@@ -90,6 +90,12 @@ def test_a_users_own_file_anywhere_takes_variants_and_overrides(own_file):
     assert command_line.config_of([f"--config={own_file}"], DEFAULT).train.learning_rate == 0.25
 
 
+def test_a_file_called_config_beside_a_users_own_is_named(own_file):
+    (own_file.parent / "config.py").touch()
+    with pytest.raises(UserError, match=f"{own_file.parent / 'config.py'}.*rename"):
+        command_line.config_of([f"--config={own_file}"], DEFAULT)
+
+
 def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     config = command_line.config_of([f"--config={own_file}:large,smoke"], DEFAULT)
     assert (config.dataset, config.text_tokens) == (".", 77)

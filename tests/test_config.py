@@ -204,12 +204,13 @@ def test_a_run_of_an_older_version_is_resumed_only_where_it_goes_on_with_the_sam
     assert [*older.changes(stored(*before), table.default_config().to_dict(), FILE)] == differ
 
 
-NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e38, 1e300, -1e300, 10**9, 2**63, -(2**64))
+HUGE = 10**5000  # of more digits than Python writes out
+NUMBERS = (0, 1, -1, 2, 3, 0.5, -0.5, 1e-300, 1e38, 1e300, -1e300, 10**9, 2**63, -(2**64), HUGE)
 NUMBERS = (*NUMBERS, math.nan, math.inf, -math.inf)
 TEXTS = "", " ", "a", "a\nb", "../a", "/a", "a/b?c", "warp:9", "meta", "cuda:7", "cpu:3"
-TUPLES = (), (0,), (0, 1, 2), ("a", "b"), (0.5, 2.5), (math.nan, 1), (3, 0), (-1, 2), ((0, 1), 2)
+TUPLES = (), (0,), (0, 1, 2), ("a", "b"), (0.5, 2.5), (math.nan, 1), (3, 0), (-1, 2), (0, HUGE), ((0, 1), 2)
 TUPLES = *TUPLES, (True, 2)
-OF_SHAPES = 5, None, {"batch_size": 1.5}, {"threads": 1}, {"timeout_s": math.nan}, ()
+OF_SHAPES = 5, None, {"batch_size": 1.5}, {"batch_size": HUGE}, {"threads": 1}, {"timeout_s": math.nan}, ()
 OF_SHAPES = *OF_SHAPES, {"batch_size": True}, {"device": "warp:9"}, {"url": 5}, math.inf, {"a": {1}}, 1e300
 DICTS = {}, {"": {}}, {"nothing": {}}, {"ocr": {"threads": "many"}}, {"ocr": 1}, *({"shapes": of} for of in OF_SHAPES)
 VALUES = (*NUMBERS, *TEXTS, *TUPLES, *DICTS, True, False, None, [], [1, 2], b"a", object)

@@ -15,7 +15,7 @@ import torch
 import warm
 from recorded import EPOCHS
 from refused import assert_refused
-from small import ROOT, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
+from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
 from flow_grpo.checkpoints import best
@@ -257,18 +257,21 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
 
 
-def test_rows_are_compared_on_what_they_share(runs, tmp_path):
+def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_mean(runs, tmp_path):
+    again = shutil.copytree(runs[4], tmp_path / "again")
+    change_json(again / "config.json", seed=7, run_name="again")
     words = ["--num-prompts", 6, "--rewards", "shapes", "jpeg_compressibility"]
-    found, _ = evaluated(tmp_path, runs[4], TINY, *words)
+    found, rows = evaluated(tmp_path, runs[4], again, TINY, *words)
     table = (tmp_path / "out" / "table.md").read_text()
     assert "| avg |" not in table.splitlines()[3]  # nobody said what a kilobyte is worth
-    lines = [line for line in table.splitlines() if line.startswith("| 2: ")]
+    lines = [line for line in table.splitlines() if line.startswith("| 3: ")]
     for name, line in zip(("jpeg_compressibility", "shapes", "shapes_accuracy"), lines, strict=True):
         scores = [torch.tensor(row["scores"][name]) for row in found["rows"]]
-        difference = (scores[1].double() - scores[0]).mean(1)
+        difference = (scores[2].double() - scores[0]).mean(1)
         wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
         assert f"| {name} | {difference.mean():.4g} ± " in line
         assert line.endswith(f"| {wins} | {losses} | {len(difference) - wins - losses} |")
+    assert f"of {runs[4]}, {again}, which differ in the seed: {rows[0]['shapes_accuracy']:.4g} ± 0" in table
 
 
 def test_a_larger_batch_or_a_noise_less_changes_no_score(runs, tmp_path):

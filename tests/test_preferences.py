@@ -264,19 +264,25 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
     assert sum(map(len, open_folder(folder).values())) == 24 - sum(reasons.values()) > 0
 
 
+def interrupted(monkeypatch, owner, name):
+    """A list of as many entries as there are calls of a function before one is interrupted."""
+    plain, left = getattr(owner, name), []
+
+    def call(*args):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return plain(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return left
+
+
 def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
     """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
     how = dict(dataset=few_prompts(tmp_path / "data"), max_rows=20, part_size=8, sample__num_images_per_prompt=2)
     whole = prepare(NAME, tmp_path / "whole", **how)
-    write_part, left = prepare_preferences.write_part, []
-
-    def interrupted(*args):
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
-        write_part(*args)
-
-    monkeypatch.setattr(prepare_preferences, "write_part", interrupted)
+    left = interrupted(monkeypatch, prepare_preferences, "write_part")
     for count in (0, 1, 1, 9, 10):
         left[:] = [None] * count
         if count == 10:  # as after a kill between the report and the end

@@ -5,6 +5,7 @@ import reprlib
 LENGTH = 100  # characters of a text or a number
 ENTRIES = 8  # of a dict, a tuple or a list
 
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = LENGTH
 _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = ENTRIES
@@ -17,7 +18,10 @@ def gpus(number: int) -> str:
 
 def quoted(value: object) -> str:
     """repr of a value in one line, without the middle of what is long."""
-    return _SHORT.repr(value).replace("\n", " ")
+    try:
+        return _SHORT.repr(value).replace("\n", " ")
+    except ValueError:  # Python writes out no more than 4300 digits
+        return "a number of thousands of digits"
 
 
 def in_one_line(text: object, length: int = 1000) -> str:

@@ -107,5 +107,10 @@ def module_of(path: Path) -> ModuleType:
     sys.path[:0] = [folder] if folder not in sys.path else []
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        if error.name != "config" or not error.path or Path(error.path).parent != path.parent:
+            raise
+        raise UserError(f"{path} takes {error.path} for config/ of {CHECKOUT}: rename that file") from error
     return module
