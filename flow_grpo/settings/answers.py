@@ -1,9 +1,11 @@
 """What the command line says without starting a run: --help, --list, and where a config's values come from."""
 
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from ml_collections import ConfigDict
 
@@ -69,11 +71,34 @@ def _entry(function: Callable) -> str:
     return textwrap.fill(f"{function.__name__:<26}{paragraph}", WIDTH, initial_indent="  ", subsequent_indent=" " * 28)
 
 
-def changed_settings(config: ConfigDict) -> str:
-    """Every setting whose value is not the default."""
+def origins(file: str, config: ConfigDict) -> dict[str, str]:
+    """Which function, variant or flag has set each setting whose value is not the default.
+
+    Args:
+        file: FILE:NAME,VARIANT,... of the command line.
+        config: as it is in the end.
+    """
+    path, _, name = file.partition(":")
+    words = name.split(",") if name else []
+    made = [("the default", table.default_config())]
+    made += [(words[i], config_files.load(f"{path}:{','.join(words[: i + 1])}")) for i in range(len(words))]
+    made += [] if words else [(path, config_files.load(path))]
+    stages = [(stage, table.flat(values)) for stage, values in [*made, ("the command line", config)]]
+    changes = {}
+    for (_, before), (stage, after) in pairwise(stages):
+        changes |= {key: stage for key, value in after.items() if value != before.get(key)}
+    default, final = stages[0][1], stages[-1][1]
+    there = {key: stage for key, stage in changes.items() if key in final and key not in HIDDEN}
+    return {key: stage for key, stage in there.items() if final[key] != default.get(key)}
+
+
+def changed_settings(file: str, config: ConfigDict) -> str:
+    """Every setting whose value is not the default, and what has set it. Arguments as of `origins`."""
     default, values = table.flat(table.default_config()), table.flat(config)
-    changed = [key for key, value in values.items() if value != default.get(key) and key not in HIDDEN]
-    lines = [f"  {f'{key} = {values[key]!r}':<64}  the default is {default.get(key)!r}" for key in changed]
+    lines = [
+        f"  {f'{key} = {values[key]!r}':<64}  {stage}; the default is {default.get(key)!r}"
+        for key, stage in origins(file, config).items()
+    ]
     return "\n".join(["settings that are not the defaults:", *lines])
 
 
@@ -86,3 +111,10 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
     before, after = (config_files.load(f"{path}:{words}").to_dict() for words in (others, name))
     keys = ("model", "dataset", "reward_fn", "height", "width", "precision")
     return [f"smoke replaces {key} {before[key]} by {after[key]}" for key in keys if before[key] != after[key]]
+
+
+def culprit(error: UserError, file: str, config: ConfigDict) -> str:
+    """What has set a setting that an error names, where it is not the command line; "" for nothing to say."""
+    stages = origins(file, config)
+    named = [key for key in re.findall(r"config\.([\w.]*\w)", str(error)) if key in stages]
+    return f"; {stages[named[0]]} has set {named[0]}" if named and stages[named[0]] != "the command line" else ""

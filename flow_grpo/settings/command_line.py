@@ -44,11 +44,11 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
             lines = answers.replaced(file, config)
-            lines += [answers.changed_settings(config)] if config.dry_run else []
+            lines += [answers.changed_settings(file, config)] if config.dry_run else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
-            _check(config, script)
+            _check(config, script, file)
         return config
 
 
@@ -77,13 +77,16 @@ def _check_checkout() -> None:
         raise UserError(f"{sys.argv[0]} imports flow_grpo from {imported}: {ways_out}")
 
 
-def _check(config: ConfigDict, script: checks.Script) -> None:
-    """Raises UserError for what can be known without importing torch."""
-    checks.check(config, script)
-    served = [name for name, args in config.reward.args.items() if "url" in args]
-    rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
-    script.plan(config, config.dry_run or world_size())
-    _check_places(config, script.reads_dataset(config))
+def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
+    """Raises UserError, which names the variant that is to blame, for what can be known without importing torch."""
+    try:
+        checks.check(config, script)
+        served = [name for name, args in config.reward.args.items() if "url" in args]
+        rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
+        script.plan(config, config.dry_run or world_size())
+        _check_places(config, script.reads_dataset(config))
+    except UserError as error:
+        raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
 
 
 def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
