@@ -226,8 +226,7 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
 
 
 def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a_run(tmp_path, board, capsys):
-    dashboard.plot_reward([], board.config, tmp_path / "reward.png")
-    assert not (tmp_path / "reward.png").exists()
+    assert not dashboard.plot_reward([], board.config, tmp_path / "reward.png")
     board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
     (tmp_path / "images" / "eval_000000.png").write_bytes(b"damaged")
     board.log("eval", {"eval/shapes": 0.1, "eval/shapes_accuracy": 0.0, "eval/std_error": 0.1}, epoch=0, step=0)

@@ -105,7 +105,7 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     titles = [title for title in page.texts("h3") if "/" in title or title in (*METRICS, "mine")]
     assert {"reward/avg", "eval/avg", "ratio_std", "health/reward_drop", "time/rollout_s (s)", "mine"} < set(titles)
     assert any(METRICS["ratio_std"].expect in text for text in page.texts("p"))
-    assert any("which is 3" in text for text in page.texts("p")), "the limit of health/reward_drop"
+    assert any("which is 3 (- - -)" in text for text in page.texts("p")), "the limit of health/reward_drop"
     assert len(page.all("svg")) == len(titles) + 2  # the key's, of each run
     assert "Constant: grad_norm 0.5" in " ".join(page.texts("p"))
     panel = page.text.partition("reward/avg over epochs")[2].partition("</svg>")[0]
@@ -160,7 +160,7 @@ def test_tables_say_settings_and_alarms(page):
     assert "config.health" in sentence
 
 
-def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds(runs, tmp_path):
+def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):
     for seed in (1, 2):
         shutil.copytree(runs[0], folder := tmp_path / f"seed{seed}")
         change_json(folder / "config.json", seed=seed)
@@ -169,9 +169,11 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds(runs, tmp
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
     rows = Page(tmp_path / "all.html").rows
     assert [row[4:6] for row in rows if row[0] == "mean of seed1, seed2"] == [["0 ± 0", "0.15 ± 0.05"]]
-    for words, sentence in ([], "several runs need a page, such as --out"), (["--out", "x.pdf"], "a report is a page"):
-        with pytest.raises(UserError, match=sentence):
-            report.main([*map(str, runs), *words])
+    report.main([str(runs[0]), "--out", str(tmp_path / "reward.pdf")])
+    assert (tmp_path / "reward.pdf").read_bytes().startswith(b"%PDF")
+    for out in ([], ["--out", str(tmp_path / "reward.svg")]):
+        with pytest.raises(UserError, match="several runs need a page, such as --out"):
+            report.main([*map(str, runs), *out])
 
 
 def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, tmp_path):

@@ -84,13 +84,13 @@ def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line
     return Line(label, np.array(epochs), *np.array([rest for _, *rest in points]).T) if points else None
 
 
-def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> None:
-    """Draw a picture with a panel per reward over epochs, once there is one."""
+def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> bool:
+    """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
     logged = {name for record in records for name in record if name.startswith(("reward/", "eval/"))}
     names = {name.partition("/")[2] for name in logged if not re.search(SPREADS, name)}
     names = sorted(name for name in names if rewards.called(name, config.reward_fn) == name)
     if not names:
-        return
+        return False
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     with matplotlib.rc_context(STYLE):
@@ -105,6 +105,7 @@ def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> None:
             axes.yaxis.get_offset_text().set(x=1, ha="right")  # out of the title's way
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
         figure.savefig(file)
+    return True
 
 
 def fit(picture: Image.Image) -> Image.Image:
@@ -184,8 +185,12 @@ def draw_cells(rows: list[list[tuple]]) -> tuple[Image.Image, list[tuple[int, in
     return page, boxes
 
 
-def draw_lines(axes, lines: list[Line | None]) -> None:
-    """Draw curves over epochs, with bands of a standard error. None keeps the next line's style its own."""
+def draw_lines(axes, lines: list[Line | None], limit: float | None = None) -> None:
+    """Draw curves over epochs, with bands of a standard error. None keeps the next line's style its own.
+
+    Args:
+        limit: a level that is drawn across.
+    """
     for line, (colour, dashes, marker) in zip(lines, LINES * len(lines)):
         if line is not None:
             epochs, values = thinned(line.epochs), thinned(line.values)
@@ -193,6 +198,8 @@ def draw_lines(axes, lines: list[Line | None]) -> None:
             axes.plot(epochs, values, dashes, label=line.label, **style)
             errors = thinned(line.errors)
             axes.fill_between(epochs, values - errors, values + errors, color=colour, alpha=0.15, linewidth=0)
+    if limit is not None:
+        axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
     axes.set_xlabel("epoch", labelpad=1)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.ticklabel_format(axis="y", useOffset=False)
@@ -200,11 +207,11 @@ def draw_lines(axes, lines: list[Line | None]) -> None:
     axes.margins(x=0.04, y=0.12)
 
 
-def svg_panel(lines: list[Line | None]) -> str:
+def svg_panel(lines: list[Line | None], limit: float | None = None) -> str:
     """The same as an <svg> element whose text is text."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.2))
-        draw_lines(figure.add_axes((0.2, 0.17, 0.77, 0.72)), lines)  # a layout engine takes half the page's time
+        draw_lines(figure.add_axes((0.2, 0.17, 0.77, 0.72)), lines, limit)  # a layout engine takes half the page's time
         return _svg(figure)
 
 

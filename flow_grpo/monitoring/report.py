@@ -2,6 +2,7 @@
 
     python -m flow_grpo.monitoring.report RUN                           writes report.html into the run's folder
     python -m flow_grpo.monitoring.report RUN RUN ... --out all.html
+    python -m flow_grpo.monitoring.report RUN --out reward.pdf          the curves of its rewards alone; or .svg
 
 Everything is read from the runs' folders.
 """
@@ -18,6 +19,8 @@ from pathlib import Path
 from flow_grpo.base.errors import UserError
 from flow_grpo.settings import command_line
 
+FIGURES = (".pdf", ".svg")
+
 
 def parser() -> argparse.ArgumentParser:
     """Of the command."""
@@ -28,11 +31,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for several runs without a page of their own, and for a file that is no page."""
-    if len(args.runs) > 1 and args.out is None:
-        raise UserError("several runs need a page, such as --out report.html")
-    if args.out and args.out.suffix != ".html":
-        raise UserError(f"--out is {args.out}; a report is a page, .html")
+    """Raises UserError for several runs without a page of their own."""
+    if len(args.runs) > 1 and (args.out is None or args.out.suffix in FIGURES):
+        raise UserError("several runs need a page, such as --out report.html; .pdf and .svg are drawn of one run")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
@@ -75,8 +76,8 @@ def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
     metric = explain(name) or OWN
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if name.startswith("health/") else None
-    expect = f"{metric.expect}, which is {limit:g}" if limit else metric.expect
-    return name, metric._replace(expect=expect), plots.svg_panel(lines)
+    expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
+    return name, metric._replace(expect=expect), plots.svg_panel(lines, limit)
 
 
 def alarms(run: Recorded) -> list[str]:
@@ -151,7 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     check(args)
     out = args.out or args.runs[0] / "report.html"
-    write(args.runs, out)
+    if out.suffix not in FIGURES:
+        write(args.runs, out)
+    elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config, out):
+        raise UserError(f"{args.runs[0]}: no reward was logged yet")
     sys.stdout.write(f"{out}\n")
 
 
