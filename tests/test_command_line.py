@@ -351,6 +351,7 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     for epoch in (0, 3):
         file.write_text(f"# mine at {epoch}")
         provenance.note_start(run_folder, config_of("shapes_qwenimage"), world_size=2, epoch=epoch)
+        provenance.note_end(run_folder)
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
     assert (run_folder / "source/epoch_000003/rates/low.py").read_text() == "RATE = 1e-5"
@@ -359,6 +360,7 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     assert not beside & {"flow_grpo", ".venv"}, "nothing that is shipped or installed"
     starts = provenance.starts(run_folder)
     assert [(start["epoch"], start["ranks"]) for start in starts] == [(0, 2), (3, 2)]
+    assert all(start["start"] <= start["end"] for start in starts)
     assert {"command", "host", "commit", "changed_files", "versions", "gpus"} <= starts[0].keys()
     assert "SECRET" not in (run_folder / provenance.FILE).read_text()
 

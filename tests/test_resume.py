@@ -19,7 +19,7 @@ from two_ranks import done, launch
 from flow_grpo import rewards
 from flow_grpo.base import folders
 from flow_grpo.checkpoints import best, checkpoints
-from flow_grpo.monitoring import health
+from flow_grpo.monitoring import health, trackers
 from flow_grpo.run import fingerprint, resume
 from flow_grpo.run import run as runs
 from flow_grpo.settings import checks
@@ -197,6 +197,7 @@ def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_pat
         parent = json.loads((place.folder / folders.PARENT).read_text())
         changed = ["train.learning_rate", "train.learning_rate_schedule", "num_epochs"]
         assert (parent["epoch"], [*parent["changed"]]) == (epoch, changed)
+        assert trackers.origin(place.folder) == f"{NAME}_smoke"
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
 

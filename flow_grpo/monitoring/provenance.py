@@ -68,6 +68,13 @@ def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int
         (source / "changes.diff").write_text(diff[:MOST_DIFF])
 
 
+def note_end(run_folder: Path) -> None:
+    """Note the end of the last start."""
+    if entries := starts(run_folder):
+        entries[-1]["end"] = now()
+        folders.write_text(run_folder / FILE, json.dumps({"starts": entries}))
+
+
 def starts(run_folder: Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] where there is none that can be read."""
     try:

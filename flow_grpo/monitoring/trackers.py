@@ -41,6 +41,7 @@ class Wandb:
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "flow_grpo"),
             name=run_dir.name,
+            group=origin(run_dir),
             dir=run_dir,
             id=id_file.read_text(),
             resume="allow",
@@ -104,6 +105,13 @@ class TensorBoard:
 
 
 KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def origin(run_dir: Path) -> str:
+    """Name of the run that a branch, or a branch of a branch, comes from; of any other run its own."""
+    while (file := run_dir / folders.PARENT).exists():
+        run_dir = Path(folders.read_json(file)["folder"])
+    return run_dir.name
 
 
 def is_installed(package: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
-from flow_grpo.monitoring import health, model_card
+from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
@@ -105,6 +105,7 @@ def finish(run: Run) -> None:
         run.pool.close()
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
     run.board.finish()
+    distributed.on_main(provenance.note_end, run.folder)
     for notice in distributed.on_main(model_card.complete, run.folder):
         run.board.say(notice)
     run.board.say(f"{run.folder} holds {', '.join(sorted(path.name for path in run.folder.glob('[!.]*')))}")
