@@ -1,6 +1,7 @@
 """When a run evaluates its policy, and what follows: the best is kept, and test prompts say how good it is."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from ml_collections import ConfigDict
@@ -121,4 +122,12 @@ def conclude(run: Run) -> None:
     run.board.say(
         f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; "
         f"{rewards.called(name, run.config.reward_fn)} on the test prompts: {', '.join(known)}"
+        f"{_others(first, figures, name, run.config.reward_fn)}"
     )
+
+
+def _others(first: dict[str, float], figures: dict[str, float], chosen: str, weights: Mapping[str, float]) -> str:
+    """What became of the other scores, from before training to the best policy."""
+    names = [name for name in figures if name != "std_error" and "/" not in name and name in first]
+    names = [name for name in names if rewards.called(name, weights) != rewards.called(chosen, weights)]
+    return "".join(f"; {name} {first[name]:.4g} before, {figures[name]:.4g} best" for name in names)
