@@ -151,7 +151,7 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
 def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
     train = dict(inner_epochs=2, updates_per_epoch=4, learning_rate=0.1, warmup_updates=0)
     config = ConfigDict(dict(num_epochs=3, train=train | dict(learning_rate_schedule="linear")))
-    run = SimpleNamespace(config=config, step=18, learning_rate_factor=0.5)
+    run = SimpleNamespace(config=config, epoch=2, first_step=116, step=118, learning_rate_factor=0.5)  # of a branch
     assert learning_rate(run) == pytest.approx(0.1 * 6 / 24 * 0.5)
     assert {losses.learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
 

@@ -22,7 +22,7 @@ def is_due(interval: int, epoch: int) -> bool:
 def log_epoch(run: Run, epoch: int) -> None:
     """Count the epoch as completed, write its line of metrics.jsonl, and decide by config.health.action and
     config.max_hours whether the run goes on: `run.stopped`."""
-    run.epoch = epoch + 1
+    run.epoch, run.first_step = epoch + 1, run.step
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
     run.epoch_metrics["weight_norm"] = fsdp_utils.weight_norm(run.parameters).item()
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)

@@ -219,7 +219,8 @@ def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, 
 def resume(run: Run, place: Place) -> None:
     """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
     progress = load_state(run, place.checkpoint, exact=place.parent is None)
-    run.epoch, run.step, run.saved_epoch = progress.epoch, progress.step, progress.epoch
+    run.epoch = run.saved_epoch = progress.epoch
+    run.step = run.first_step = progress.step
     if "train.learning_rate" not in place.changed:
         run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs

@@ -59,6 +59,7 @@ class Run:
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume
+    first_step: int = 0  # optimizer steps when this epoch began  <- log_epoch, resume
     saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch

@@ -153,10 +153,12 @@ def move_weights(run: Run) -> None:
 
 
 def learning_rate(run: Run) -> float:
-    """The learning rate of the next update: the configured one, by its schedule and by what health.action left."""
+    """The learning rate of the next update: the configured one, by its schedule and by what health.action left. The
+    schedule counts epochs, since those of a branch's parent may have had more updates, or fewer."""
     config, train = run.config, run.config.train
-    num_updates = config.num_epochs * train.inner_epochs * train.updates_per_epoch
-    share = losses.learning_rate_share(run.step, num_updates, train.learning_rate_schedule, train.warmup_updates)
+    per_epoch = train.inner_epochs * train.updates_per_epoch
+    done, total = run.epoch * per_epoch + run.step - run.first_step, config.num_epochs * per_epoch
+    share = losses.learning_rate_share(done, total, train.learning_rate_schedule, train.warmup_updates)
     return train.learning_rate * share * run.learning_rate_factor
 
 
