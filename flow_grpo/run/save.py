@@ -124,7 +124,7 @@ def load_best_state(run: Run) -> str:
     if checkpoint is None:
         return f"{folder} is not there, as health.action was another one at that evaluation"
     offload.reload_optimizer_state(run.optimizer)
-    load_state(run, checkpoint)
+    load_state(run, checkpoint, exact=False)  # of a branch's parent it may be another algorithm's
     return ""
 
 
@@ -139,7 +139,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     for policy, ema in run.extra_policies.items():
         if not any(name.startswith(f"{policy}/") for name in stored):
             ema.move(1.0)
-    if run.reference and run.reference.interval:
+    if any(name.startswith("reference/") for name in stored):
         run.reference.num_moves = progress.reference_moves
     return progress
 
