@@ -216,7 +216,7 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
 def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_no_old_one(how, tmp_path, monkeypatch):
     monkeypatch.setattr(health, "not_finite", lambda epoch: [health.Alarm("not_finite", "the test rings")])
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
-    how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, num_epochs=3, eval_freq=9)
+    how = how | dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, num_epochs=3, eval_freq=9)
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[-1]["health/rolled_back_to"] == best.read(tmp_path / NEWEST).epoch
 
