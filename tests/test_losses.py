@@ -176,12 +176,13 @@ def test_dgpos_gradient_is_that_of_a_groups_preference_but_for_rows_that_went_fa
     step = step._replace(reference_velocity=0.7 * step.old_velocity + 0.3 * step.x_0, group_size=4)
     error, old_error = errors_of(step)
     reference_error = velocity_error(step.reference_velocity, step.x_0, step.noise)
-    s = 3.0 * (advantages * (error - reference_error)).view(3, 4).mean(1).repeat_interleave(4)
-    weight, ratio = advantages * s.sigmoid(), (old_error - error).exp()
+    bounded = advantages.clamp(-1, 1)
+    s = 3.0 * (bounded * (error - reference_error)).view(3, 4).mean(1).repeat_interleave(4)
+    weight, ratio = bounded * s.sigmoid(), (old_error - error).exp()
     goes_on = torch.where(advantages > 0, ratio <= 1.01, ratio >= 0.99)
     assert 0 < goes_on.sum() < 12
     assert s.std() > 0.1
-    train = ConfigDict(dict(adv_clip_max=100.0, dgpo_beta=3.0, clip_range=0.01))
+    train = ConfigDict(dict(adv_clip_max=1.0, dgpo_beta=3.0, clip_range=0.01))
     found = FORWARD_OBJECTIVES["dgpo"].function(step, advantages, train)
     torch.testing.assert_close(found.loss.detach(), weight * error, rtol=1e-9, atol=0)
     torch.testing.assert_close(found.log_ratio.detach(), old_error - error, rtol=1e-9, atol=1e-12)
@@ -198,9 +199,10 @@ def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term(weig
     error, old_error = (step.x_t - sigma * v - step.x_0 for v in (step.velocity.detach(), step.old_velocity))
     distance, old_distance = (e.square().mean((1, 2)) / e.abs().mean((1, 2)) for e in (error, old_error))
     rho = (old_distance - distance.requires_grad_()).exp()
-    (weight * (rho * rho.log() - rho) - advantages * rho).sum().backward()
-    train = ConfigDict(dict(adv_clip_max=100.0, proximal_weight=weight))
+    (weight * (rho * rho.log() - rho) - advantages.clamp(-1, 1) * rho).sum().backward()
+    train = ConfigDict(dict(adv_clip_max=1.0, proximal_weight=weight))
     found = FORWARD_OBJECTIVES["elbo"].function(step, advantages, train)
+    assert not found.beyond.any()
     torch.testing.assert_close(found.log_ratio.detach(), old_distance - distance.detach())
     found.loss.sum().backward()
     of_error = 2 * error / error.abs().mean((1, 2), keepdim=True) / error[0].numel()
@@ -225,6 +227,7 @@ def test_the_line_goes_from_the_image_to_the_noise_and_its_own_velocity_has_no_e
     torch.testing.assert_close(quarter, 0.75 * x_0 + 0.25 * noise)
     assert torch.equal(velocity_error(noise - x_0, x_0, noise), torch.zeros(3))
     assert torch.allclose(velocity_error(noise - x_0 + 2, x_0, noise), torch.full((3,), 4.0))
+    assert torch.equal(losses.own_flow_matching_loss(noise - x_0, x_0, x_0, torch.zeros(3)), torch.zeros(3))
 
 
 def test_noise_levels_are_logit_normal_over_the_schedule():
@@ -291,11 +294,13 @@ def test_a_sum_of_rewards_is_one_reward():
 
 
 def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
-    found = combined_advantages(TWO, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
-    scaled = combined_advantages({"a": TWO["a"] * 50, "b": TWO["b"]}, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo")
-    by_hand = 2 * group_advantages(TWO["a"], GROUPS) + group_advantages(TWO["b"], GROUPS)
-    torch.testing.assert_close(found, (by_hand - by_hand.mean()) / by_hand.std(unbiased=False), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
+    larger = {"a": TWO["a"] * 50, "b": TWO["b"]}
+    for by in (False, True):  # the std of each group, of all images
+        found, scaled = (combined_advantages(x, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo", by) for x in (TWO, larger))
+        by_hand = 2 * group_advantages(TWO["a"], GROUPS, by) + group_advantages(TWO["b"], GROUPS, by)
+        expected = (by_hand - by_hand.mean()) / by_hand.std(unbiased=False)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found, scaled, rtol=0.02, atol=0.02)
 
 
 def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_neither():

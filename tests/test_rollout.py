@@ -8,7 +8,7 @@ from small import few_prompts, lines_of, train
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
-from flow_grpo.algorithms.rollout import concat, from_trace, shuffled_updates
+from flow_grpo.algorithms.rollout import TrainedRows, concat, from_trace, shuffled_updates
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.request import TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
@@ -65,6 +65,11 @@ def test_an_images_advantage_counts_at_each_of_its_steps_and_its_outcomes_share_
         for part in update:
             assert torch.equal(part.advantages, part.row_ids[:, 0].float())
             assert torch.equal(part.loss_weight, part.advantages / 2)
+
+
+def test_an_error_names_the_row_of_an_outcome():
+    rows = TrainedRows(torch.zeros(3 * OUTCOMES), torch.tensor([[4, 0], [7, 2], [5, 1]]))
+    assert [rows.row_id(torch.tensor(outcome)) for outcome in (1, 2, 5)] == [(4, 0), (7, 2), (5, 1)]
 
 
 @pytest.mark.slow
