@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_advantages, has_signal
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, stratified_timesteps, velocity_error
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.run.update import learning_rate
@@ -96,13 +96,16 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
     log_prob, old, mean, old_mean, advantages = (golden(name) for name in names)
     std, ratio = torch.linspace(0.05, 0.5, 12, dtype=torch.float64), (log_prob - old).exp()
     kl = (mean - old_mean).square().mean((1, 2)) / (2 * std**2)
-    limit = kl.median().item()
+    limit = kl.quantile(0.5).item()
     stops = (kl > limit) & (advantages.sign() == (ratio - 1).sign())
     assert 0 < stops.sum() < (kl > limit).sum()
     learned = log_prob.clone().requires_grad_()
-    loss = losses.dppo_surrogate(learned, old, mean, old_mean, std.view(12, 1, 1), advantages, limit)
-    torch.testing.assert_close(loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
-    loss.sum().backward()
+    step = SimpleNamespace(log_prob=learned, mean=mean, transition_std=std.view(12, 1, 1))
+    rows, train = SimpleNamespace(log_probs=old, means=old_mean), ConfigDict(dict(kl_limit=limit))
+    found = OBJECTIVES["dppo"].function(step, rows, advantages, train)
+    assert torch.equal(found.beyond, kl > limit)
+    torch.testing.assert_close(found.loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
+    found.loss.sum().backward()
     torch.testing.assert_close(learned.grad, -advantages * ratio * ~stops, rtol=1e-9, atol=0)
 
 

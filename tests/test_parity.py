@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import check_parity
 import pytest
 import torch
+from ml_collections import ConfigDict
 from small import MODELS, config_of, lines_of, train
 
 from flow_grpo.algorithms.ratio_statistics import ParityError, exceeded, record
 from flow_grpo.base import distributed
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
-from flow_grpo.run import sampling
+from flow_grpo.run import sampling, update
 from flow_grpo.weights import policies
 
 QWEN = MODELS["qwenimage"]
@@ -165,7 +166,9 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
         rel=1e-5,
     )
     beyond = torch.tensor([True, False, False, True])  # of the objective's own trust region
-    record(meter, ratio.log(), ratio.log(), 0.01, on_policy=False, beyond=beyond)
+    run = SimpleNamespace(meter=meter, on_policy=False, config=ConfigDict(dict(train=dict(clip_range=0.01))))
+    step, rows = SimpleNamespace(log_prob=ratio.log()), SimpleNamespace(log_probs=torch.zeros(4))
+    update.record_ratios(run, step, rows, ratio.log(), beyond)
     found = meter.pop(distributed.over_ranks)
     assert (found["clip_fraction_high"], found["clip_fraction_low"]) == (2 / 4, 0)
 
