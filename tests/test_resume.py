@@ -19,7 +19,7 @@ from two_ranks import done, launch
 from flow_grpo import rewards
 from flow_grpo.base import folders
 from flow_grpo.checkpoints import best, checkpoints
-from flow_grpo.monitoring import health, trackers
+from flow_grpo.monitoring import health, model_card, recorded, trackers
 from flow_grpo.run import fingerprint, resume
 from flow_grpo.run import run as runs
 from flow_grpo.settings import checks
@@ -240,6 +240,17 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
     back = train(NAME, "runs", **how)  # without the old policy; no epoch is left
     assert "train.shared_noise" in json.loads((back / folders.PARENT).read_text())["changed"]
     assert best.read(back).inputs["dataset"] != best.read(branch).inputs["dataset"]
+
+
+def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlier_figures(how, tmp_path, capsys):
+    folder = train(NAME, "runs", **how | dict(num_epochs=3, resume_from="latest", eval__num_steps=4))
+    assert best.read(folder).since == 2
+    assert " last, " in (said := capsys.readouterr().out)
+    assert " before" not in said
+    rows = model_card.before_and_after(run := recorded.read(folder, "run"), "test/")
+    assert rows
+    assert {before for _, before, _ in rows} == {""}
+    assert recorded.summary([run]).rows[0][4] == f"{lines_of(folder, 'eval')[-2]['eval/avg']:.4g}"
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):

@@ -1,7 +1,6 @@
 """The model card beside a run's weights, which lets others use them. It is made from the run's folder, after training
 or later."""
 
-import math
 import re
 import shutil
 from pathlib import Path
@@ -75,7 +74,7 @@ def algorithm(config: ConfigDict) -> str:
 def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str, str]]:
     """Name, figure before training, figure of these weights; on the test prompts."""
     tests = run.lines("test")
-    first = next((record for record in tests if record["epoch"] == 0), {})
+    first = next((record for record in tests if record["epoch"] == 0 and not run.evaluations_since), {})
     last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
     names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
     names = [name for name in names if name != "std_error" and rewards.called(name, run.config.reward_fn) == name]
@@ -84,8 +83,8 @@ def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str
     rows = []
     for name in names:
         before, after = errors.get(name, (None, None))
-        values = first.get(f"test/{name}", math.nan), last[prefix + name]
-        rows.append((name, with_error(values[0], before), with_error(values[1], after)))
+        value = first.get(f"test/{name}")
+        rows.append((name, "" if value is None else with_error(value, before), with_error(last[prefix + name], after)))
     return rows
 
 

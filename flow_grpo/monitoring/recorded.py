@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from tqdm import tqdm
 
 from flow_grpo import rewards
 from flow_grpo.base import folders
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
+from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import older, table
 
@@ -30,6 +33,7 @@ class Recorded:
     folder: Path
     config: ConfigDict  # settings that are younger than the run have their defaults
     records: list[dict[str, float]]
+    evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way
 
     def lines(self, kind: str) -> list[dict[str, float]]:
         """The records of a kind."""
@@ -53,7 +57,10 @@ def read(folder: Path, label: str) -> Recorded:
     """Raises UserError for what is no run's folder."""
     path = folder / "config.json"
     config = ConfigDict(older.with_defaults(folders.read_json(path), path))
-    return Recorded(label, folder, config, plots.read_metrics(folder))
+    since = 0
+    with suppress(UserError):  # what needs a damaged record names it
+        since = chosen.since if (chosen := best.read(folder)) else 0
+    return Recorded(label, folder, config, plots.read_metrics(folder), since)
 
 
 def summary(runs: Sequence[Recorded]) -> Table:
@@ -109,14 +116,14 @@ def _scores(run: Recorded) -> list[Score | None]:
     """The score that chooses: of the first, last and best evaluation, the first and last test, and the best weights'
     test."""
     evaluations, tests, of_best = (_scores_of(run, kind) for kind in ("eval", "test", "test_best"))
-    best = max((score for score in evaluations if math.isfinite(score.value)), default=None)
+    highest = max((score for score in evaluations if math.isfinite(score.value)), default=None)
     ends = [scores[i] if scores else None for scores in (evaluations, tests) for i in (0, -1)]
-    return [*ends[:2], best, *ends[2:], of_best[-1] if of_best else None]
+    return [*ends[:2], highest, *ends[2:], of_best[-1] if of_best else None]
 
 
 def _scores_of(run: Recorded, kind: str) -> list[Score]:
     name = f"{kind}/{run.config.eval.best_by}"
-    lines = [line for line in run.records if name in line]
+    lines = [line for line in run.records if name in line and line["epoch"] >= run.evaluations_since]
     return [Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
 
 

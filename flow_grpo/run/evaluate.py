@@ -88,10 +88,11 @@ def _test(run: Run, epoch: int, figures: dict[str, float] | None) -> None:
 
 def _logged(run: Run, kind: str, figures: dict[str, float]) -> dict[str, float]:
     """Figures by the names of a line, and `variety`: the distance between a prompt's images over that before training,
-    of the first such line."""
+    of the first such line that can be compared."""
     if "distance" in figures:
         key = f"{kind.removesuffix('_best')}/distance"
-        first = next((line[key] for line in run.board.history if key in line), figures["distance"])
+        lines = [line for line in run.board.history if key in line and line["epoch"] >= run.evaluations_since]
+        first = lines[0][key] if lines else figures["distance"]
         figures = figures | {"variety": figures["distance"] / first if first else math.nan}
     return {f"{kind}/{name}": value for name, value in figures.items()}
 
@@ -115,7 +116,8 @@ def conclude(run: Run) -> None:
         figures = score_test(run)
     logged = _logged(run, "test_best", figures) | {"best_epoch": chosen.epoch}
     lines = [line for line in run.board.history if line["kind"] == "test" and line["epoch"] == 0]
-    first = {key.removeprefix("test/"): value for key, value in lines[0].items()} if lines else {}
+    comparable = lines and not run.evaluations_since
+    first = {key.removeprefix("test/"): value for key, value in lines[0].items()} if comparable else {}
     moments = {"before": first, "last": run.test_figures, "best": figures}
     known = [f"{with_error(m[name], m.get('std_error'))} {when}" for when, m in moments.items() if name in m]
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
