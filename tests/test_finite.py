@@ -83,6 +83,8 @@ def test_what_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, spoil
     with pytest.raises(FloatingPointError, match=f"{says} in update 3") as error:
         train(name, tmp_path / "runs", eval_freq=0, save_freq=1, **shallow)
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
+    looked_at = torch.cat([part.row_ids for part in run.trained_rows])
+    assert len(looked_at.unique(dim=0)) == len(looked_at), "rows of an earlier update"
     checkpoint = checkpoints.find(run.folder / "checkpoints")
     assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)

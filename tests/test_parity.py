@@ -211,8 +211,10 @@ def test_a_rollout_that_the_update_disagrees_with_ends_the_run_before_the_step(
     name, disturb, epochs, shallow, tmp_path, monkeypatch
 ):
     disturb(monkeypatch)
-    with pytest.raises(ParityError, match=r"the largest is at denoising step \d of image \d+ \("):
+    with pytest.raises(ParityError, match=r"the largest is at denoising step \d of image \d+ \(") as error:
         train(name, tmp_path, num_epochs=3, eval_freq=0, sample__num_prompts_per_epoch=2, **shallow)
+    run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
+    assert not run.first_ratios, "an epoch's would be lost among those of the epochs before it"
     (folder,) = tmp_path.iterdir()
     assert len(lines_of(folder, "epoch")) == epochs
     assert len(lines_of(folder, "update")) == epochs * 2
