@@ -96,6 +96,7 @@ def test_held_out_pairs_are_judged_at_the_same_noises_after_every_epoch(started)
     run.ema.move(1.0)
     for epoch in (0, 6):
         script.validate(run, source, epoch)
+        move(run.parameters)  # unlike the averages, which are judged
     first, last = lines_of(run.folder, "validation")
     assert first | dict(epoch=6) == last
     assert first["validation/winner_error_gap"] != 0
