@@ -30,9 +30,10 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     run, source, pairs = started
     move(run.parameters)
     pairs.loss_weight = torch.arange(len(pairs.loss_weight), dtype=torch.float32)
-    script.add_gradients(run, preferences.concat([pairs]), source.schedule)
+    (minibatches,) = [*preferences.minibatches(preferences.concat([pairs]), 1, 8, 2)][1:]  # of the second inner epoch
+    script.add_gradients(run, *minibatches, source.schedule)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
-    names = [rng.generator(run.config.seed, "forward noise", 0, 0, number) for number in pairs.numbers.tolist()]
+    names = [rng.generator(run.config.seed, "forward noise", 0, 1, number) for number in pairs.numbers.tolist()]
     for name, values in script.figures(run, script.errors_of(run, pairs, source.schedule, names)).items():
         expected = (pairs.loss_weight * values).sum() / pairs.loss_weight.sum()
         assert name == "loss" or logged[name] == pytest.approx(expected.item(), rel=1e-4)

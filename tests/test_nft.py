@@ -77,8 +77,10 @@ def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_a
     for group in groups.unique():
         assert len(images.timesteps[groups == group].unique(dim=0)) == 1
     images.advantages = images.loss_weight = torch.ones(len(images.image_numbers))
-    script.add_gradients(run, images.take(torch.arange(2, 8) * images.num_steps, 6))  # 2 of one group, 4 of the next
-    (noise,) = seen
+    for inner_epoch in (0, 1):  # 2 of one group, 4 of the next
+        script.add_gradients(run, images.take(torch.arange(2, 8) * images.num_steps, 6, inner_epoch))
+    noise, other = seen
+    assert not (noise == other).any(), "each pass over a rollout has noise of its own"
     assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
 
 
