@@ -263,6 +263,12 @@ def digest_of(rows) -> str:
     return hashlib.blake2b(repr(rows if isinstance(rows, list) else len(rows)).encode(), digest_size=8).hexdigest()
 
 
+def is_load_option(key: str) -> bool:
+    """Whether a dotted key is an option of a reward's load(), which decides scores, and no setting of its requests."""
+    section, _, name = key.rpartition(".")
+    return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
+
+
 def claim(config, options: Options, folder: Path, digest: str) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
@@ -280,7 +286,7 @@ def claim(config, options: Options, folder: Path, digest: str) -> bool:
     if source.exists():
         before = folders.read_json(source)
         differ = older.changes(before["made_by"], current, source)
-        if differ := [key for key in differ if key.split(".")[0] in MADE_BY]:
+        if differ := [key for key in differ if key.split(".")[0] in MADE_BY or is_load_option(key)]:
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         if before.get("rows", digest) != digest:
             raise UserError(

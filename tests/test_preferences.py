@@ -226,6 +226,9 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
     files, report = files_of(folder), json.loads((folder / "report.json").read_text())
     report["made_by"]["preferences"]["path"] = str(folder)
 
+    def args_of(report):
+        return report["made_by"]["reward"]["args"].setdefault("jpeg_compressibility", {})
+
     def again(change=lambda report: None, **how):
         changed = copy.deepcopy(report)
         change(changed)
@@ -235,10 +238,16 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
     again()  # complete: nothing to do
     again(lambda report: report["made_by"]["sample"].pop("rollout_weights"))  # a setting younger than the folder
     again(sample__text_multiple=10)  # one that changes no file
+    again(lambda report: args_of(report).update(max_masked_share=0.5))
     assert files_of(folder) == files
     rows = [
         ("seed", lambda: again(seed=7), ["(seed)"]),
         ("rows", lambda: again(max_rows=20), ["(options.max_rows)"]),
+        (
+            "reward",
+            lambda: again(lambda report: args_of(report).update(quality=90)),
+            ["(reward.args.jpeg_compressibility.quality)"],
+        ),
         ("prompts", lambda: again(lambda report: report.update(rows="of other prompts")), ["other prompts"]),
     ]
     assert_refused(rows)
