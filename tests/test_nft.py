@@ -141,7 +141,11 @@ def test_a_minibatch_of_dgpo_holds_whole_groups_at_one_step(tmp_path, monkeypatc
 
 def test_the_reference_is_guided_until_it_becomes_the_policy(recorded):
     """After three updates: the fourth begins with what it is held to."""
-    distances = [line["reference_distance"] for line in lines_of(recorded("nft").folder, "update")]
+    updates = lines_of(recorded("nft").folder, "update")
+    distances = [line["reference_distance"] for line in updates]
+    assert [line["loss"] for line in updates] == pytest.approx(
+        [line["policy_loss"] + 0.5 * line["reference_distance"] for line in updates], rel=1e-4
+    )
     assert distances[0] > 0.01
     assert [distance == 0 for distance in distances] == [False] * 3 + [True] + [False] * 2
 

@@ -4,7 +4,7 @@ test_ranks.py."""
 import pytest
 import torch
 import train_qwenimage_pr
-from small import few_prompts, lines_of, train
+from small import few_prompts, lines_of, stored, train
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
@@ -100,13 +100,16 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
 
 
 @pytest.mark.slow
-def test_advantages_count_up_to_their_bound(shallow, tmp_path):
+def test_advantages_and_the_gradients_norm_count_up_to_their_bounds(shallow, tmp_path):
     """Both bounds are below all advantages, so that the gradient is in proportion to them."""
-    how = shallow | dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=2, train__max_grad_norm=1e9)
+    how = shallow | dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=2, train__updates_per_epoch=1)
+    how |= dict(train__max_grad_norm=1e-5)
     one, two = (train("shapes_qwenimage", tmp_path / str(c), train__adv_clip_max=c, **how) for c in (1e-3, 2e-3))
     norms = [lines_of(folder, "update")[0]["grad_norm"] for folder in (one, two)]
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
-    assert norms[0] > 0
+    moments = [weight.flatten() for name, weight in stored(two, 1).items() if name.endswith("/exp_avg")]
+    assert torch.cat(moments).norm() == pytest.approx(0.1 * 1e-5, rel=1e-2)
+    assert norms[0] > 1e-5
 
 
 def test_branches_compete_with_those_of_their_trunks_step_or_of_their_prompts_step():

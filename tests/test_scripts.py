@@ -65,6 +65,9 @@ def test_options_run_with_the_rollouts_log_probs_finite_numbers_and_a_growing_kl
     assert updates[0]["parity/log_prob_abs_diff_max"] == 0
     assert [row["parity/log_prob_abs_diff_max"] for row in updates if "parity/log_prob_abs_diff_max" in row] == [0]
     assert updates[0]["kl_reference"] == 0 < updates[1]["kl_reference"]
+    for row in updates:
+        expected = row["policy_loss"] + 0.1 * row["kl_reference"]
+        assert row["loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
