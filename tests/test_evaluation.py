@@ -86,6 +86,18 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
     assert str(tmp_path / "best_epoch_000004") in notice
 
 
+def test_figures_of_another_base_or_by_other_options_of_a_reward_are_compared_with_none_of_before():
+    before, others = save.settings_of_figures(default_config()), [("base_precision", "nf4"), ("text_tokens", 9)]
+    for key, value in [*others, ("precision", "bf16"), ("reward.args", {"vlm_judge": {"question": "is it?"}})]:
+        config = default_config()
+        with config.unlocked():
+            config.update_from_flattened_dict({key: value})
+        assert save.settings_of_figures(config) != before
+    config = default_config()
+    config.reward.args = {"vlm_judge": {"url": "http://elsewhere:1"}}
+    assert save.settings_of_figures(config) == before
+
+
 def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the_config_says():
     config = default_config()
     for config.eval_freq, config.eval.test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):

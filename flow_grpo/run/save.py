@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.base import distributed
@@ -11,6 +12,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import Run
+from flow_grpo.settings import table
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
 
@@ -101,8 +103,16 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
         width=size.width,
         vae_precision=run.config.vae_precision,
         since=run.evaluations_since,
-        inputs=run.inputs.of_figures() | {"reward_fn": json.dumps(run.config.reward_fn.to_dict(), sort_keys=True)},
+        inputs=run.inputs.of_figures() | settings_of_figures(run.config),
     )
+
+
+def settings_of_figures(config: ConfigDict) -> dict[str, str]:
+    """What else decides figures, and cannot change but in a branch; of rewards without where their servers are."""
+    args = {key: value for key, value in table.flat(config.reward.args, "reward.args.").items() if table.is_fixed(key)}
+    values = {"reward_fn": config.reward_fn.to_dict(), "reward.args": args}
+    values |= {key: config[key] for key in ("text_tokens", "precision", "base_precision")}
+    return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
 def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
