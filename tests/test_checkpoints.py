@@ -261,10 +261,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_chosen(tmp_path):
 
 
 def test_a_reference_has_its_checkpoints_moves_or_none_where_it_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "state", lambda run: TENSORS)
-    for interval, moves in ((2, 5), (0, 0)):
-        run = SimpleNamespace(reference=SimpleNamespace(interval=interval, num_moves=0), extra_policies={})
-        saving.load_state(run, small(tmp_path, 7, reference_moves=5))
+    for name, moves in (("reference/a", 5), ("a", 0)):
+        tensors = {name: torch.ones(3)}
+        monkeypatch.setattr(saving, "state", lambda run, tensors=tensors: tensors)
+        progress = checkpoints.Progress(7, 7, reference_moves=5)
+        checkpoint = checkpoints.save(tmp_path / name, tensors, progress, config=CONFIG)
+        run = SimpleNamespace(reference=SimpleNamespace(num_moves=0), extra_policies={})
+        saving.load_state(run, checkpoint)
         assert run.reference.num_moves == moves
 
 
