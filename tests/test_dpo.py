@@ -120,8 +120,18 @@ def test_online_the_reference_becomes_the_policy_every_few_updates(recorded):
     assert [row["images"] for row in lines_of(folder, "epoch")] == [32, 64, 96]
 
 
-def test_a_group_whose_images_score_alike_is_left_out(recorded, tmp_path):
+def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the_others(recorded, tmp_path):
     """Its pairs count nothing; without such a margin they do."""
+    weights, plain = [], script.add_gradients
+
+    def noting(run, pairs, schedule):
+        weights.extend(pairs.loss_weight.tolist())
+        plain(run, pairs, schedule)
+
+    config = config_of(ONLINE, tmp_path, num_epochs=1, eval_freq=0, run_name="some", preferences__min_margin=0.2)
+    script.main(config, add_gradients=noting)
+    assert min(weights) == 0
+    assert sum(weights) == pytest.approx(len(weights))
     how = dict(num_epochs=1, eval_freq=0, train__reference_interval=0, preferences__min_margin=9.0)
     assert lines_of(train(ONLINE, tmp_path, **how), "update")[0]["grad_norm"] == 0
     assert lines_of(recorded("online dpo").folder, "update")[0]["grad_norm"] > 0
