@@ -5,13 +5,15 @@
     python benchmarks/bench.py --script train_qwenimage_pr --size full --published --set compile=True
     torchrun --nproc_per_node=4 benchmarks/bench.py --size full --set sample.num_prompts_per_epoch=4
     python benchmarks/bench.py --script train_sd3 --size full --variants ,large_gpu --limit-gib 23      a smaller card
+    python benchmarks/scaling.py -h      the same work per GPU on 1, 2, 4 and 8 GPUs of one host
 
 It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the first epoch, which warms up, is not
 counted, and nothing is saved. All images are of the data set's longest prompt, so that no rank compiles another width
 of text in the second. Rates and memory are one GPU's, images those of all. `full` is the model as published
 (transformer, VAE and text encoders of the real sizes, bf16) with random weights, at the config's resolution, steps,
 guidance and LoRA rank, with the prompts and reward of the shapes task. The limit holds from the first forward on: the
-random weights before it come about on the GPU, where those of a real run may never be.
+random weights before it come about on the GPU, where those of a real run may never be. With `--folder` weights are read
+as in a real run. `first_update_s` counts from the process's start.
 """
 
 import argparse
@@ -19,12 +21,14 @@ import contextlib
 import importlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +36,7 @@ import yaml
 from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
-from config import dpo, grpo, nft
+from flow_grpo.base import distributed
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
@@ -43,10 +47,12 @@ from flow_grpo.monitoring import model_card
 from flow_grpo.run import loop, update
 from flow_grpo.settings import config_files
 
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("scripts", "tools"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts", "tools"))
 
 from build_random_pipeline import OTHERS
 from random_model import full_config, random_folder, random_model, registered
+
+from config import dpo, grpo, nft
 
 KEPT = ("images_per_s", "batch_occupancy")
 
@@ -96,13 +102,55 @@ def limit_memory(gib: float) -> None:
         torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0))
 
 
+def process_s() -> float:
+    """Seconds since this process began."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+class Collectives:
+    """Seconds that this rank spends in the second epoch's collectives, with its waiting for the other ranks: those of
+    the CPU, and those of the GPU by its own clock, though other kernels may run beside them. Stands in for the leaving
+    of the process group, which forgets them."""
+
+    CALLS = "all_gather", "all_gather_object", "all_reduce", "barrier"  # of flow_grpo.base.distributed
+
+    def __init__(self):
+        self.since, self.figures, self.leave = 0.0, {}, distributed.close
+        self.calls = []  # (start, seconds) of each; those of the GPU return at once
+        os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
+        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "200000"  # later, torch 2.11
+        for name in self.CALLS:
+            setattr(distributed.dist, name, partial(self._timed, getattr(distributed.dist, name)))
+
+    def _timed(self, call, *args):
+        started = time.time()
+        call(*args)
+        self.calls.append((started, time.time() - started))
+
+    def close(self):
+        """Count, and leave the process group."""
+        if distributed.dist.is_initialized():
+            seconds = [length for started, length in self.calls if started >= self.since]
+            self.figures["collectives/cpu_s"] = sum(seconds)
+            if torch.cuda.is_available():
+                self.figures["collectives/gpu_s"] = self._gpu_s()
+        self.leave()
+
+    def _gpu_s(self) -> float:
+        torch.cuda.synchronize()
+        time.sleep(1)  # until NCCL's watchdog has read the clock of the last ones
+        entries = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())["entries"]
+        return sum(e.get("duration_ms", 0.0) for e in entries if e["time_created_ns"] >= 1e9 * self.since) / 1000
+
+
 class Work:
     """FLOP of a run by phase. Stands in for a script's add_gradients and its optimizer's steps."""
 
     def __init__(self, script, full_weights: bool, limit_gib: float):
         self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
         self.trained, self.add_gradients = 3 if full_weights else 2, script.add_gradients
-        self.start, self.first_update_s, self.move_weights = time.perf_counter(), None, update.move_weights
+        self.first_update_s, self.move_weights, self.collectives = None, update.move_weights, Collectives()
 
     def counting(self, family: type[FlowModel]) -> type[FlowModel]:
         """The model, whose forwards are counted."""
@@ -135,9 +183,11 @@ class Work:
         self.phase = "rollout"
 
     def timed_step(self, run):
-        """The optimizer's, of which the first one's end is noted."""
+        """The optimizer's. When the first one and the first epoch's last one end is noted."""
         self.move_weights(run)
-        self.first_update_s = self.first_update_s or time.perf_counter() - self.start
+        self.first_update_s = self.first_update_s or process_s()
+        if run.epoch == 0:
+            self.collectives.since = time.time()
 
 
 def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
@@ -145,7 +195,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
     config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
     module = importlib.import_module(script)
     work = Work(module, config.lora.rank == 0, limit_gib)
-    update.move_weights = work.timed_step
+    update.move_weights, distributed.close = work.timed_step, work.collectives.close
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
         config.cache_dir = shared_folder() if config.cache_dir else ""
@@ -162,7 +212,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
     first, last = [row for row in rows if row["kind"] == "epoch"]
     gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
     figures = {"images": last["images"] - first["images"], "first_epoch_s": first["time/epoch_s"]}
-    figures["first_update_s"] = work.first_update_s
+    figures |= {"first_update_s": work.first_update_s} | work.collectives.figures
     figures |= {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
     figures |= {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
     rates = {f"{phase}_tflops": flops / 2e12 / last[f"time/{phase}_s"] for phase, flops in work.flops.items()}
@@ -181,9 +231,10 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
     kind = last if (last := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else ""
     name, suffix = run.removesuffix(f"_{kind}"), run + args.variants
     if args.size == "full":
-        family, reward = random_model(name), run_name(run).removesuffix(run)
+        sizes, reward = {name: {"num_layers": args.layers}} if args.layers else {}, run_name(run).removesuffix(run)
+        family = model_classes.by_name(name) if args.folder else random_model(name, sizes)
         config = full_config(config_of(f"{reward}{suffix}", kind), kind, edits=family.MOST_SOURCES > 0)
-        config.model = random_folder(Path(tempfile.mkdtemp(), "model"))
+        config.model = args.folder or random_folder(Path(tempfile.mkdtemp(), "model"))
     else:
         family, config = model_classes.by_name(name), config_of(f"shapes_{suffix}", kind)
     changes = dict(text.split("=", 1) for text in args.set)
@@ -229,6 +280,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")
+    parser.add_argument("--layers", type=int, help="blocks of a smaller transformer, of Qwen-Image's classes")
+    parser.add_argument("--folder", help="with weights of --size full, see tools/build_random_pipeline.py --published")
     parser.add_argument("--limit-gib", type=float, default=0.0, help="of the allocator, as on a smaller card; 0 = none")
     return parser
 

@@ -2,12 +2,16 @@
 
 import json
 import re
+from functools import partial
 
 import bench
 import learn
 import learn_record
 import pytest
 import random_model
+import scaling
+import torch
+from build_random_pipeline import clip_model
 from flops import row_flops
 from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 
@@ -159,3 +163,25 @@ def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "progress.json").write_text("{}")
     assert hours() == pytest.approx(22 / 3600)
+
+
+def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(tmp_path, monkeypatch, capsys):
+    """On the CPU, for a host of two."""
+    tiny = "sample.num_images_per_prompt=2 sample.batch_size=2 sample.sde_window_size=0"
+    run = scaling.Configuration("train_qwenimage --size tiny", 2, tiny)
+    monkeypatch.setattr(scaling, "RUNS", {"tiny": run, "reward": run})
+    monkeypatch.setattr(scaling, "clip_model", partial(clip_model, 1, 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "tiny", "reward"])
+    scaling.write(args.lines, {"configuration": "tiny", "gpus": 1, "images_per_s": 4.0})
+    scaling.main(args)
+    _, pair, reward = scaling.read(args.lines)
+    assert [(line["configuration"], line["gpus"], line["images"]) for line in (pair, reward)] == [
+        ("tiny", 2, 8),
+        ("reward", 1, 4),
+    ]
+    assert pair["collectives/cpu_s"] > 0
+    assert pair["host/own_gib"] > reward["host/own_gib"] > 0.1
+    assert f"| tiny | 2 | {pair['images_per_s'] / 8:.3g} |" in capsys.readouterr().out
+    assert reward["hidden_share"] == 1 - reward["time/reward_s"] / reward["reward_alone_s"]
+    assert scaling.pending(args) == []

@@ -164,13 +164,6 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(shallow, tmp_path
     assert all(width % 4 == 0 for width in widths[False])
 
 
-def test_an_epoch_of_two_ranks_is_measured_once():
-    images = ["sample.num_prompts_per_epoch=4", "sample.num_images_per_prompt=2", "sample.batch_size=2"]
-    ranks = warm.torchrun(["benchmarks/bench.py", "--script", "train_qwenimage", "--set", *images])
-    (found,) = [json.loads(line) for rank in ranks for line in rank.stdout.splitlines()]
-    assert (found["gpus"], found["images"]) == (2, 8)
-
-
 @bf16_attention
 def test_blocks_are_measured():
     """Not compiled here, which takes a minute."""

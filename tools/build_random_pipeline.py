@@ -3,7 +3,7 @@
     python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
 
 What it draws means nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
-one; benchmarks/bench.py makes models of the published sizes, on no disk.
+one; benchmarks/bench.py makes models of the published sizes, on no disk, or reads one that `--published` wrote.
 """
 
 import argparse
@@ -33,6 +33,8 @@ from diffusers import (
 )
 from transformers import (
     AddedToken,
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -95,6 +97,7 @@ PUBLISHED = dict(
     | dict(caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=384)
     | dict(dual_attention_layers=tuple(range(13))),
     flux={},
+    qwenimage={},
     qwen_text=dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
     | dict(num_attention_heads=28, num_key_value_heads=4)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
@@ -127,7 +130,7 @@ def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
     """Qwen-Image, at its published size alone; `make` (build, dtype) -> module says how weights come about."""
     shipped = QwenImagePipeline.from_pretrained(SHIPPED, transformer=None, vae=None, text_encoder=None)
     return QwenImagePipeline(
-        transformer=make(QwenImageTransformer2DModel, torch.bfloat16),
+        transformer=make(lambda: QwenImageTransformer2DModel(**sizes["qwenimage"]), torch.bfloat16),
         tokenizer=shipped.tokenizer,
         scheduler=shipped.scheduler,
         **qwenimage_encoders(sizes, make),
@@ -275,6 +278,14 @@ def clip_config(size: dict) -> CLIPTextConfig:
     return CLIPTextConfig(vocab_size=NUM_CLIP_WORDS, max_position_embeddings=77, **ends, **size)
 
 
+def clip_model(text_layers: int = 24, vision_layers: int = 32) -> CLIPModel:
+    """CLIP-ViT-H-14, as of PickScore, on the CPU."""
+    heads = dict(num_attention_heads=16)
+    text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=text_layers) | heads
+    vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=vision_layers, patch_size=14) | heads
+    return CLIPModel(CLIPConfig(text_config=clip_config(text).to_dict(), vision_config=vision, projection_dim=1024))
+
+
 def t5_encoder(sizes: dict) -> T5EncoderModel:
     return T5EncoderModel(T5Config(vocab_size=1000, feed_forward_proj="gated-gelu", **sizes["t5"]))
 
@@ -331,14 +342,16 @@ def large_random(device: torch.device) -> Callable:
 BUILDERS = {name: globals()[name] for name in registry.names() if name in globals()}
 
 
-def build(name: str, folder: str) -> None:
-    """Write a tiny pipeline as a diffusers folder."""
-    BUILDERS[name](TINY, small_random).save_pretrained(folder)
+def build(name: str, folder: str, published: bool = False) -> None:
+    """Write a pipeline as a diffusers folder, a tiny one or, from the GPU, one of the published size."""
+    make = (PUBLISHED, large_random(torch.device("cuda"))) if published else (TINY, small_random)
+    BUILDERS[name](*make).save_pretrained(folder)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=[name for name in BUILDERS if name in TINY])
+    parser.add_argument("model", choices=BUILDERS)
     parser.add_argument("folder")
+    parser.add_argument("--published", action="store_true", help="Qwen-Image has no other size here, and takes 57 GB")
     args = parser.parse_args()
-    build(args.model, args.folder)
+    build(args.model, args.folder, args.published)

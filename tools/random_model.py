@@ -6,8 +6,10 @@
 import contextlib
 import gc
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import build_random_pipeline as random_pipeline
 import torch
@@ -17,14 +19,15 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.weights import fsdp_utils, policies
 
 
-def random_model(name: str) -> type[FlowModel]:
+def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) -> type[FlowModel]:
     """The model with weights of the published size, which are random and never on a disk.
 
     Args:
         name: of the registry, or of another size in `build_random_pipeline.OTHERS`.
+        sizes: in the place of those of `build_random_pipeline.PUBLISHED`.
     """
     model, changes = random_pipeline.OTHERS.get(name, (name, {}))
-    sizes = random_pipeline.PUBLISHED | changes
+    sizes = random_pipeline.PUBLISHED | changes | sizes
     family, build = model_classes.by_name(model), partial(random_pipeline.BUILDERS[model], sizes)
 
     class Random(family):

@@ -1,0 +1,247 @@
+"""Weak scaling: bench.py with the same work per GPU on 1, 2, 4 and 8 GPUs of one host, one JSON line each.
+
+    python benchmarks/scaling.py lines.jsonl --runs branches branches_8_bit     measure, or go on measuring
+    python benchmarks/scaling.py lines.jsonl                                    what the lines say
+
+Runs on fewer GPUs than the host has go side by side, on GPUs of their own. What the file holds is not measured again,
+and after `--minutes` nothing is begun, so a host that is lent for ten minutes at a time will do. `start` writes 57 GB
+of weights to --model once, and reads them. With `reward` the last GPU scores what the others draw.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from bench import config_of  # which puts tools/ on the path
+from build_random_pipeline import clip_model, clip_tokenizer
+from transformers import CLIPImageProcessor, CLIPProcessor
+
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.rewards.clients.client import Server, ServerError
+from flow_grpo.scoring.pool import Pool
+
+CACHES = Path("/proc/sys/vm/drop_caches")
+PORTS = 18087, 18088  # of the servers of one reward
+
+
+class Configuration(NamedTuple):
+    """What is run, how many prompts each GPU gets, and settings."""
+
+    words: str
+    prompts: int
+    changes: str = ""
+    alone: bool = False  # with nothing beside it
+
+
+FAST, EIGHT_BITS = "--size full --variants ,large_gpu", "--size full --variants ,large_gpu,eight_bit_base"
+BRANCHES = "sample.num_branches=2 sample.num_steps=6"  # a shorter epoch, less work between collectives
+SHARDED = "lora.rank=0 fsdp.mode=shard compile=False sample.batch_size=8 train.updates_per_epoch=1"
+RUNS = {
+    "branches": Configuration(f"train_qwenimage_pr {FAST}", 2, BRANCHES),
+    "branches_8_bit": Configuration(f"train_qwenimage_pr {EIGHT_BITS}", 2, BRANCHES),
+    "windows": Configuration(f"train_qwenimage {FAST}", 1),
+    "windows_8_bit": Configuration(f"train_qwenimage {EIGHT_BITS}", 1),
+    "nft": Configuration(f"train_qwenimage_nft {FAST}", 1),
+    "full_weights": Configuration("train_qwenimage --size full --layers 12", 1, SHARDED),
+    "start": Configuration("train_qwenimage --size full --variants ,eight_bit_base", 1, alone=True),
+    "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, alone=True),
+}
+
+
+class Job:
+    """A run of bench.py on some of the host's GPUs."""
+
+    def __init__(self, name: str, gpus: list[int], args: argparse.Namespace, stack: contextlib.ExitStack):
+        run, self.name, self.gpus, self.most = RUNS[name], name, gpus, {}
+        changes = [f"sample.num_prompts_per_epoch={run.prompts * len(gpus)}", "logger=none", *run.changes.split()]
+        words = ["--script", *run.words.split(), "--set", *changes, *args.set]
+        if name == "start":
+            words = ["--folder", str(args.model), *words]
+            drop_caches()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
+        env = os.environ | dict(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)))
+        self.out, self.log = (args.lines.with_name(f"{name}_{len(gpus)}.{end}") for end in ("json", "log"))
+        with self.out.open("w") as out, self.log.open("w") as log:
+            command = [*launch, "benchmarks/bench.py", *words]
+            self.process = stack.enter_context(started(command, env=env, stdout=out, stderr=log))
+
+    def is_running(self) -> bool:
+        """Also notes how much of the host's memory it uses."""
+        for kind, gib in host_gib(self.process.pid).items():
+            self.most[kind] = max(self.most.get(kind, 0.0), gib)
+        return self.process.poll() is None
+
+    def line(self) -> dict:
+        """What it measured; {}, and the end of its log on the terminal, if it failed."""
+        if self.process.returncode:
+            print(f"{self.name} on {len(self.gpus)} GPUs: {self.log.read_text()[-3000:]}", file=sys.stderr)
+            return {}
+        return json.loads(self.out.read_text().splitlines()[-1]) | self.most | dict(configuration=self.name)
+
+
+@contextlib.contextmanager
+def started(command: list[str], **how) -> Iterator[subprocess.Popen]:
+    """A process that does not outlive the block."""
+    process = subprocess.Popen(command, **how)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def host_gib(pid: int) -> dict[str, float]:
+    """GiB of the host that a process and its descendants hold, what they share counted once: their own, and files that
+    they map."""
+    kinds, waiting = {"Pss_Anon:": "host/own_gib", "Pss_File:": "host/files_gib"}, [str(pid)]
+    found = dict.fromkeys(kinds.values(), 0.0)
+    while waiting:
+        process = Path("/proc", waiting.pop())
+        with contextlib.suppress(OSError):  # it has ended
+            waiting += (process / "task" / process.name / "children").read_text().split()
+            for line in (process / "smaps_rollup").read_text().splitlines():
+                if (kind := line.split()[0]) in kinds:
+                    found[kinds[kind]] += int(line.split()[1]) / 2**20
+    return found
+
+
+def drop_caches() -> None:
+    """Have the system forget what it has read of the disk, where this user may."""
+    os.sync()
+    if os.access(CACHES, os.W_OK):
+        CACHES.write_text("3")
+
+
+def write_model(folder: Path) -> None:
+    """Random weights of Qwen-Image, unless they are there."""
+    if not (folder / "model_index.json").exists():
+        build = [sys.executable, "tools/build_random_pipeline.py", "--published", "qwenimage", str(folder)]
+        subprocess.run(build, check=True)
+
+
+def pending(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """What is not measured yet: each configuration on powers of two of GPUs, few before many."""
+    most = torch.cuda.device_count()
+    counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    measured = {(line["configuration"], line["gpus"]) for line in read(args.lines)}
+    names = [name for name in args.runs if name != "reward"]
+    return [(name, count) for count in counts for name in names if (name, count) not in measured]
+
+
+def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack) -> None:
+    """Run what is pending wherever GPUs are free and write a line for each."""
+    jobs, left, free = [], pending(args), list(range(torch.cuda.device_count()))
+    while jobs or (left and time.monotonic() < end_s):
+        for name, count in list(left) if time.monotonic() < end_s else []:
+            if len(free) >= count and not (jobs and RUNS[name].alone):
+                left.remove((name, count))
+                jobs.append(Job(name, [free.pop(0) for _ in range(count)], args, stack))
+        time.sleep(1)
+        for job in [job for job in jobs if not job.is_running()]:
+            jobs.remove(job)
+            free = sorted([*free, *job.gpus])
+            write(args.lines, job.line())
+
+
+def measure_reward(args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
+    """Write a line with `hidden_share`: of the time that PickScore takes for an epoch's images on its own, what the
+    epoch does not wait for."""
+    *drawing, scoring = range(torch.cuda.device_count())
+    urls = start_servers(scoring, args.lines.with_name("clip"), stack)
+    args.set += ['reward_fn={"pickscore": 1.0}', f"reward.args={json.dumps({'pickscore': {'url': urls}})}"]
+    job = Job("reward", drawing, args, stack)
+    while job.is_running():
+        time.sleep(1)
+    if line := job.line():
+        line["reward_alone_s"] = seconds_to_score(int(line["images"]), urls)
+        line["hidden_share"] = 1 - line["time/reward_s"] / line["reward_alone_s"]
+    write(args.lines, line)
+
+
+def start_servers(gpu: int, folder: Path, stack: contextlib.ExitStack) -> list[str]:
+    """Their addresses, once they answer."""
+    clip_model().save_pretrained(folder)
+    CLIPProcessor(CLIPImageProcessor(), clip_tokenizer()).save_pretrained(folder)
+    device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
+    serve = [sys.executable, "scripts/serve_reward.py", "pickscore", "--device", device, "--options"]
+    options = json.dumps(dict(model=str(folder), processor=str(folder)))
+    for port in PORTS:
+        stack.enter_context(started([*serve, options, "--port", str(port)]))
+    urls = [f"http://127.0.0.1:{port}" for port in PORTS]
+    server = Server(urls)
+    while not all(answers(server, url) for url in urls):
+        time.sleep(1)
+    return urls
+
+
+def answers(server: Server, url: str) -> bool:
+    with contextlib.suppress(ServerError):
+        return bool(server.health(url))
+    return False
+
+
+def seconds_to_score(num_images: int, urls: list[str]) -> float:
+    """With nothing else going on."""
+    config = config_of("shapes_qwenimage")
+    config.reward.args = {"pickscore": {"url": urls}}
+    pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), config.reward)
+    images, prompts = torch.rand(num_images, 3, 512, 512), [Prompt("a red circle")] * num_images
+    start = time.perf_counter()
+    pool.submit(images, prompts)()
+    return time.perf_counter() - start
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(path: Path, line: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n" if line else "")
+
+
+def table(lines: list[dict]) -> str:
+    """Each line, and its images per second as a share of what as many single GPUs make."""
+    single = {line["configuration"]: line["images_per_s"] for line in lines if line["gpus"] == 1}
+    columns = "images_per_s", "collectives/cpu_s", "collectives/gpu_s", "parity/log_prob_abs_diff_max"
+    columns += "first_update_s", "host/own_gib", "host/files_gib", "memory/reserved_gib", "hidden_share"
+    rows = [("configuration", "gpus", "efficiency", *columns)]
+    for line in lines:
+        alone = single.get(line["configuration"], float("nan")) * line["gpus"]
+        figures = [line["images_per_s"] / alone, *(line.get(name, float("nan")) for name in columns)]
+        rows.append((line["configuration"], str(line["gpus"]), *(f"{figure:.3g}" for figure in figures)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(args: argparse.Namespace) -> None:
+    if "start" in args.runs:
+        write_model(args.model)
+    with contextlib.ExitStack() as stack:
+        measure(args, time.monotonic() + 60 * args.minutes, stack)
+        if "reward" in args.runs and not any(line["configuration"] == "reward" for line in read(args.lines)):
+            measure_reward(args, stack)
+    print(table(read(args.lines)))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[], metavar="RUN", help=", ".join(RUNS))
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing is begun")
+    parser.add_argument("--model", type=Path, default=Path("random_qwenimage"), help="folder of start's weights")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of the config, as of bench.py")
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # through the blocks that end what it has started
+    main(parser().parse_args())
