@@ -31,6 +31,7 @@ from flow_grpo.scoring.pool import Pool
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 PORTS = 18087, 18088  # of the servers of one reward
+REQUEST = 8  # images; both servers take part in what a GPU draws at once
 
 
 class Configuration(NamedTuple):
@@ -53,7 +54,7 @@ RUNS = {
     "nft": Configuration(f"train_qwenimage_nft {FAST}", 1),
     "full_weights": Configuration("train_qwenimage --size full --layers 12", 1, SHARDED),
     "start": Configuration("train_qwenimage --size full --variants ,eight_bit_base", 1, alone=True),
-    "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, alone=True),
+    "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, f"reward.batch_size={REQUEST}", alone=True),
 }
 
 
@@ -192,7 +193,7 @@ def answers(server: Server, url: str) -> bool:
 def seconds_to_score(num_images: int, urls: list[str]) -> float:
     """With nothing else going on."""
     config = config_of("shapes_qwenimage")
-    config.reward.args = {"pickscore": {"url": urls}}
+    config.reward.args = {"pickscore": {"url": urls, "batch_size": REQUEST}}
     pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), config.reward)
     images, prompts = torch.rand(num_images, 3, 512, 512), [Prompt("a red circle")] * num_images
     start = time.perf_counter()

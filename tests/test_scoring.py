@@ -148,10 +148,14 @@ def test_a_server_that_comes_back_is_asked_again(caplog):
     assert not any("\x1b" in record.message for record in caplog.records), "no codes of a terminal"
 
 
-def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away_which_is_said_once(caplog):
+def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away_which_is_said_once(caplog, monkeypatch):
     with http_server(hostile.honest) as (first, of_first), http_server(hostile.honest) as (second, of_second):
         assert score(pool_of([first, second], batch_size=1))["avg"].tolist() == [0.5] * 6
         assert (len(of_first), len(of_second)) == (3, 3)
+        for rank in "3210":  # a request of each
+            monkeypatch.setenv("RANK", rank)
+            score(pool_of([first, second]))
+        assert (len(of_first), len(of_second)) == (5, 5)
     with http_server(hostile.gone) as (away, of_away), http_server(hostile.honest) as (there, of_there):
         pool = pool_of([away, there], batch_size=1, in_flight=1, retry_s=1.0)
         assert [score(pool)["avg"].tolist() for _ in range(2)] == [[0.5] * 6] * 2

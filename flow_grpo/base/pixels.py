@@ -10,7 +10,7 @@ from flow_grpo.base.prompt import Prompt
 
 def to_uint8(images: Tensor) -> np.ndarray:
     """[..., 3, H, W] in [0, 1] -> [..., H, W, 3] of 0 to 255, on the CPU."""
-    return images.detach().float().clamp(0, 1).mul(255).round().byte().movedim(-3, -1).cpu().numpy()
+    return images.detach().float().clamp(0, 1).mul_(255).round_().byte().movedim(-3, -1).contiguous().cpu().numpy()
 
 
 def from_picture(picture: Image.Image) -> Tensor:

@@ -50,7 +50,7 @@ def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: li
     """Of each image with its own prompt, [B]."""
     inputs = prepare(
         text=prompts,
-        images=to_pictures(images),
+        images=to_pictures(images.to(clip.device)),  # where rounding is quicker
         padding="max_length",  # one width, whatever the neighbours
         truncation=True,
         max_length=clip.config.text_config.max_position_embeddings,

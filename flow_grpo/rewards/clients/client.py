@@ -72,7 +72,8 @@ class Server:
 
     def __init__(self, url: str | list[str], token_file: str = "", timeout_s: float = 120.0):
         self.urls, self.timeout_s, self.retry_s = [part.rstrip("/") for part in urls_of(url)], timeout_s, RETRY_S
-        self.turns, in_flight = itertools.count(), IN_FLIGHT * len(self.urls)
+        self.turns = itertools.count(int(os.environ.get("RANK", "0")))  # ranks that draw in step ask different ones
+        in_flight = IN_FLIGHT * len(self.urls)
         self.noticed_s = dict.fromkeys(self.urls, -math.inf)  # when it was last said that a server is away
         self.away_s = dict.fromkeys(self.urls, -math.inf)  # when a server was last found to be away
         token = read_token(token_file)
