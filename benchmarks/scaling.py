@@ -4,8 +4,9 @@
     python benchmarks/scaling.py lines.jsonl                                    what the lines say
 
 Runs on fewer GPUs than the host has go side by side, on GPUs of their own. What the file holds is not measured again,
-and after `--minutes` nothing is begun, so a host that is lent for ten minutes at a time will do. `start` writes 57 GB
-of weights to --model once, and reads them. With `reward` the last GPU scores what the others draw.
+and after `--minutes` nothing is begun, so a host that is there for ten minutes at a time will do. `start` writes 57 GB
+of weights to --model once, and reads them. In `reward` the last GPU scores what the others draw; `hidden_share` is
+the part of the time that the scores of an epoch take on their own for which the epoch does not wait.
 """
 
 import argparse
@@ -31,7 +32,6 @@ from flow_grpo.scoring.pool import Pool
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 PORTS = 18087, 18088  # of the servers of one reward
-REQUEST = 8  # images; both servers take part in what a GPU draws at once
 
 
 class Configuration(NamedTuple):
@@ -54,7 +54,7 @@ RUNS = {
     "nft": Configuration(f"train_qwenimage_nft {FAST}", 1),
     "full_weights": Configuration("train_qwenimage --size full --layers 12", 1, SHARDED),
     "start": Configuration("train_qwenimage --size full --variants ,eight_bit_base", 1, alone=True),
-    "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, f"reward.batch_size={REQUEST}", alone=True),
+    "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, alone=True),
 }
 
 
@@ -62,12 +62,15 @@ class Job:
     """A run of bench.py on some of the host's GPUs."""
 
     def __init__(self, name: str, gpus: list[int], args: argparse.Namespace, stack: contextlib.ExitStack):
-        run, self.name, self.gpus, self.most = RUNS[name], name, gpus, {}
+        run, self.name, self.gpus, self.most, self.servers = RUNS[name], name, gpus, {}, []
         changes = [f"sample.num_prompts_per_epoch={run.prompts * len(gpus)}", "logger=none", *run.changes.split()]
         words = ["--script", *run.words.split(), "--set", *changes, *args.set]
         if name == "start":
             words = ["--folder", str(args.model), *words]
             drop_caches()
+        if name == "reward":
+            self.servers = start_servers(len(gpus), args.lines.with_name("clip"), stack)
+            words += ['reward_fn={"pickscore": 1.0}', f"reward.args={json.dumps(served_by(self.servers))}"]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
         env = os.environ | dict(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)))
         self.out, self.log = (args.lines.with_name(f"{name}_{len(gpus)}.{end}") for end in ("json", "log"))
@@ -86,7 +89,11 @@ class Job:
         if self.process.returncode:
             print(f"{self.name} on {len(self.gpus)} GPUs: {self.log.read_text()[-3000:]}", file=sys.stderr)
             return {}
-        return json.loads(self.out.read_text().splitlines()[-1]) | self.most | dict(configuration=self.name)
+        line = json.loads(self.out.read_text().splitlines()[-1]) | self.most | dict(configuration=self.name)
+        if self.servers:
+            line["reward_alone_s"] = seconds_to_score(int(line["images"]), self.servers)
+            line["hidden_share"] = 1 - line["time/reward_s"] / line["reward_alone_s"]
+        return line
 
 
 @contextlib.contextmanager
@@ -130,12 +137,14 @@ def write_model(folder: Path) -> None:
 
 
 def pending(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """What is not measured yet: each configuration on powers of two of GPUs, few before many."""
+    """What is not measured yet: each configuration on powers of two of GPUs, few before many; at the end `reward`, on
+    all but one."""
     most = torch.cuda.device_count()
     counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
     measured = {(line["configuration"], line["gpus"]) for line in read(args.lines)}
-    names = [name for name in args.runs if name != "reward"]
-    return [(name, count) for count in counts for name in names if (name, count) not in measured]
+    runs = [(name, count) for count in counts for name in args.runs if name != "reward"]
+    runs += [("reward", most - 1)] if "reward" in args.runs else []
+    return [run for run in runs if run not in measured]
 
 
 def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack) -> None:
@@ -151,21 +160,6 @@ def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack)
             jobs.remove(job)
             free = sorted([*free, *job.gpus])
             write(args.lines, job.line())
-
-
-def measure_reward(args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-    """Write a line with `hidden_share`: of the time that PickScore takes for an epoch's images on its own, what the
-    epoch does not wait for."""
-    *drawing, scoring = range(torch.cuda.device_count())
-    urls = start_servers(scoring, args.lines.with_name("clip"), stack)
-    args.set += ['reward_fn={"pickscore": 1.0}', f"reward.args={json.dumps({'pickscore': {'url': urls}})}"]
-    job = Job("reward", drawing, args, stack)
-    while job.is_running():
-        time.sleep(1)
-    if line := job.line():
-        line["reward_alone_s"] = seconds_to_score(int(line["images"]), urls)
-        line["hidden_share"] = 1 - line["time/reward_s"] / line["reward_alone_s"]
-    write(args.lines, line)
 
 
 def start_servers(gpu: int, folder: Path, stack: contextlib.ExitStack) -> list[str]:
@@ -190,10 +184,15 @@ def answers(server: Server, url: str) -> bool:
     return False
 
 
+def served_by(urls: list[str]) -> dict:
+    """config.reward.args of a reward with these servers; each takes part in what a GPU draws at once."""
+    return {"pickscore": {"url": urls, "batch_size": 8}}
+
+
 def seconds_to_score(num_images: int, urls: list[str]) -> float:
     """With nothing else going on."""
     config = config_of("shapes_qwenimage")
-    config.reward.args = {"pickscore": {"url": urls, "batch_size": REQUEST}}
+    config.reward.args = served_by(urls)
     pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), config.reward)
     images, prompts = torch.rand(num_images, 3, 512, 512), [Prompt("a red circle")] * num_images
     start = time.perf_counter()
@@ -224,12 +223,12 @@ def table(lines: list[dict]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
+    if "reward" in args.runs and torch.cuda.device_count() < 2:
+        sys.exit("reward takes at least two GPUs: one scores what the others draw")
     if "start" in args.runs:
         write_model(args.model)
     with contextlib.ExitStack() as stack:
         measure(args, time.monotonic() + 60 * args.minutes, stack)
-        if "reward" in args.runs and not any(line["configuration"] == "reward" for line in read(args.lines)):
-            measure_reward(args, stack)
     print(table(read(args.lines)))
 
 
