@@ -170,6 +170,7 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     tiny = "sample.num_images_per_prompt=2 sample.batch_size=2 sample.sde_window_size=0"
     monkeypatch.setattr(scaling, "RUNS", {"reward": scaling.Configuration("train_qwenimage --size tiny", 2, tiny)})
     monkeypatch.setattr(scaling, "clip_model", partial(clip_model, 1, 1))
+    monkeypatch.setattr(scaling, "PORTS", scaling.PORTS[:1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "reward"])
     scaling.write(args.lines, {"configuration": "reward", "gpus": 1, "images_per_s": 4.0})
