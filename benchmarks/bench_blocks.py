@@ -167,7 +167,7 @@ def load(blocks: int, sizes: dict, device, attention: str = "") -> QwenImage:
 def measure(tiny: bool, attention: str, all_blocks: bool):
     """Yields a line for each case; the tiny model has one of each."""
     device = distributed.init_distributed().device
-    blocks, size, rows = (2, Size(64, 64), 4) if tiny else (BLOCKS if all_blocks else 6, Size(512, 512), 24)
+    blocks, size, rows = (2, Size(32, 32), 4) if tiny else (BLOCKS if all_blocks else 6, Size(512, 512), 24)
     few = slice(1 if tiny else None)
     model, factor = load(blocks, SMALL if tiny else {}, device, attention), BLOCKS // blocks
     merged = policies.MergedWeights(model.transformer).applied
