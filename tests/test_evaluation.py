@@ -158,10 +158,11 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
 def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
     rewards.register("jpeg_size", lambda *images: -rewards.load("jpeg_compressibility", "cpu")(*images))
     how = shallow | dict(eval__best_by="jpeg_size", eval__rewards=("jpeg_size",))  # which falls
-    how |= dict(dataset=few_prompts(tmp_path / "data"), num_epochs=1)
+    how |= dict(dataset=few_prompts(tmp_path / "data", 6), num_epochs=1, eval__num_prompts=9)
     folder = train(WINDOW, tmp_path / "runs", **how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
-    assert best.read(folder).split == "test"
+    kept = best.read(folder)
+    assert (kept.split, kept.num_prompts) == ("test", 6)
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
     assert tests[-1]["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
     assert [line["eval/avg"] for line in evals] == [line["test/avg"] for line in tests[:-1]]
