@@ -4,9 +4,9 @@
     python benchmarks/scaling.py lines.jsonl                                    what the lines say
 
 Runs on fewer GPUs than the host has go side by side, on GPUs of their own. What the file holds is not measured again,
-and after `--minutes` nothing is begun, so a host that is there for ten minutes at a time will do. `start` writes 57 GB
-of weights to --model once, and reads them. In `reward` the last GPU scores what the others draw; `hidden_share` is
-the part of the time that the scores of an epoch take on their own for which the epoch does not wait.
+and after `--minutes` nothing is begun, so a host can be used for ten minutes at a time. `start` writes 57 GB of
+weights to --model once, and reads them. In `reward` the last GPU scores what the others draw: `reward_alone_s` is the
+time that an epoch's scores take on their own, and `hidden_share` the share of it that the epoch does not wait.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def answers(server: Server, url: str) -> bool:
 
 
 def served_by(urls: list[str]) -> dict:
-    """config.reward.args of a reward with these servers; each takes part in what a GPU draws at once."""
+    """config.reward.args of a reward with these servers; requests are small enough for both to share a batch."""
     return {"pickscore": {"url": urls, "batch_size": 8}}
 
 

@@ -1,6 +1,5 @@
 """Continuous batching: whoever shares a forward and whenever they arrive, a request becomes what it would alone."""
 
-import random
 from typing import NamedTuple
 
 import pytest
@@ -92,19 +91,6 @@ def test_forty_requests_of_all_kinds_become_what_they_would_alone_bit_for_bit(ro
             assert torch.equal(ours.latents, theirs.latents[:1]), n
             for part, whole in zip(ours.step, theirs.step):
                 assert torch.equal(part, whole[: len(part)]), n
-
-
-@torch.no_grad()
-def test_of_two_full_forwards_the_one_with_log_probs_comes_first_which_makes_branches_to_fill_the_next():
-    """32 trunks with branches at steps that are drawn: 97 forwards in the order of arrival."""
-    model, params = loaded("qwenimage"), SamplingParams(num_steps=10, guidance_scale=1.0)
-    draw = random.Random(0)
-    batching, schedule, requests = Batching(16, 16), model.schedule(10, SIZE), []
-    for n in range(32):
-        wanted = Wanted(PROMPTS[0], 20, SIZE, params, dict(noisy=range(s := draw.randrange(8), s + 2), num_branches=4))
-        requests += prepare_encode(job(model, n, wanted), names=[n], scheduler=schedule, **wanted.kind)
-    assert len(list(denoise(lambda x, *others: torch.zeros_like(x), requests, batching))) == 32
-    assert batching.num_forwards < 97
 
 
 @pytest.mark.parametrize("name", [",fast", "_pr", "_dpo,online"])

@@ -79,15 +79,11 @@ def completed_roots(ended: list[Request]) -> list[Request]:
 
 
 def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
-    """Requests of one key for the next forward: a full forward if there is one, log-probs first, else the fullest."""
+    """Requests of one key for the next forward: the first full forward, or else the fullest."""
     by_key = {}
     for request in in_flight:
         by_key.setdefault(request.batch_key, []).append(request)
-
-    def urgency(requests: list[Request]) -> tuple[float, bool]:
-        return min(len(requests) / batching.size(requests[0]), 1.0), requests[0].needs_log_prob
-
-    requests = max(by_key.values(), key=urgency)
+    requests = max(by_key.values(), key=lambda requests: min(len(requests) / batching.size(requests[0]), 1.0))
     return requests[: batching.size(requests[0])]
 
 
