@@ -52,7 +52,7 @@ RUNS = {
     "windows": Configuration(f"train_qwenimage {FAST}", 1),
     "windows_8_bit": Configuration(f"train_qwenimage {EIGHT_BITS}", 1),
     "nft": Configuration(f"train_qwenimage_nft {FAST}", 1),
-    "full_weights": Configuration("train_qwenimage --size full --layers 12", 1, SHARDED),
+    "full_weights": Configuration("train_qwenimage --size full", 1, SHARDED),
     "start": Configuration("train_qwenimage --size full --variants ,eight_bit_base", 1, alone=True),
     "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, alone=True),
 }
@@ -64,7 +64,10 @@ class Job:
     def __init__(self, name: str, gpus: list[int], args: argparse.Namespace, stack: contextlib.ExitStack):
         run, self.name, self.gpus, self.most, self.servers = RUNS[name], name, gpus, {}, []
         changes = [f"sample.num_prompts_per_epoch={run.prompts * len(gpus)}", "logger=none", *run.changes.split()]
-        words = ["--script", *run.words.split(), "--set", *changes, *args.set]
+        words = ["--script", *run.words.split()]
+        if name == "full_weights":
+            words += ["--layers", str(args.layers)]
+        words += ["--set", *changes, *args.set]
         if name == "start":
             words = ["--folder", str(args.model), *words]
             drop_caches()
@@ -238,6 +241,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[], metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing is begun")
     parser.add_argument("--model", type=Path, default=Path("random_qwenimage"), help="folder of start's weights")
+    parser.add_argument("--layers", type=int, default=12, help="blocks of full_weights, of which one GPU holds all")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, as of bench.py")
     return parser
 
