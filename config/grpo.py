@@ -185,7 +185,7 @@ def branching(config):
     config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
     config.sample.num_branches, config.sample.completion_batch_size = 6, 24
     config.compile = True
-    config.train.step_weight = "mean_one"  # with all steps but the last, the published constants: 1.53, 2.25, 1.73
+    config.train.step_weight = "sqrt3"  # TempFlow-GRPO's code has constants instead: "mean_one" computes them
     return config
 
 
@@ -242,8 +242,10 @@ def dppo(config):
 def distill(config):
     """On-policy distillation (arXiv:2306.13649): noise in all steps, and an adapter that learns from `train.teachers`;
     train_*_distill.py."""
-    config.algorithm, config.sample.sde_window_size = DISTILL, 0
     defaults = default_config()
+    config.algorithm, config.sample.sde_window_size = DISTILL, 0
+    config.sample.sde_window_range = defaults.sample.sde_window_range  # there is no window
+    config.sample.sde_window_interval = defaults.sample.sde_window_interval
     for key in ignored_by(DISTILL):
         config.update_from_flattened_dict({key: value_of(defaults, key)})
     config.sample.num_images_per_prompt = max(config.sample.num_images_per_prompt, 2)

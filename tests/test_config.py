@@ -124,6 +124,14 @@ def test_every_run_passes_its_own_scripts_checks():
             assert variant != ",smoke" or config.preferences.path == config_of(run).preferences.path + "_smoke"
 
 
+def test_every_run_with_branches_weighs_steps_by_sqrt_3_times_their_noise_and_tempflow_grpos_recipes_by_constants():
+    runs = [run() for run in grpo.RUNS if run.__name__.endswith("_pr")]
+    assert {run.train.step_weight for run in runs} == {"sqrt3"}
+    assert len(runs) > 10
+    for recipe in (ROOT / "scripts" / "reproduce").glob("*.sh"):
+        assert ("--config.train.step_weight=mean_one" in recipe.read_text()) == ("tempflow" in recipe.stem)
+
+
 def test_variants_give_the_same_config_in_any_order():
     for file, module in FILES.items():
         run, *_ = runs_of(file)

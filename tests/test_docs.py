@@ -299,6 +299,32 @@ def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stron
             assert float(beta[1]) == pytest.approx(published, rel=0.01)
 
 
+SCHEDULES = {  # of the page's table: a scheduler of the published model's settings, and its steps
+    "Qwen-Image": (dict(use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02), 10),
+    "SD3.5": (dict(shift=3.0), 10),
+    "FLUX.1": (dict(use_dynamic_shifting=True), 6),
+}
+
+
+def test_the_constants_of_mean_one_are_those_of_the_trained_steps():
+    page = (ROOT / "docs/algorithms/tempflow_grpo.md").read_text()
+    rows = re.findall(r"^\| (\S+?),(?: noise level)? ([\d.]+)(.*?) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for model, level, what, constant in rows:
+        options, num_steps = SCHEDULES[model]
+        how = dict(sigmas=model != "SD3.5")
+        scheduler = schedule(FlowMatchEulerDiscreteScheduler(**options), num_steps, 1024, torch.device("cpu"), **how)
+        trained = num_steps // 2 if "0.5" in what else num_steps - 1
+        x = torch.zeros(1, 4)
+        steps = [
+            sde_step_with_logprob(scheduler, x, t[None], x, noise_level=float(level), prev_sample=x)
+            for t in scheduler.timesteps[:trained]
+        ]
+        assert 1 / torch.stack([step.transition_std for step in steps]).mean() == pytest.approx(
+            float(constant), abs=6e-4
+        )
+
+
 def test_every_path_script_config_and_make_target_that_is_named_exists():
     paths = set(re.findall(rf"\b(?:{'|'.join(FOLDERS)})/[\w./-]*\w|\b[A-Z]+\.md\b", NAMED))
     assert len(paths) > 20

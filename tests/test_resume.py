@@ -50,6 +50,64 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [folder.name]
 
 
+def a_run_that_ended(folder, name, **settings):
+    """The folder of a run of these settings with a checkpoint that holds no weights."""
+    config = config_of(name, folder, **settings)
+    progress = checkpoints.Progress(1, 2)
+    checkpoint = checkpoints.save(folder / config.name / "checkpoints", {}, progress, config=config.to_dict())
+    shutil.copy(checkpoint / "config.json", folder / config.name)
+    return folder / config.name
+
+
+WEIGHTS = [  # stored, the config's today, what a resumed run has; None = it is refused
+    ("mean_one", "sqrt3", "mean_one"),
+    ("equal", "", "equal"),
+    ("equal", "sqrt3", "equal"),
+    ("sqrt3", "sqrt3", "sqrt3"),
+    ("sqrt3", "mean_one", None),
+    ("mean_one", "", None),
+]
+
+
+@pytest.mark.parametrize(("stored", "wanted", "expected"), WEIGHTS)
+def test_a_resumed_run_keeps_the_weight_of_steps_that_it_began_with_and_says_so(
+    stored, wanted, expected, tmp_path, capsys
+):
+    folder = a_run_that_ended(tmp_path, NAME, train__step_weight=stored)
+    config = config_of(NAME, tmp_path, train__step_weight=wanted, resume_from="latest")
+    checks.check(config, checks.PR)
+    if expected is None:
+        with pytest.raises(ValueError, match=r"train\.step_weight"):
+            resume.take_folder(config)
+        return
+    place = resume.take_folder(config)
+    folders.release(folder)
+    config.update_from_flattened_dict(place.kept)
+    assert config.train.step_weight == expected
+    said = f"goes on with config.train.step_weight {expected!r}" in capsys.readouterr().out
+    assert said == (wanted != expected)
+
+
+def test_a_new_run_and_a_branch_without_a_choice_of_the_weight_of_steps_are_refused(tmp_path):
+    folder = a_run_that_ended(tmp_path, NAME, train__step_weight="equal")
+    how = dict(train__step_weight="", run_name="another")
+    for resume_from in ("latest", str(folder / "checkpoints")):
+        config = config_of(NAME, tmp_path, resume_from=resume_from, **how)
+        with pytest.raises(ValueError, match=r"config\.train\.step_weight is ''"):
+            resume.take_folder(config)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(tmp_path, capsys):
+    for stored, wanted in (("equal", ""), ("", "equal")):
+        folder = a_run_that_ended(tmp_path / f"was_{stored}", "shapes_qwenimage", train__step_weight=stored)
+        how = dict(train__step_weight=wanted, resume_from="latest")
+        place = resume.take_folder(config_of("shapes_qwenimage", folder.parent, **how))
+        folders.release(folder)
+        assert not place.kept
+    assert "step_weight" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["nft", "dpo", "online dpo"])
 def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     """DiffusionNFT and online DPO with a reference that moves after the checkpoint."""

@@ -77,6 +77,7 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     """The loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
     transition_std [..., K] of an image's trained steps, in their order; `mode` as train.step_weight."""
     return {
+        "": torch.ones_like(transition_std),
         "equal": torch.ones_like(transition_std),
         "sqrt3": math.sqrt(3) * transition_std,
         "mean_one": transition_std / transition_std.mean(-1, keepdim=True),

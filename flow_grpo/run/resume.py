@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -16,7 +16,7 @@ from flow_grpo.run import fingerprint
 from flow_grpo.run.fingerprint import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
-from flow_grpo.settings import older
+from flow_grpo.settings import checks, older, table
 from flow_grpo.settings.checks import evaluates
 
 
@@ -28,6 +28,7 @@ class Place(NamedTuple):
     parent: Path | None  # folder of the run that this one branches off
     inputs: Inputs
     changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
+    kept: dict[str, Any]  # settings of the checkpoint that a resumed run goes on with, whatever its config says
 
 
 class Source(NamedTuple):
@@ -67,6 +68,9 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
     epoch, changed, rescheduled = _changes(checkpoint, config)
+    kept = _kept(config, source, changed)
+    changed = {key: pair for key, pair in changed.items() if key not in kept}
+    lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept.items()]
     if parent:
         _check_inherited(checkpoint, changed)
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
@@ -83,7 +87,20 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         notices.append(f"{_words(rescheduled)} changes the learning rate, which falls over all epochs")
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
-    return Place(folder, checkpoint, parent, inputs, changed)
+    return Place(folder, checkpoint, parent, inputs, changed, kept)
+
+
+def _kept(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
+    """The settings that a resumed run keeps as its checkpoint has them. Raises UserError where the weight of branching
+    steps is chosen neither by the config nor by a checkpoint of this run."""
+    kept = {} if source.parent else older.kept(changed)
+    if "train.step_weight" not in kept:
+        checks.check_step_weight(config)
+    return kept
+
+
+def _kept_sentence(key: str, before: Any, now: Any) -> str:
+    return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
 
 
 def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str, tuple], dict[str, tuple]]:

@@ -75,6 +75,7 @@ def start(
     flash_attention.check_device(config.attention, ranks.device)
     plan = script.plan(config, ranks.world_size)
     place = distributed.on_main(resume.take_folder, config)
+    config.update_from_flattened_dict(place.kept)
     with folders.given_back(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:

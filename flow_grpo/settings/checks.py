@@ -65,6 +65,8 @@ def check(config: ConfigDict, script: Script) -> None:
     _check_meaning(config)
     _check_speed(config)
     script.check(config.sample)
+    if not config.resume_from:  # a checkpoint may have what the config lacks, see run/resume.py
+        check_step_weight(config)
 
 
 def _check_loss(config: ConfigDict, script: Script) -> None:
@@ -155,6 +157,12 @@ def _check_speed(config: ConfigDict) -> None:
 def check_window(sample) -> None:
     """Raises UserError unless the SDE window lies within the steps; train_*.py and train_*_distill.py."""
     first, last = sample.sde_window_range
+    unused = table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1)
+    if not sample.sde_window_size and (first, last) not in unused:
+        raise UserError(
+            f"config.sample.sde_window_range is ({first}, {last}), but with config.sample.sde_window_size 0 all steps "
+            f"but the last are noisy, which is (0, {sample.num_steps - 1}); set the size, or leave the range away"
+        )
     inside = 0 <= first < last <= sample.num_steps - 1
     if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
         raise UserError(
@@ -178,6 +186,20 @@ def check_groups(sample) -> None:
     """Raises UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
     if sample.num_images_per_prompt < 2:
         raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+    if sample.baseline == "prompt":
+        raise UserError(
+            "config.sample.baseline is 'prompt', which compares branches of several trunks; this script has no "
+            "branches: 'group' compares the images of a prompt"
+        )
+
+
+def check_step_weight(config: ConfigDict) -> None:
+    """Raises UserError for branches without a choice of their steps' weight."""
+    if config.sample.num_branches > 1 and not config.train.step_weight:
+        raise UserError(
+            "config.train.step_weight is '', but steps that branch have a weight each: set 'sqrt3' (sqrt(3) times the "
+            "step's noise, as our configs have it), 'mean_one' (TempFlow-GRPO's constants) or 'equal' (no weighting)"
+        )
 
 
 def check_forward(sample) -> None:

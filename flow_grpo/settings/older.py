@@ -47,6 +47,9 @@ WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's progra
     ("lora.dropout", 0.0),
     *(("reward.backend", where) for where in ("inline", "thread", "process")),
 )
+# setting -> (stored, wanted): the configs of this repository, or the setting's default, had the former when the run
+# began and have the latter today. A resumed run keeps its own.
+KEPT = {"train.step_weight": (("equal", ""), ("equal", "sqrt3"), ("mean_one", "sqrt3"))}
 
 
 def check_values(config: ConfigDict) -> None:
@@ -78,4 +81,12 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
     before = table.flat(ConfigDict(with_defaults(stored, file)))
     now = table.flat(ConfigDict(json.loads(json.dumps(wanted))))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) not in WITHOUT_EFFECT}
+    pairs = {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) not in WITHOUT_EFFECT}
+    if now.get("sample.num_branches") == 1 and pairs.get("train.step_weight") in (("equal", ""), ("", "equal")):
+        del pairs["train.step_weight"]  # without branches no choice is the weight 1
+    return pairs
+
+
+def kept(changed: dict[str, tuple]) -> dict[str, Any]:
+    """Of `changes`, the settings that a resumed run keeps as they are stored, since only a default has changed."""
+    return {key: before for key, (before, now) in changed.items() if (before, now) in KEPT.get(key, ())}

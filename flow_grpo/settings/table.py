@@ -138,7 +138,8 @@ SETTINGS = (
             used_by=ONLINE),
     Setting("sample.baseline", "group",
             "What rewards are compared within: group = images of a prompt, or branches of a trunk's step; prompt = "
-            "branches of all its trunks at a step; all = the whole epoch.", choices=("group", "prompt", "all"),
+            "branches of all its trunks at a step, in train_*_pr.py; all = the whole epoch.",
+            choices=("group", "prompt", "all"),
             used_by=ONLINE),
     Setting("sample.scouts_per_image", 0,
             "Cheap images that are drawn for each trained one: the best and the worst of a prompt are drawn again from "
@@ -148,7 +149,8 @@ SETTINGS = (
             max=1, used_by=(GRPO, NFT), when=(("sample.scouts_per_image",),)),
     Setting("sample.sde_window_size", 2, "Steps that are sampled with noise and trained; 0 = all but the last.",
             unit="steps", min=0, used_by=(GRPO, NFT, DISTILL)),  # train_*_nft.py asks for 0
-    Setting("sample.sde_window_range", (0, 5), "Steps [first, last) in which the window lies.",
+    Setting("sample.sde_window_range", (0, 5),
+            "Steps [first, last) in which the window lies; without a window the default, or all steps but the last.",
             used_by=(GRPO, DISTILL)),
     Setting("sample.sde_window_interval", 0, "0 = the window is at a random place in every batch; N = it moves on by "
             "one step every N updates, and from the end of the range back to its start.", unit="updates", min=0,
@@ -207,13 +209,14 @@ SETTINGS = (
             "Weight, beside the rewards, of an image's distance to the mean of its group's images (its part of "
             "health/diversity, 0.8 of the tiny base); 0 = none.", min=0, used_by=ONLINE),
     Setting("train.filter_groups", False,
-            "Leave groups whose rewards are all alike out of the mean that is the loss.", used_by=ONLINE),
+            "Leave groups whose rewards are all alike out of the mean that is the loss.", used_by=ONLINE,
+            when=(("sample.baseline", "group", "prompt"), ("train.diversity_weight", 0.0))),
     Setting("train.beta", 0.0,
             "Weight of the KL to the reference policy; in train_*_nft.py, of the squared distance to it.",
             min=0, used_by=ONLINE),
     Setting("train.reference_interval", 0,
             "Let the policy become its own reference every N updates; 0 = never.", unit="updates", min=0,
-            when=(("train.beta",),)),
+            used_by=(*ONLINE, DPO), when=(("train.beta",),)),
     Setting("train.reference_guidance_scale", 0.0,
             "Guidance scale of the first reference: above the policy's, the policy learns it; 0 = the policy's.",
             min=0, max=1000, used_by=ONLINE, when=(("train.beta",),)),
@@ -236,10 +239,11 @@ SETTINGS = (
             used_by=(DPO,)),
     Setting("train.teachers", (), "Folders of the LoRA adapters that are learned from, such as best/ of other runs.",
             used_by=(DISTILL,), when=(("lora.rank",),)),
-    Setting("train.step_weight", "equal",
-            "Weight of a step's loss: mean_one = transition_std / its mean over the trained steps, which "
-            "TempFlow-GRPO's constants are; sqrt3 = sqrt(3) * transition_std; equal = 1.",
-            choices=("equal", "sqrt3", "mean_one"), used_by=NOISY),
+    Setting("train.step_weight", "",
+            "Weight of a step's loss: sqrt3 = sqrt(3) * transition_std; mean_one = transition_std / its mean over the "
+            'trained steps, which TempFlow-GRPO\'s constants are; equal = 1; "" = no choice, which is 1 too, and which '
+            "train_*_pr.py refuses.",
+            choices=("", "equal", "sqrt3", "mean_one"), used_by=NOISY),
     Setting("train.timestep_fraction", 1.0,
             "Train int(this * num_steps) steps, the first ones, in train_*_nft.py one of each equal share; never the "
             "last. A window is trained whole.", min=TINY, max=1, used_by=(*ONLINE, DISTILL),
