@@ -76,4 +76,4 @@ VARIANTS = (online, smoke)
 
 
 def get_config(name="shapes_qwenimage_dpo"):
-    return select(name, RUNS, VARIANTS, "config/dpo.py")
+    return select(name, RUNS, VARIANTS, __file__)

@@ -270,4 +270,4 @@ VARIANTS = (  # in this order, whatever the command line's is
 
 
 def get_config(name="shapes_qwenimage"):
-    return select(name, RUNS, VARIANTS, "config/grpo.py")
+    return select(name, RUNS, VARIANTS, __file__)

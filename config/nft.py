@@ -158,4 +158,4 @@ VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, dgpo, elbo, v
 
 
 def get_config(name="shapes_qwenimage_nft"):
-    return select(name, RUNS, VARIANTS, "config/nft.py")
+    return select(name, RUNS, VARIANTS, __file__)

@@ -153,7 +153,7 @@ def test_every_setting_is_read_somewhere():
     known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
     known |= {f"sample.{field.name}" for field in dataclasses.fields(SamplingParams)}  # SamplingParams.of as well
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in table.SETTINGS]
-    assert [key for key in keys if key not in known] == ["config.custom"]  # the user's own
+    assert [key for key in keys if key not in known] == []
 
 
 def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_can_be_set():

@@ -259,7 +259,7 @@ def coming_from(section):
 
 
 def test_settings_metrics_and_functions_that_have_the_part_of_other_code_bases_are_there():
-    sources = "Flow-GRPO and TempFlow-GRPO", "DiffusionNFT", "DanceGRPO and MixGRPO"
+    sources = "Flow-GRPO and TempFlow-GRPO", "DiffusionNFT", "DanceGRPO and MixGRPO", "Flow-Factory", "verl-omni"
     rows = [row for source in sources for row in coming_from(f"Settings of {source}")]
     keys = [key for row in rows for key in re.findall(r"`([^`]+)`", row[1])]
     figures = [name for row in coming_from("Metrics") for name in re.findall(r"`([^`]+)`", row[1])]

@@ -22,6 +22,7 @@ from flow_grpo.base.quoting import markdown_table
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.run import dry_run
 from flow_grpo.settings import table as settings
+from flow_grpo.settings import unknown
 from flow_grpo.settings.setting import Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
@@ -170,6 +171,7 @@ MAKERS = {
     "settings": settings_tables,
     "measured": measured_runs,
     "metrics": lambda: metric_table.TABLE.read_text().rstrip(),
+    "other_programs": lambda: unknown.TABLE.read_text().rstrip(),
     "experiments": experiments,
     "variants": variants,
     "rewards": reward_files,

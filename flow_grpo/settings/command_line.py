@@ -17,8 +17,8 @@ from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.settings import answers, checks
-from flow_grpo.settings.overrides import config_of, split, world_size
+from flow_grpo.settings import answers, checks, launcher
+from flow_grpo.settings.overrides import config_of, split
 
 LONGEST = 2000  # characters of a sentence
 TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
@@ -37,6 +37,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     words = sys.argv[1:] if arguments is None else list(arguments)
     with sentences():
         _check_checkout()
+        launcher.check()
         file, others = split(words, default)
         if answer := answers.to(others, file, default):
             sys.stdout.write(f"{answer}\n")
@@ -63,6 +64,7 @@ def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespa
     known without importing torch."""
     with sentences():
         _check_checkout()
+        launcher.check()
         args = parser.parse_args()
         if check:
             check(args)
@@ -83,7 +85,7 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
         checks.check(config, script)
         served = [name for name, args in config.reward.args.items() if "url" in args]
         rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
-        script.plan(config, config.dry_run or world_size())
+        script.plan(config, config.dry_run or launcher.world_size())
         _check_places(config, script.reads_dataset(config))
     except UserError as error:
         raise UserError(f"{error}{answers.culprit(error, file, config)}") from error

@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.shipped import PACKAGE
-from flow_grpo.settings import older, table
+from flow_grpo.settings import table, unknown
 
 CHECKOUT = PACKAGE.parent.resolve()
 
@@ -27,14 +28,17 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
     Args:
         runs: () -> config, named by their functions.
         variants: config -> config, likewise.
-        file: for messages.
+        file: the config file, `__file__` there; for messages.
     """
     runs, words = {run.__name__: run for run in runs}, name.split(",")
     variants = {variant.__name__: variant for variant in variants}
     for kind, known, wanted in (("run", runs, words[:1]), ("variant", variants, words[1:])):
         for wrong in (word for word in wanted if word not in known):
             near = difflib.get_close_matches(wrong, known, cutoff=0) or known
-            raise UserError(f"no {kind} {wrong!r} in {file}; nearest: {', '.join(near)}; --list shows all")
+            defined = f"it has a function {wrong} that {kind.upper()}S does not list; " if _defines(file, wrong) else ""
+            raise UserError(
+                f"no {kind} {wrong!r} in {shown(file)}; {defined}nearest: {', '.join(near)}; --list shows all"
+            )
     chosen = [variant for variant in variants if variant in words[1:]]
     config = _made(runs[words[0]], (), file)
     for variant in chosen:
@@ -43,31 +47,41 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
     return config
 
 
+def shown(file: str | Path) -> str:
+    """A config file as messages name it: one of this checkout without the checkout's folder."""
+    path = Path(file)
+    return str(path.relative_to(CHECKOUT)) if path.is_relative_to(CHECKOUT) else str(file)
+
+
+def _defines(file: str, name: str) -> bool:
+    """Whether a config file has a function of a name."""
+    path = Path(file)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return bool(re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE))
+
+
 def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
-    """What a config file's function returns. Raises UserError for a setting that does not exist; a bug stays a bug."""
+    """What a config file's function returns. Raises UserError for a setting or a name that does not exist; a bug stays
+    a bug."""
     try:
         config = function(*arguments)
+    except NameError as error:
+        raise UserError(f"{function.__name__} in {_place(file, error)}") from error
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         if not innermost.f_globals.get("__name__", "").startswith("ml_collections."):
             raise
-        raise UserError(f"{function.__name__} in {file}: {_answer(str(error.args[0]))}") from error
+        raise UserError(f"{function.__name__} in {shown(file)}: {_answer(str(error.args[0]))}") from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{function.__name__} in {file} returns {config!r} instead of a config")
+        raise UserError(f"{function.__name__} in {shown(file)} returns {config!r} instead of a config")
     return config
 
 
 def _answer(words: str) -> str:
-    """What ml_collections says of a setting that it refuses, without the list of all others."""
+    """What is said in the place of ml_collections' words for a setting that it refuses, which list all others."""
     words = words.replace("\\n", " ")  # it quotes itself
-    unknown = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
-    if unknown is None:
-        return words
-    for key in (key for key in older.MOVED if key.rpartition(".")[2] == unknown[1]):
-        return f"config.{key} is now {older.MOVED[key]}"
-    near = difflib.get_close_matches(unknown[1], {part for key in table.BY_KEY for part in key.split(".")}, cutoff=0.75)
-    advice = f"nearest: {', '.join(near)}" if near else "docs/reference/settings.md lists all"
-    return f"there is no setting {unknown[1]!r}; {advice}"
+    refused = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
+    return unknown.answer(refused[1], called=repr(refused[1])) if refused else words
 
 
 def load(text: str) -> ConfigDict:
@@ -80,11 +94,49 @@ def load(text: str) -> ConfigDict:
     get_config = getattr(module_of(path), "get_config", None)
     if get_config is None:
         raise UserError(f"{path} has no get_config(name); docs/howto/own_config.md shows a whole file")
-    config = _made(get_config, (name,) if name else (), str(path))
+    config = _of_name(get_config, name, path)
+    _check_program(config, path)
     run, *variants = name.split(",")
-    if variants and get_config(run) == config:  # select names a config after its variants
+    if variants and _of_name(get_config, run, path) == config:  # select names a config after its variants
         raise UserError(f"get_config() of {path} makes of {name!r} what it makes of {run!r}; docs/howto/own_config.md")
     return config
+
+
+def _of_name(get_config: Callable, name: str, path: Path) -> ConfigDict:
+    """What get_config() makes of a name, or of none. Raises UserError where it takes none, asks for one, or knows no
+    such name."""
+    try:
+        inspect.signature(get_config).bind(*filter(None, [name]))
+    except TypeError as error:
+        wanted = "takes no name" if name else f"takes a name: --config {path}:NAME"
+        raise UserError(f"get_config() of {path} {wanted}; docs/howto/own_config.md shows a whole file") from error
+    try:
+        return _made(get_config, (name,) if name else (), str(path))
+    except (KeyError, AttributeError) as error:
+        if name and (error.args[:1] == (name,) or getattr(error, "name", None) == name):
+            raise UserError(
+                f"get_config() of {path} knows no {name!r}; variants, such as smoke, are those that a file gives to "
+                f"select(): docs/howto/own_config.md"
+            ) from error
+        raise
+
+
+def _check_program(config: ConfigDict, path: Path) -> None:
+    """Raises UserError for a config without settings that each of ours has, such as one of Flow-GRPO's."""
+    missing = [key for key in table.BY_KEY if not _has(config, key)]
+    if missing:
+        raise UserError(
+            f"{path} makes a config of another program: it lacks {len(missing)} of our {len(table.BY_KEY)} settings, "
+            f"such as config.{missing[0]}; {unknown.PAGE} has the names of both, docs/howto/own_config.md a whole file"
+        )
+
+
+def _has(config: ConfigDict, key: str) -> bool:
+    try:
+        table.value_of(config, key)
+    except (KeyError, TypeError):
+        return False
+    return True
 
 
 def find(file: str) -> Path:
@@ -94,14 +146,17 @@ def find(file: str) -> Path:
         if path.is_file():
             return path
     published = "config/dpo.py, config/grpo.py, config/nft.py"
+    same = "; the runs of TempFlow-GRPO's dgx.py are in config/grpo.py" if Path(file).name == "dgx.py" else ""
     raise UserError(
-        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}"
+        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}{same}"
     )
 
 
 def module_of(path: Path) -> ModuleType:
     """A config file as a module. What lies beside it can be imported, and config/ of the checkout as `config`."""
     path = path.resolve()
+    if path.suffix != ".py":
+        raise UserError(f"{path} is no Python file; {unknown.PAGE} has what the settings of other programs are here")
     sys.path += [str(CHECKOUT)] if str(CHECKOUT) not in sys.path else []
     folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
     sys.path[:0] = [folder] if folder not in sys.path else []
@@ -109,8 +164,15 @@ def module_of(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        if error.name != "config" or not error.path or Path(error.path).parent != path.parent:
-            raise
-        raise UserError(f"{path} takes {error.path} for config/ of {CHECKOUT}: rename that file") from error
+    except (ImportError, NameError, SyntaxError) as error:
+        if getattr(error, "name", "") == "config" and error.path and Path(error.path).parent == path.parent:
+            raise UserError(f"{path} takes {error.path} for config/ of {CHECKOUT}: rename that file") from error
+        raise UserError(_place(str(path), error)) from error
     return module
+
+
+def _place(file: str, error: Exception) -> str:
+    """FILE, line N: what is wrong there, of an error in a config file or in what it has called."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(file)]
+    line = [*lines, getattr(error, "lineno", None)][-1] if isinstance(error, SyntaxError) else (lines or [0])[-1]
+    return f"{shown(file)}, line {line}: {type(error).__name__}: {error}"

@@ -298,7 +298,9 @@ def default_config() -> ConfigDict:
             config[section] = ConfigDict()
         target = config[section] if section else config
         target[key] = ConfigDict(setting.default) if isinstance(setting.default, dict) else setting.default
-    config.lock().custom.unlock()
+    config.lock()
+    for open_section in (config.custom, config.reward_fn, config.reward.args):  # their keys are names, not settings
+        open_section.unlock()
     return config
 
 

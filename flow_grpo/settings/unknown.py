@@ -1,0 +1,130 @@
+"""What is said to who names a setting that there is not: its name of today, what has its part here if it is another
+program's, or the setting that it is a slip of."""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from flow_grpo.base import shipped
+from flow_grpo.settings import older, table
+
+TABLE = shipped.PACKAGE / "assets" / "other_programs.md"  # docs/reference/coming_from.md shows it
+PAGE = "docs/reference/coming_from.md"
+SHORTEST = 4  # letters of a word that may be a slip of another: with fewer, eta would be one of beta
+
+
+class Row(NamedTuple):
+    """A setting of another program."""
+
+    program: str
+    name: str  # dotted, as it is typed there
+    ours: tuple[str, ...]  # the settings that have its part; () = none has
+    note: str
+
+
+def rows() -> list[Row]:
+    """Every setting of other programs that has a row in TABLE."""
+    program, found = "", []
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            program = line.removeprefix("## Settings of ")
+        elif line.startswith("| `"):
+            name, ours, note = (cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split(" | "))
+            found.append(Row(program, name.strip("`"), tuple(re.findall(r"`([^`]+)`", ours)), note))
+    return found
+
+
+def answer(key: str, names: Iterable[str] = table.BY_KEY, called: str = "") -> str:
+    """The sentence for a dotted key, or for the part of one that ml_collections has refused.
+
+    Args:
+        names: the settings that there are, dotted.
+        called: what the sentence calls it; "" = config.KEY.
+    """
+    if moved := _moved(key):
+        return moved
+    near, foreign = nearest(key, names), _most_alike(key)
+    foreign_first = foreign and _is_its_name(key, foreign[0])
+    parts = [f"there is no setting {called or f'config.{key}'}"]
+    if foreign and (foreign_first or not near):
+        parts.append(_sentence(foreign))
+    if near and (not foreign_first or "." not in key):  # beta is DiffusionNFT's, and may stand for train.beta
+        parts.append(f"nearest: {' or '.join(f'config.{name}' for name in near)}")
+    if len(parts) == 1:
+        parts.append(_where_to_look(key))
+    return "; ".join([*parts, PAGE])
+
+
+def _where_to_look(key: str) -> str:
+    section = key.partition(".")[0]
+    if section == "custom":
+        return "a config file of your own has to set it first"
+    return f"--help {section if section in table.SECTIONS else 'config'} lists all of its section"
+
+
+def of_other_program(key: str) -> str:
+    """What other programs' setting of exactly this name is here; "" where none has it."""
+    found = [row for row in rows() if _is_its_name(key, row)]
+    return f"{_sentence(found)}; {PAGE}" if found else ""
+
+
+def nearest(key: str, names: Iterable[str]) -> list[str]:
+    """The settings, or sections, of which `key` is a slip: the same last part in another section, or a last part with
+    one slip. A name that is only loosely alike is another setting, and would make another experiment of it."""
+    last, names = key.rpartition(".")[2], list(names)
+    same = [name for name in names if name.rpartition(".")[2] == last]
+    sections = sorted({name.partition(".")[0] for name in names if "." in name})
+    return same or [name for name in [*names, *sections] if is_slip(last, name.rpartition(".")[2])]
+
+
+def is_slip(word: str, name: str) -> bool:
+    """Whether a word differs from a name in one letter, which is wrong, missing or too many, or in two neighbours that
+    have changed places."""
+    if len(word) < SHORTEST:
+        return False
+    start = _num_alike(word, name)
+    word, name = word[start:], name[start:]
+    end = _num_alike(word[::-1], name[::-1])
+    word, name = word[: len(word) - end], name[: len(name) - end]
+    return max(len(word), len(name)) <= 1 or (len(word) == 2 and word == name[::-1])
+
+
+def _num_alike(word: str, name: str) -> int:
+    """How many letters two words have in common at their beginning."""
+    for i, (one, other) in enumerate(zip(word, name)):
+        if one != other:
+            return i
+    return min(len(word), len(name))
+
+
+def _moved(key: str) -> str:
+    """What says the same as a setting of an older version, by its key or by the last part of it."""
+    keys = [moved for moved in older.MOVED if key in (moved, moved.rpartition(".")[2])]
+    return f"config.{keys[0]} is now {older.MOVED[keys[0]]}" if keys else ""
+
+
+def _is_its_name(key: str, row: Row) -> bool:
+    """Whether a key is a row's name, or the end or the beginning of it."""
+    name = row.name.lstrip("-")  # of a flag
+    return name == key or name.endswith(f".{key}") or name.startswith(f"{key}.")
+
+
+def _most_alike(key: str) -> list[Row]:
+    """The rows of exactly this name, else those that begin or end with it, else those with its last part."""
+    last = key.rpartition(".")[2]
+    alike = [row for row in rows() if _is_its_name(key, row) or row.name.rpartition(".")[2] == last]
+    exact = [row for row in alike if row.name == key]
+    parts = [row for row in alike if _is_its_name(key, row)]
+    return exact or parts or alike
+
+
+def _sentence(found: list[Row]) -> str:
+    """What the first of some rows say, each other part here once."""
+    by_part = {row.ours: row for row in reversed(found)}
+    return "; ".join(map(_clause, list(by_part.values())[::-1][:2]))
+
+
+def _clause(row: Row) -> str:
+    ours = " and ".join(f"config.{name}" for name in row.ours)
+    here = f"is {ours} here" if ours else "has no like here"
+    return f"{row.program}'s {row.name} {here}" + (f" ({row.note})" if row.note else "")
