@@ -2,91 +2,118 @@
 
     python scripts/minimal_grpo.py
 
-Every epoch draws a group of images of each prompt with noise in their first steps, scores them, and makes the noisy
+Every epoch samples a group of images for each prompt with noise in their first steps, scores them, and makes the noisy
 steps of a group's better images more likely (arXiv:2505.05470). scripts/train_qwenimage.py does the same with LoRA,
-evaluations, checkpoints, several GPUs and all options. The printed reward is the mean over the epoch's images.
+evaluations, checkpoints, several GPUs and all options.
 """
 
-from flow_grpo.settings import command_line
+import argparse
 
-if __name__ == "__main__":
-    command_line.arguments(command_line.parser(__doc__))  # none but --help, before torch is imported
+if __name__ == "__main__":  # answers --help before torch is imported
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
+import json
+from pathlib import Path
+
+import numpy as np
 import torch
 from diffusers import QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import group_advantages
-from flow_grpo.base import shipped
-from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import model_classes
-from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.sample_with_logprob import Samples, pipeline_with_logprob
+from flow_grpo.algorithms.losses import clipped_surrogate
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
-from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.rewards.scores import as_scores
 
-SIZE = Size(64, 64)
-NUM_STEPS, NOISY, NOISE_LEVEL = 10, range(3), 0.7  # denoising steps; those with noise; how much
-NUM_UPDATES, CLIP_RANGE, LEARNING_RATE = 2, 1e-4, 1e-4  # updates of an epoch; the second one's ratios are not 1
-
-
-def sample(model: FlowModel, condition: Condition, epoch: int) -> Samples:
-    """One image for each of the B rows, with the log-probs of its noisy steps."""
-    num_images = len(condition.text_embeds)
-    return pipeline_with_logprob(
-        model.pipeline,
-        condition,
-        [torch.Generator().manual_seed(epoch * num_images + number) for number in range(num_images)],
-        window=NOISY,
-        noise_level=NOISE_LEVEL,
-        num_steps=NUM_STEPS,
-        height=SIZE.height,
-        width=SIZE.width,
-        guidance_scale=1.0,
-    )
+ROOT = Path(__file__).resolve().parents[1]
+SIDE, CHANNELS = 4, 64  # an image is 4 x 4 tokens of 16 x 16 pixels; channels of a token
+NUM_STEPS, NUM_NOISY = 10, 3  # denoising steps; the first of them, which have noise and are trained
+NOISE_LEVEL = 0.7
+NUM_UPDATES = 2  # optimizer steps per epoch
+CLIP_RANGE = 1e-4
+LEARNING_RATE = 1e-4
 
 
-def add_gradients(model: FlowModel, condition: Condition, sampled: Samples, advantages: Tensor) -> None:
-    """Of the clipped objective (eq. 5), a mean over B images and their noisy steps. advantages: [B]."""
-    scheduler = model.schedule(NUM_STEPS, SIZE)
-    for traced in sampled.trace:
-        velocity = model.velocity(traced.latents, traced.timestep, condition, 1.0, SIZE)
+def draw_noise(generators: list[torch.Generator]) -> Tensor:
+    """Standard normal latents [B, N, C], each image's from a generator of its own."""
+    return torch.stack([torch.randn(SIDE * SIDE, CHANNELS, generator=generator) for generator in generators])
+
+
+def predict_velocity(pipeline: QwenImagePipeline, latents: Tensor, timestep: Tensor, text: tuple) -> Tensor:
+    """The policy: one forward of the transformer, [B, N, C]. text: embeddings [B, L, D] of the prompts, mask [B, L]."""
+    img_shapes = [[(1, SIDE, SIDE)]] * len(latents)  # frames, rows, columns
+    return pipeline.transformer(latents, *text, timestep / 1000, img_shapes, return_dict=False)[0]
+
+
+@torch.no_grad()
+def sample(pipeline: QwenImagePipeline, text: tuple, generators: list[torch.Generator]) -> tuple[Tensor, list]:
+    """Images [B, 3, H, W] in [0, 1], and per noisy step (timestep, latents before it, latents after it, log_prob)."""
+    scheduler = pipeline.scheduler
+    latents = draw_noise(generators)
+    noisy_steps = []
+    for i, t in enumerate(scheduler.timesteps):
+        timestep = t.expand(len(latents))
+        velocity = predict_velocity(pipeline, latents, timestep, text)
+        noise_level = NOISE_LEVEL if i < NUM_NOISY else 0.0
         step = sde_step_with_logprob(
-            scheduler,
-            velocity,
-            traced.timestep,
-            traced.latents,
-            noise_level=NOISE_LEVEL,
-            prev_sample=traced.step.next_latents,
+            scheduler, velocity, timestep, latents, noise_level=noise_level, noise=draw_noise(generators)
         )
-        loss = losses.clipped_surrogate(step.log_prob, traced.step.log_prob, advantages, CLIP_RANGE)
-        (loss.mean() / len(sampled.trace)).backward()
+        if i < NUM_NOISY:
+            noisy_steps.append((timestep, latents, step.prev_sample, step.log_prob))
+        latents = step.prev_sample
+
+    vae = pipeline.vae
+    mean = torch.tensor(vae.config.latents_mean).view(-1, 1, 1, 1)
+    std = torch.tensor(vae.config.latents_std).view(-1, 1, 1, 1)
+    latents = pipeline._unpack_latents(latents, SIDE * 16, SIDE * 16, pipeline.vae_scale_factor)
+    images = vae.decode(latents * std + mean).sample[:, :, 0]  # the only frame
+    return (images / 2 + 0.5).clamp(0, 1), noisy_steps
 
 
-def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> list[float]:
-    """The mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
-    pipeline = QwenImagePipeline.from_pretrained(shipped.find("flow_grpo/assets/tiny_qwenimage"))
-    model, score = model_classes.of_pipeline(pipeline), rewards.load(reward, torch.device("cpu"))
+def add_gradients(pipeline: QwenImagePipeline, text: tuple, noisy_steps: list, advantages: Tensor) -> None:
+    """Gradients of the clipped objective (eq. 5), a mean over B images and their noisy steps. advantages: [B]."""
+    for timestep, latents, next_latents, old_log_prob in noisy_steps:
+        velocity = predict_velocity(pipeline, latents, timestep, text)
+        step = sde_step_with_logprob(
+            pipeline.scheduler, velocity, timestep, latents, noise_level=NOISE_LEVEL, prev_sample=next_latents
+        )
+        loss = clipped_surrogate(step.log_prob, old_log_prob, advantages, CLIP_RANGE)
+        (loss.mean() / len(noisy_steps)).backward()
+
+
+def load_pipeline() -> QwenImagePipeline:
+    """The tiny model, with the schedule that its pipeline would set for images of this size."""
+    pipeline = QwenImagePipeline.from_pretrained(ROOT / "flow_grpo/assets/tiny_qwenimage")
+    shift = calculate_shift(SIDE * SIDE, max_seq_len=8192, max_shift=0.9)  # as its scheduler's config says
+    pipeline.scheduler.set_timesteps(sigmas=np.linspace(1, 1 / NUM_STEPS, NUM_STEPS), mu=shift)
+    return pipeline
+
+
+def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> None:
+    """Print the mean reward of each epoch's images; `reward` names a file of flow_grpo/rewards."""
+    pipeline = load_pipeline()
+    score = rewards.load(reward, torch.device("cpu"))
     optimizer = torch.optim.AdamW(pipeline.transformer.parameters(), LEARNING_RATE)
-    prompts = load_prompts("dataset/shapes", "train")[:num_prompts]
-    prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-    groups, condition, means = torch.arange(num_prompts).repeat_interleave(group_size), model.encode(prompts), []
+
+    lines = (ROOT / "dataset/shapes/train_metadata.jsonl").read_text().splitlines()[:num_prompts]
+    metadata = [json.loads(line) for line in lines for _ in range(group_size)]
+    prompts = [row["prompt"] for row in metadata]
+    groups = torch.arange(len(prompts)) // group_size
+    with torch.no_grad():
+        text = pipeline.encode_prompt(prompts)
     for epoch in range(num_epochs):
-        sampled = sample(model, condition, epoch)
-        scores = as_scores(score(sampled.images, texts, metadata))["score"]
+        seeds = range(epoch * len(prompts), (epoch + 1) * len(prompts))
+        images, noisy_steps = sample(pipeline, text, [torch.Generator().manual_seed(seed) for seed in seeds])
+        scores = score(images, prompts, metadata)
+        scores = scores["score"] if isinstance(scores, dict) else scores
+        advantages = group_advantages(scores, groups)
         for _ in range(NUM_UPDATES):
-            add_gradients(model, condition, sampled, group_advantages(scores, groups))
+            add_gradients(pipeline, text, noisy_steps, advantages)
             torch.nn.utils.clip_grad_norm_(pipeline.transformer.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        means.append(scores.mean().item())
-        print(f"epoch {epoch + 1:>3}/{num_epochs}  reward {means[-1]:.3f}", flush=True)
-    return means
+        print(f"epoch {epoch + 1:>3}/{num_epochs}  reward {scores.mean():.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import train_qwenimage
 import train_qwenimage_distill
 import warm
 from recorded import redness
-from small import ENV, FEW, ROOT, SCRIPTS, as_prompts, command_of, config_of, lines_of, loaded, train
+from small import ENV, FEW, ROOT, SCRIPTS, command_of, config_of, lines_of, train
 
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.evaluation.evaluation import spread
 from flow_grpo.monitoring import plots
 
@@ -169,9 +170,9 @@ def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys
     """-1.32 to -1.04 in 4 epochs; with the advantages' sign turned round it falls."""
     add_gradients, without = minimal_grpo.add_gradients, []
 
-    def noting(model, *batch):
-        without.append(all(p.grad is None for p in model.transformer.parameters()))
-        add_gradients(model, *batch)
+    def noting(pipeline, *batch):
+        without.append(all(p.grad is None for p in pipeline.transformer.parameters()))
+        add_gradients(pipeline, *batch)
 
     monkeypatch.setattr(minimal_grpo, "add_gradients", noting)
     minimal_grpo.train("jpeg_compressibility", num_epochs=4, num_prompts=2, group_size=8)
@@ -181,13 +182,42 @@ def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys
     assert sum(printed[-2:]) / 2 > sum(printed[:2]) / 2 + 0.1
 
 
+@torch.no_grad()
+def minimal_sample(pipeline, seeds):
+    """Text of two prompts of different lengths, their images and their noisy steps."""
+    text = pipeline.encode_prompt(["a photo of a red circle", "a photo of a cross"])
+    return text, *minimal_grpo.sample(pipeline, text, [torch.Generator().manual_seed(seed) for seed in seeds])
+
+
+def test_the_minimal_script_samples_and_scores_as_the_package_does():
+    """Schedule, draws, decoding and log-probs."""
+    pipeline = minimal_grpo.load_pipeline()
+    _, images, noisy_steps = minimal_sample(pipeline, [5, 6])
+    samples = pipeline_with_logprob(
+        pipeline,
+        ["a photo of a red circle", "a photo of a cross"],
+        [torch.Generator().manual_seed(seed) for seed in (5, 6)],
+        window=range(minimal_grpo.NUM_NOISY),
+        noise_level=minimal_grpo.NOISE_LEVEL,
+        num_steps=minimal_grpo.NUM_STEPS,
+        height=64,
+        width=64,
+        guidance_scale=1.0,
+    )
+    torch.testing.assert_close(images, samples.images, rtol=0, atol=1e-4)
+    assert len(noisy_steps) == len(samples.trace) == minimal_grpo.NUM_NOISY
+    for (timestep, latents, next_latents, log_prob), traced in zip(noisy_steps, samples.trace):
+        torch.testing.assert_close(timestep, traced.timestep)
+        torch.testing.assert_close(latents, traced.latents, rtol=0, atol=1e-4)
+        torch.testing.assert_close(next_latents, traced.step.next_latents, rtol=0, atol=1e-4)
+        torch.testing.assert_close(log_prob, traced.step.log_prob, rtol=0, atol=1e-4)
+
+
 def test_a_ratio_to_the_rollouts_log_prob_is_clipped():
-    model = loaded("qwenimage")
-    condition = model.encode(as_prompts(["a photo of a red circle"]))
-    sampled = minimal_grpo.sample(model, condition, epoch=0)
-    for traced in sampled.trace:
-        traced.step.log_prob.sub_(1)
+    pipeline = minimal_grpo.load_pipeline()
+    text, _, noisy_steps = minimal_sample(pipeline, [0, 1])
+    noisy_steps = [(*step, log_prob - 1) for *step, log_prob in noisy_steps]
     for advantage, clipped in ((1.0, True), (-1.0, False)):  # a ratio of e is clipped where it would grow
-        model.transformer.zero_grad()
-        minimal_grpo.add_gradients(model, condition, sampled, torch.tensor([advantage]))
-        assert model.transformer.proj_out.weight.grad.any() != clipped
+        pipeline.transformer.zero_grad()
+        minimal_grpo.add_gradients(pipeline, text, noisy_steps, torch.tensor([advantage, advantage]))
+        assert pipeline.transformer.proj_out.weight.grad.any() != clipped

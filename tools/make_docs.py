@@ -162,7 +162,9 @@ def code(file: str, *names: str) -> str:
     for node in ast.parse(text).body:
         targets = [t.id for target in getattr(node, "targets", []) for t in ast.walk(target) if isinstance(t, ast.Name)]
         if {getattr(node, "name", ""), *targets} & set(names):
-            parts.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
+            first = min([node.lineno, *decorators])
+            parts.append("\n".join(lines[first - 1 : node.end_lineno]))
     assert parts, (file, names)
     return "```python\n" + "\n".join(parts) + "\n```"
 
