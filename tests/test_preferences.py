@@ -21,6 +21,7 @@ from small import MODELS, as_prompts, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
 from flow_grpo.diffusers_patch import registry
@@ -156,6 +157,16 @@ def test_best_and_worst_of_each_group():
     assert pairs.loss_weight.tolist() == [1, 0]
     assert pairs.numbers.tolist() == [40, 44]
     assert pairs.condition.text_embeds.flatten().tolist() == [0, 4]
+
+
+def test_group_that_differs_by_rounding_alone_makes_no_pair():
+    score = torch.tensor(85.3)
+    above = torch.nextafter(score, torch.tensor(1e9))
+    missing = torch.tensor(torch.nan)
+    scores = torch.stack([score, above, score, missing, score, above + 1, score, missing])
+    latents = torch.zeros(8, 1, 1)
+    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), scores, 4, margin=0.0)
+    assert pairs.loss_weight.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -409,3 +420,49 @@ def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(i
             ("locked", lambda: prepare(NAME, locked), ["writing", locked]),
         ]
         assert_refused(rows)
+
+
+PICTURE = io.BytesIO()
+Image.new("RGB", (8, 8), "red").save(PICTURE, "PNG")
+
+
+def write_pick_a_pic(folder, image, label="1"):
+    """A file of one pair, as `datasets` saves it."""
+    row = {"caption": "a cat", "jpg_0": image, "jpg_1": image, "label_0": label, "label_1": "0"}
+    pq.write_table(pa.Table.from_pylist([row]), folder / "pairs.parquet")
+
+
+def test_pick_a_pic_that_datasets_has_saved_is_read(tmp_path):
+    write_pick_a_pic(tmp_path, {"bytes": PICTURE.getvalue(), "path": None})
+    (row,) = image_pairs.open_rows(str(tmp_path))[0:1]
+    assert (row["winner_score"], row["loser_score"]) == (1.0, 0.0)
+    assert image_pairs.load_image(row["winner"], SIZE).shape == (3, 64, 64)
+
+
+@pytest.mark.parametrize("image", [None, b"", {"bytes": None, "path": "a.jpg"}, {"bytes": b""}, {}])
+def test_image_without_bytes_is_unreadable(image):
+    with pytest.raises(image_pairs.Dropped, match="unreadable image"):
+        image_pairs.load_image(image, SIZE)
+
+
+def test_text_label_that_is_no_number_is_no_preference(tmp_path):
+    write_pick_a_pic(tmp_path, PICTURE.getvalue(), "tie")
+    (row,) = image_pairs.open_rows(str(tmp_path))[0:1]
+    with pytest.raises(image_pairs.Dropped, match="no preference"):
+        image_pairs.load_pair(row, SIZE)
+
+
+def test_image_column_of_another_type_is_refused_as_it_is_opened(tmp_path):
+    write_pick_a_pic(tmp_path, [1, 2])
+    with pytest.raises(UserError, match=r"'jpg_0' holds list.*not images as bytes"):
+        image_pairs.open_rows(str(tmp_path))
+
+
+def test_damaged_page_of_pick_a_pic_is_named(tmp_path):
+    write_pick_a_pic(tmp_path, PICTURE.getvalue())
+    path = tmp_path / "pairs.parquet"
+    data = bytearray(path.read_bytes())
+    data[4:60] = bytes(56)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"pairs\.parquet is damaged"):
+        image_pairs.open_rows(str(tmp_path))[0:1]

@@ -25,6 +25,18 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
 
 
+def groups_that_differ(values: Tensor) -> Tensor:
+    """Return which groups have rewards that differ by more than rounding, [G] bool, by the rule of `group_stats`.
+
+    Args:
+        values: [G, S], NaN where an image has no reward.
+    """
+    means = values.double().nanmean(1, keepdim=True)
+    known = values.double().where(values.isfinite(), means)
+    groups = torch.arange(len(values)).repeat_interleave(values.shape[1])
+    return group_stats(known.flatten(), groups).std > 0
+
+
 def combined_advantages(
     rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str, global_std: bool = False
 ) -> Tensor:

@@ -14,11 +14,13 @@ from torch import Tensor
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.quoting import quoted
-from flow_grpo.data.preferences import open_parquet
+from flow_grpo.data.preferences import open_parquet, read_columns
 from flow_grpo.data.prompts import parse_line, read_lines, source_paths
 from flow_grpo.diffusers_patch.size import Size
 
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
+BYTES, TEXT = ("binary", "large_binary"), ("string", "large_string")  # types of parquet's columns
+NUMBERS = ("double", "float", "halffloat", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 NO_PREFERENCE = "no preference"  # the one reason to drop a pair that is no fault of its source
 
 
@@ -58,30 +60,56 @@ class PickAPic:
     """Parquet files with PICK_A_PIC's columns; a slice reads the row groups that it meets."""
 
     def __init__(self, paths: list[Path]):
-        self.groups = []  # (file, its row group, rows)
+        self.groups = []  # (path, file, its row group, rows)
         for path in paths:
             file = open_parquet(path)
             if missing := set(PICK_A_PIC) - set(file.schema_arrow.names):
                 raise UserError(f"{path} has no columns {sorted(missing)}, as Pick-a-Pic's files have")
+            check_types(path, file.schema_arrow)
             groups = range(file.num_row_groups)
-            self.groups += [(file, group, file.metadata.row_group(group).num_rows) for group in groups]
+            self.groups += [(path, file, group, file.metadata.row_group(group).num_rows) for group in groups]
 
     def __len__(self) -> int:
         return sum(count for *_, count in self.groups)
 
     def __getitem__(self, rows: slice) -> list[dict]:
         labelled, first = [], 0
-        for file, group, count in self.groups:
+        for path, file, group, count in self.groups:
             inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
             if inside.start < inside.stop:
-                labelled += [by_label(row) for row in file.read_row_group(group, list(PICK_A_PIC))[inside].to_pylist()]
+                table = read_columns(path, file, list(PICK_A_PIC), group)
+                labelled += [by_label(row) for row in table[inside].to_pylist()]
             first += count
         return labelled
 
 
+def check_types(path: Path, schema) -> None:
+    """Raise UserError for a column of PICK_A_PIC that holds neither what Pick-a-Pic stores nor what `datasets` makes
+    of it: images as bytes or as {bytes, path}, labels as numbers or as text."""
+    for name in PICK_A_PIC:
+        kind = str(schema.field(name).type)
+        if name.startswith("jpg"):
+            has_bytes = kind.startswith("struct<") and "bytes:" in kind
+            fits, wanted = kind in BYTES or has_bytes, "images as bytes, or as {bytes, path}"
+        elif name.startswith("label"):
+            fits, wanted = kind in (*NUMBERS, *TEXT), "numbers"
+        else:
+            fits, wanted = kind in TEXT, "text"
+        if not fits and kind != "null":
+            raise UserError(f"{path}, column {name!r} holds {kind}, not {wanted}")
+
+
+def label_of(value) -> float:
+    """Return a label as a number; NaN, which is higher than nothing, for text that is none, such as "tie"."""
+    try:
+        return float(value or 0.0)
+    except ValueError:
+        return float("nan")
+
+
 def by_label(row: dict) -> dict:
     """The image with the higher label wins."""
-    labels = [row[f"label_{side}"] or 0.0 for side in (0, 1)]
+    labels = [label_of(row[f"label_{side}"]) for side in (0, 1)]
     winner = int(labels[1] > labels[0])
     images = dict(winner=row[f"jpg_{winner}"], loser=row[f"jpg_{1 - winner}"])
     return dict(prompt=row["caption"] or "", **images, winner_score=labels[winner], loser_score=labels[1 - winner])
@@ -100,8 +128,13 @@ def load_pair(row: dict, size: Size) -> tuple[Tensor, Tensor]:
     return pair
 
 
-def load_image(stored: bytes | Path, size: Size) -> Tensor:
-    """Upright, resized, and cropped at the centre to the size's aspect. Raises Dropped."""
+def load_image(stored: bytes | Path | dict | None, size: Size) -> Tensor:
+    """Upright, resized, and cropped at the centre to the size's aspect; a dict is an image as `datasets` stores it.
+    Raises Dropped."""
+    if isinstance(stored, dict):
+        stored = stored.get("bytes")
+    if not stored:
+        raise Dropped("unreadable image")
     try:
         picture = Image.open(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
         picture = ImageOps.exif_transpose(picture).convert("RGB")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from flow_grpo.algorithms.advantages import groups_that_differ
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import in_one_line
@@ -78,7 +79,7 @@ def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Ite
 
 def best_and_worst(latents: Tensor, condition: Condition, images: range, scores: Tensor, group: int, margin: float):
     """Of B images in whole groups of neighbours, a pair per group, of weight 1 where the rewards differ by over
-    `margin`, else 0.
+    `margin` and by more than rounding, else 0.
 
     Args:
         latents: [B, ...]; condition has B rows.
@@ -89,11 +90,12 @@ def best_and_worst(latents: Tensor, condition: Condition, images: range, scores:
     high, low = scores.nan_to_num(-torch.inf), scores.nan_to_num(torch.inf)  # an image without a score is neither
     best, worst, first = high.amax(1), low.amin(1), torch.arange(0, scores.numel(), group)
     winners, losers = first + high.argmax(1), first + low.argmin(1)
+    differs = (best - worst > margin) & groups_that_differ(scores)
     on_device = lambda index: index.to(latents.device)  # noqa: E731
     return Pairs(
         latents[on_device(winners)],
         latents[on_device(losers)],
-        on_device((best - worst > margin).float()),
+        on_device(differs.float()),
         condition.take(on_device(first)),
         torch.tensor(images)[first],
     )
@@ -199,13 +201,17 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         raise UserError(f"{path} is no parquet file: {error}") from error
 
 
-def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
-    """Columns of a file, or of one of its row groups. Raises UserError where its checksums are others, or a row has no
-    value."""
+def read_columns(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
+    """Columns of a file, or of one of its row groups. Raises UserError where a page is damaged."""
     try:
-        table = file.read(columns) if group is None else file.read_row_group(group, columns)
+        return file.read(columns) if group is None else file.read_row_group(group, columns)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged: {in_one_line(error)}") from error
+
+
+def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
+    """Columns as `read_columns` has them. Raises UserError also where a row has no value."""
+    table = read_columns(path, file, columns, group)
     if missing := [name for name in table.column_names if table[name].null_count]:
         raise UserError(f"{path}, column {missing[0]!r}: a row has no value")
     return table
