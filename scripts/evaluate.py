@@ -64,6 +64,9 @@ def override(config, args):
         except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
     if args.rewards:
+        for name, _ in args.rewards:
+            if "." in name:  # which a ConfigDict does not take as a key
+                rewards.check_name(name, "--rewards")
         with config.unlocked():
             config.reward_fn = {name: 1.0 if weight is None else weight for name, weight in args.rewards}
             config.eval.rewards = ()
@@ -129,6 +132,10 @@ def chosen_prompts(args, config):
 
 def check(args, compared, config, split, seeds):
     """The policies' model classes. Raises UserError, before any weight is loaded, for what is wrong or not there."""
+    if not split.prompts:
+        raise UserError(
+            "there is no prompt to evaluate: --num-prompts, or the run's eval.num_prompts, must be 1 or more"
+        )
     if len(set(seeds)) != len(seeds):
         raise UserError(f"--seeds names a value twice: {seeds}")
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
@@ -145,7 +152,10 @@ def check(args, compared, config, split, seeds):
         policies_to_compare.check(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)
         light.check(split.prompts, candidate.config.text_tokens)
+        light.check_sources(split.prompts)
         for size in sizes_of(args, candidate.config):
+            BY_KEY["height"].check(size.height, "the height (--sizes)")
+            BY_KEY["width"].check(size.width, "the width (--sizes)")
             light.check_size(size)
     return families
 
@@ -178,14 +188,36 @@ def rows_of(candidate, model, pool, args, split, seeds):
         yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
 
 
-def summary(scores, by, categories, best_of):
+def binary_scores(values):
+    """Return the names of the scores that are 0 or 1 in all rows, so that a column has one meaning."""
+    return [name for name in values[0] if estimates.is_binary(torch.cat([row[name].flatten() for row in values]))]
+
+
+def repeats_a_score(values):
+    """Whether the weighted sum is one and the same score in all rows."""
+    for name in values[0].keys() - {"avg"}:
+        if all(torch.allclose(row["avg"].double(), row[name].double(), rtol=1e-6, equal_nan=True) for row in values):
+            return True
+    return False
+
+
+def summary(scores, by, categories, best_of, binary):
     """Every estimate of a row of the table."""
     values = scores.values
     columns = {name: estimates.mean(column) for name, column in values.items()} | scores.variety
     for name, k in itertools.product(values, best_of):
-        label = f"pass@{k}" if estimates.is_binary(values[name]) else f"best of {k}"
+        label = f"pass@{k}" if name in binary else f"best of {k}"
         columns[f"{name} {label}"] = estimates.best_of(values[name], k)
     return dict(all=columns, by_category=estimates.by_category(values[by], categories) if any(categories) else {})
+
+
+def summaries(scored, values, unweighted, categories, best_of):
+    """The rows of the table, and the score that is shown by category; what a column is, all rows decide together."""
+    binary = binary_scores(values)
+    default = next(iter(values[0])) if unweighted else "avg"
+    by = binary[0] if binary else default
+    shared = dict(plain_sum=unweighted or repeats_a_score(values))
+    return [row | summary(scores, by, categories, best_of, binary) | shared for row, scores in scored], by
 
 
 def markdown(rows, by, split, seeds):
@@ -207,8 +239,8 @@ def markdown(rows, by, split, seeds):
 
 def without_repeated_sum(row):
     """A row's estimates, without the weighted sum where it is a single reward, or where nobody has given weights."""
-    single = row["plain_sum"] or any(row["all"]["avg"] == other for name, other in row["all"].items() if name != "avg")
-    return {name: other for name, other in row["all"].items() if not single or name.split(" ")[0] != "avg"}
+    hidden = row["plain_sum"]
+    return {name: other for name, other in row["all"].items() if not hidden or name.split(" ")[0] != "avg"}
 
 
 def differences(rows, values):
@@ -270,22 +302,22 @@ def main(args):
             distributed.on_main(checksums.check, candidate.transformer.parent)
     folder = distributed.on_main(folders.take, Path(args.out), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
-    categories, rows, texts = [prompt.metadata.get("tag", "") for prompt in split.prompts], [], []
-    values, unweighted = [], bool(args.rewards) and all(weight is None for _, weight in args.rewards)
+    categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
+    scored = []  # (settings of a row, its scores without images)
+    unweighted = bool(args.rewards) and all(weight is None for _, weight in args.rewards)
     for candidate, family in zip(compared, families):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = None  # two do not fit on a GPU together
         loading.free_memory()
         model = policies_to_compare.load(candidate, family, ranks.device)
         for row, scores in rows_of(candidate, model, pool, args, split, seeds):
-            by = next((name for name, column in scores.values.items() if estimates.is_binary(column)), None)
-            by = by or (next(iter(scores.values)) if unweighted else "avg")
-            values.append(scores.values)
-            rows.append(row | summary(scores, by, categories, args.best_of or ()) | dict(plain_sum=unweighted))
+            scored.append((row, scores._replace(images={})))
             if distributed.is_main():
-                texts.append(as_json(rows[-1], scores))
-                write_sheet(folder, len(rows), row, scores, split)
+                write_sheet(folder, len(scored), row, scores, split)
     if distributed.is_main():
+        values = [scores.values for _, scores in scored]
+        rows, by = summaries(scored, values, unweighted, categories, args.best_of or ())
+        texts = [as_json(row, scores) for row, (_, scores) in zip(rows, scored, strict=True)]
         table = markdown(rows, by, split, seeds) + differences(rows, values) + over_seeds(rows, compared, by)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
