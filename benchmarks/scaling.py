@@ -140,10 +140,11 @@ def write_model(folder: Path) -> None:
 
 
 def pending(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """What is not measured yet: each configuration on powers of two of GPUs, few before many; at the end `reward`, on
-    all but one."""
+    """What is not measured yet: each configuration on the asked numbers of GPUs, else on powers of two, few before
+    many; at the end `reward`, on all but one."""
     most = torch.cuda.device_count()
-    counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    powers_of_two = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    counts = args.gpus or powers_of_two
     measured = {(line["configuration"], line["gpus"]) for line in read(args.lines)}
     runs = [(name, count) for count in counts for name in args.runs if name != "reward"]
     runs += [("reward", most - 1)] if "reward" in args.runs else []
@@ -241,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[], metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing is begun")
     parser.add_argument("--model", type=Path, default=Path("random_qwenimage"), help="folder of start's weights")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs; default: powers of two")
     parser.add_argument("--layers", type=int, default=12, help="blocks of full_weights, of which one GPU holds all")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, as of bench.py")
     return parser
