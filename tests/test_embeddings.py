@@ -1,5 +1,6 @@
 """Prompt embeddings are whole, keep all of their fields, and from a disk are the text encoders' bit for bit."""
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -91,6 +92,16 @@ def test_a_second_run_loads_no_text_encoder_and_logs_the_same(shallow, tmp_path,
     with pytest.raises(AssertionError, match="a text encoder"):
         train(name, tmp_path / "plain", **how)
     assert lines_of(train(name, tmp_path / "second", **cached)) == plain
+
+
+def test_sources_of_another_size_have_a_folder_of_their_own(tmp_path):
+    other = tmp_path / "model"
+    other.mkdir()
+    versions = []
+    for pixels in (1024, 4096):
+        (other / "model_index.json").write_text(json.dumps({"vae": ["diffusers", "Vae"], "source_pixels": pixels}))
+        versions.append(FlowModel.text_version(str(other)))
+    assert versions == [{"source_pixels": "1024"}, {"source_pixels": "4096"}]
 
 
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import warm
+from PIL import Image
 from recorded import assert_same, go_on
 from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, train
 from two_ranks import done, launch
@@ -371,8 +372,34 @@ def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, 
     with pytest.raises(ValueError, match=f"config.{key}: .*{files[key].name}"):
         fingerprint.compare(stored, current, 3, accepts=False)
     accepted, notices = fingerprint.compare(stored, current, 3, accepts=True)
-    assert (accepted, len(notices)) == (current, 1)
+    assert (accepted, len(notices)) == (current._replace(rewards_since=3), 1)
     assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model"))
+
+
+@pytest.mark.parametrize("is_branch", [False, True])
+def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_path):
+    config, files = read_files
+    stored = fingerprint.of(config, tmp_path)
+    files["dataset"].write_text("after!")
+    current = fingerprint.of(config, tmp_path)
+    accepted, _ = fingerprint.compare(stored, current, 3, accepts=not is_branch, is_branch=is_branch)
+    assert accepted.rewards_since == 3
+    assert fingerprint.compare(accepted, current, 5, accepts=False) == (accepted, [])
+
+
+def test_pictures_to_be_edited_are_inputs_of_a_run(read_files, tmp_path):
+    config, files = read_files
+    folder = files["dataset"].parent
+    Image.new("RGB", (8, 8), "red").save(folder / "a.png")
+    (folder / "train_metadata.jsonl").write_text(json.dumps({"prompt": "turn it", "sources": ["a.png"]}) + "\n")
+    stored = fingerprint.of(config, tmp_path)
+    Image.new("RGB", (8, 8), "blue").save(folder / "a.png")
+    current = fingerprint.of(config, tmp_path)
+    with pytest.raises(ValueError, match=r"sources of config.dataset: a.png"):
+        fingerprint.compare(stored, current, 3, accepts=False)
+    assert current.of_figures() != stored.of_figures()
+    older = stored._replace(sources=None)  # as records of before sources were kept
+    assert fingerprint.compare(older, current, 3, accepts=False) == (current, [])
 
 
 @pytest.mark.parametrize("changed", ["shapes", "neighbourly", "neighbourly (beside_it.py)"])

@@ -1,5 +1,6 @@
 """A loaded model as training sees it. Each model file has a class of it, one level deep."""
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from flow_grpo.base import checksums, rng, shipped
+from flow_grpo.base import checksums, folders, rng, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import quoted
@@ -109,11 +110,16 @@ class FlowModel(ABC):
 
     @classmethod
     def text_version(cls, folder: str, memory: Path | None = None) -> dict[str, str]:
-        """What tells text encoders from others: their files' digests (see checksums), or a hub id's commit."""
+        """What tells text encoders from others: their files' digests (see checksums) and the pipeline's own settings,
+        such as the pixels of a source that they see; or a hub id's commit."""
         folder = shipped.find(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
-        return checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
+        digests = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
+        for name, value in folders.read_json(Path(folder, "model_index.json")).items():
+            if not name.startswith("_") and not isinstance(value, list):  # lists are components
+                digests[name] = json.dumps(value)
+        return digests
 
     @property
     def transformer(self) -> torch.nn.Module:

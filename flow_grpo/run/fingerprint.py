@@ -5,6 +5,7 @@ A resumed run compares them. Reward servers, and weights that a reward loads, ar
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,16 @@ from flow_grpo.data import prompts
 
 PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")  # of a pipeline's folder
 
+PLACES = {  # part of a run's inputs that may not change -> where the config names it
+    "dataset": "config.dataset",
+    "model": "config.model",
+    "lora_path": "config.lora.path",
+    "preferences_path": "config.preferences.path",
+    "train_teachers": "config.train.teachers",
+    "sources": "sources of config.dataset",
+}
+FREE_IN_BRANCH = "dataset", "preferences_path", "sources"
+
 
 class Inputs(NamedTuple):
     """Name of a file -> digest of what it holds; {} where there is nothing to compare."""
@@ -27,12 +38,13 @@ class Inputs(NamedTuple):
     lora_path: dict[str, str]
     preferences_path: dict[str, str]
     rewards: dict[str, str]  # name of a reward -> digest of its file; "NAME (FILE)" -> of what it may have imported
-    rewards_since: int = 0  # epochs completed when a reward's file, or a branch's settings, changed last
+    rewards_since: int = 0  # epochs completed when any of these files, or a branch's settings, changed last
     train_teachers: dict[str, str] = {}  # noqa: RUF012  by folder and file; nothing writes to it
+    sources: dict[str, str] | None = None  # pictures to be edited that the data set names; None = not known
 
     def of_figures(self) -> dict[str, str]:
         """What decides the figures of an evaluation, but for the policy: name -> digest."""
-        parts = {"dataset": self.dataset, "model": self.model}
+        parts = {"dataset": self.dataset, "model": self.model, "sources": self.sources}
         digests = {
             name: hashlib.blake2b(json.dumps(part).encode(), digest_size=16) for name, part in parts.items() if part
         }
@@ -44,7 +56,8 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
     files = lambda folder, pattern: checksums.digests_in(Path(folder), [pattern], memory) if folder else {}  # noqa: E731
-    splits = (prompts.find_file(config.dataset, split) for split in ("train", "validation", "test"))
+    splits = [prompts.find_file(config.dataset, split) for split in ("train", "validation", "test")]
+    splits = [file for file in splits if file]
     served = [name for name, args in config.reward.args.items() if args.get("url")]
     sources = {name: rewards.source(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
     sources = {name: file for name, file in sorted(sources.items()) if file}
@@ -55,7 +68,7 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
         if path not in sources.values()
     }
     return Inputs(
-        dataset=checksums.file_digests({file.name: file for file in splits if file}, memory),
+        dataset=checksums.file_digests({file.name: file for file in splits}, memory),
         model=_model(shipped.find(config.model), memory),
         lora_path=files(config.lora.path, "*.safetensors"),
         preferences_path=files(config.preferences.path, "*.parquet"),
@@ -65,20 +78,25 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
             for folder in config.train.teachers
             for name, digest in files(folder, "*.safetensors").items()
         },
+        sources=checksums.file_digests(_sources_of(splits), memory),
     )
 
 
-def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -> tuple[Inputs, list[str]]:
+def compare(
+    stored: Inputs | None, current: Inputs, epoch: int, accepts: bool, is_branch: bool = False
+) -> tuple[Inputs, list[str]]:
     """What to store from now on, and what to tell the user of a run that goes on from an epoch. `stored`: None = not
     known. Raises UserError where the run learns from other files than before, unless config.accept_changes `accepts`.
+    A branch may read other prompts and pairs than its parent.
     """
     if stored is None:
         return current, []
-    changed = []
-    for key in ("dataset", "model", "lora_path", "preferences_path", "train_teachers"):
-        before, now = getattr(stored, key), getattr(current, key)
-        if names := [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]:
-            changed.append(f"config.{key.replace('_', '.')}: {', '.join(names[:3])}")
+    changed, differs = [], False
+    for part, place in PLACES.items():
+        names = _differing(getattr(stored, part), getattr(current, part))
+        differs = differs or bool(names)
+        if names and not (is_branch and part in FREE_IN_BRANCH):
+            changed.append(f"{place}: {', '.join(names[:3])}")
     if changed and not accepts:
         raise UserError(
             f"what the run reads is not what it was ({'; '.join(changed)}): restore these files, or start a new run; "
@@ -88,7 +106,25 @@ def compare(stored: Inputs | None, current: Inputs, epoch: int, accepts: bool) -
     common = stored.rewards.keys() & current.rewards.keys()
     if others := [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]:
         notices.append(f"the file of reward {', '.join(others)} has changed: scores from before cannot be compared")
-    return current._replace(rewards_since=epoch if others else stored.rewards_since), notices
+    return current._replace(rewards_since=epoch if others or differs else stored.rewards_since), notices
+
+
+def _differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
+    """Names of files that are not what they were; none where it is not known what they were."""
+    if before is None or now is None:
+        return []
+    return [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+
+
+def _sources_of(splits: list[Path]) -> dict[str, Path]:
+    """The pictures to be edited that files of prompts name, by their paths from the files' folder."""
+    return {
+        os.path.relpath(source, file.parent): source
+        for file in splits
+        if file.suffix == ".jsonl"
+        for prompt in prompts.load_file(file)
+        for source in prompt.sources
+    }
 
 
 def read(run_folder: Path) -> Inputs | None:
