@@ -83,7 +83,7 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
         for batch in sampling.batches(run, epoch):
             rows = [prompt.metadata["pair"] for prompt in batch.prompts]
             batches.append(files.read(rows, list(batch.image_numbers), run.device))
-    run.epoch_metrics["images"] = (epoch + 1) * 2 * run.plan.num_groups
+    run.epoch_metrics["images"] = run.board.latest.get("images", 0) + 2 * run.plan.num_groups
     return preferences.concat(batches)
 
 

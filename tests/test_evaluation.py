@@ -7,6 +7,7 @@ import re
 import shutil
 import weakref
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import evaluate
@@ -18,11 +19,11 @@ from refused import assert_refused
 from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
-from flow_grpo.checkpoints import best
+from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
 from flow_grpo.run import save
-from flow_grpo.run.evaluate import due
+from flow_grpo.run.evaluate import due, remaining
 from flow_grpo.settings.table import default_config
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -57,6 +58,27 @@ def test_a_figure_that_no_reward_has_cannot_choose():
     run = SimpleNamespace(config=config, choosing_prompts=None, size=None)
     figures = dict(avg=0.5, shapes=0.5, shapes_accuracy=0.5)
     assert_refused([("", lambda: save.best_candidate(run, 0, figures), ["'shapes_beauty'", "avg, shapes, shapes_ac"])])
+
+
+def test_since_when_evaluations_compare_survives_a_kill_before_the_next_one(tmp_path):
+    write(tmp_path, 3, "checkpoint_3")
+    write(tmp_path, 3)
+    other = replace(record(5), guidance_scale=99.0)
+    assert best.restore(tmp_path, tmp_path / "checkpoint_3", other)[:2] == (None, 5)
+    progress = checkpoints.Progress(7, 7, evaluations_since=5)
+    stored = checkpoints.save(tmp_path / "run", {"a": torch.ones(1)}, progress, config={})
+    since = checkpoints.read_progress(stored).evaluations_since
+    assert best.restore(tmp_path, stored, replace(other, epoch=7, since=since))[:2] == (None, 5)
+
+
+def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():
+    config = default_config()
+    config.eval_freq, config.num_epochs = 2, 9
+    run = SimpleNamespace(config=config, best_evaluation=None, epoch=3)
+    assert remaining(run) == {"validation"}
+    for epoch in (4, 9):
+        run.epoch = epoch
+        assert remaining(run) == set()
 
 
 def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):

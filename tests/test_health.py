@@ -14,6 +14,7 @@ from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
 from flow_grpo.run import loop
 from flow_grpo.settings.table import default_config
+from flow_grpo.weights import policies
 
 LIMITS = default_config().health
 OFF = ConfigDict(dict(LIMITS) | dict.fromkeys(health.SIGNS, 0.0))
@@ -130,6 +131,24 @@ def test_an_epoch_is_summed_up_from_its_records():
     for share, grad_norm, silent in ((1.0, 1.0, True), (0.9, 1.0, False), (0.9, 0.0, True)):
         records = [dict(kind="update", grad_norm=grad_norm), line | {"reward/zero_std_share": share}]
         assert health.summarize(records, CONFIG).no_signal == silent
+
+
+def test_rewards_that_are_all_alike_leave_something_to_learn_where_diversity_counts():
+    line = {"reward/zero_std_share": 1.0}
+    for weight, nothing in ((0.0, True), (0.5, False)):
+        config = ConfigDict(dict(train=dict(diversity_weight=weight)))
+        assert health.teaches_nothing(line, config) == nothing
+
+
+def test_a_reference_that_is_reset_is_the_base_again():
+    transformer = torch.nn.Linear(2, 2)
+    reference = policies.Reference(transformer, interval=1, guidance_scale=3.0)
+    assert not reference.reset()  # without an adapter the first reference is known no more
+    reference.is_fresh = True
+    reference.copy.averages = {"lora_A": torch.ones(2), "lora_B": torch.ones(2)}
+    reference.num_moves = 2
+    assert reference.reset()
+    assert (reference.copy.averages["lora_B"].sum(), reference.guidance(1.0)) == (0, 3.0)
 
 
 def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_with():

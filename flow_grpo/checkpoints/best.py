@@ -74,7 +74,8 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Eva
     """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
 
     Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one. One that was
-    measured otherwise than `wanted`, an evaluation of the resumed run, is set aside.
+    measured otherwise than `wanted`, an evaluation of the resumed run, is set aside. `wanted.since` is what the
+    checkpoint says; a best evaluation that is there may be of an older version, whose checkpoints did not say it.
 
     Returns:
         The best, epochs completed at the first evaluation that can be compared with those to come, and what to tell
@@ -82,7 +83,7 @@ def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Eva
     """
     best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
     if best is None or best.comparable(wanted):
-        return best, best.since if best else 0, notice
+        return best, max(wanted.since, best.since if best else 0), notice
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
     notice = f"the best policy so far was evaluated in another way than config.eval asks for; it is now in {aside}"
     return None, wanted.epoch, notice

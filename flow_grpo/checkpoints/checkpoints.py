@@ -33,6 +33,7 @@ class Progress(NamedTuple):
     learning_rate_factor: float = 1.0  # of the configured one
     num_roll_backs: int = 0  # by health.action
     reference_moves: int = 0  # how often the reference became the policy
+    evaluations_since: int = 0  # epochs completed at the first evaluation that can be compared with later ones
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:
@@ -106,6 +107,11 @@ def stored_of(checkpoint: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """`state` without what a checkpoint of another algorithm lacks; what is learned stays, stored or not."""
     stored = shards.read_index(checkpoint / STATE)
     return {name: p for name, p in state.items() if name in stored or name.startswith(("model/", "optimizer/", "ema/"))}
+
+
+def stored_names(checkpoint: Path, prefix: str) -> list[str]:
+    """Names of the tensors of a checkpoint that begin so."""
+    return [name for name in shards.read_index(checkpoint / STATE) if name.startswith(prefix)]
 
 
 def read_progress(checkpoint: Path) -> Progress:

@@ -62,6 +62,7 @@ class Dashboard:
         self.synchronize = synchronize or (lambda: None)
         self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
         self.trackers, self.history = [], []  # the lines of metrics.jsonl, on the main rank
+        self.latest = {}  # the last value of each name in them
         self._open()
 
     @on_main

@@ -97,12 +97,18 @@ def summarize(records: list[dict], config) -> Epoch:
     return Epoch(
         number=int(epoch["epoch"]),
         reward=epoch.get("reward/avg"),
-        no_signal=flat or epoch.get("reward/zero_std_share", 0.0) >= 1,
+        no_signal=flat or teaches_nothing(epoch, config),
         evaluation=evaluation.get(chosen_by),
         evaluation_error=error if math.isfinite(error) else None,
         not_finite={name: value for name, value in watched if not math.isfinite(value)},
         acted=bool(epoch.get("health/action_taken", 0.0)),
     )
+
+
+def teaches_nothing(epoch: Mapping[str, float], config) -> bool:
+    """Whether nothing that an epoch trains on tells images of a group apart. Where diversity counts, too, rewards that
+    are all alike leave something to learn."""
+    return epoch.get("reward/zero_std_share", 0.0) >= 1 and not config.train.get("diversity_weight", 0.0)
 
 
 def judge(epochs: list[Epoch], limits) -> Verdict:

@@ -42,9 +42,12 @@ def due(config: ConfigDict, epoch: int, last: bool = False) -> set[str]:
 def remaining(run: Run) -> set[str]:
     """Which kinds of lines of its epoch a resumed run keeps: those of an end, whose weights are the checkpoint's,
     unless they are made again or cannot be compared with what comes."""
-    if evaluates(run.config) and run.best_evaluation is None:
-        return set()
-    return {"eval", "test"} - due(run.config, run.epoch, last=run.epoch >= run.config.num_epochs)
+    config, last = run.config, run.epoch >= run.config.num_epochs
+    held_out_again = bool(config.eval_freq) and (last or run.epoch % config.eval_freq == 0)  # of DPO's pairs
+    kept = set() if held_out_again else {"validation"}
+    if evaluates(config) and run.best_evaluation is None:
+        return kept
+    return kept | ({"eval", "test"} - due(config, run.epoch, last))
 
 
 def sampler_of(run: Run) -> evaluation.Sampler:
@@ -97,6 +100,14 @@ def _logged(run: Run, kind: str, figures: dict[str, float]) -> dict[str, float]:
     return {f"{kind}/{name}": value for name, value in figures.items()}
 
 
+def why_no_best(run: Run) -> str:
+    """Why a run has no best policy, as the beginning of a sentence."""
+    evaluated = any(line["kind"] == "eval" and line["epoch"] >= run.evaluations_since for line in run.board.history)
+    if run.evaluations_since and not evaluated:
+        return f"nothing was evaluated since the way of evaluating changed, after {run.evaluations_since} epochs"
+    return "no evaluation was a finite number"
+
+
 def conclude(run: Run) -> None:
     """After training: log the best weights' figures on the test prompts, and say what the run has come to.
 
@@ -104,7 +115,7 @@ def conclude(run: Run) -> None:
     """
     chosen = run.best_evaluation
     if chosen is None:
-        run.board.say(f"{run.folder}: no evaluation was a finite number, so there is no best policy")
+        run.board.say(f"{run.folder}: {why_no_best(run)}, so there is no best policy")
         return
     name, folder = chosen.best_by, best.find(run.folder)
     if chosen.split == run.test_prompts.name:

@@ -72,7 +72,7 @@ def _roll_back(run: Run) -> str:
     """Weights, averages and optimizer become those of the best evaluation; epochs and updates go on counting, so that
     what follows draws other prompts and other noise than what went wrong."""
     if run.best_evaluation is None:
-        return f"no evaluation was a finite number, so {_stop(run)}"
+        return f"{evaluate.why_no_best(run)}, so {_stop(run)}"
     if run.num_roll_backs >= MAX_ROLL_BACKS:
         return f"it has gone back {MAX_ROLL_BACKS} times, so {_stop(run)}"
     if problem := load_best_state(run):

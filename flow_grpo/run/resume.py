@@ -116,12 +116,10 @@ def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str
 
 
 def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
-    """What the run reads, and what to tell the user. A branch may read other prompts and pairs than its parent."""
+    """What the run reads, and what to tell the user."""
     current = fingerprint.of(config, source.folder)
     stored = fingerprint.read(source.parent or source.folder) if source.path else None
-    if source.parent and stored:
-        stored = stored._replace(dataset=current.dataset, preferences_path=current.preferences_path)
-    return fingerprint.compare(stored, current, epoch, config.accept_changes)
+    return fingerprint.compare(stored, current, epoch, config.accept_changes, is_branch=source.parent is not None)
 
 
 def _source(first: Path, resume_from: str) -> Source:
@@ -241,6 +239,7 @@ def resume(run: Run, place: Place) -> None:
     if "train.learning_rate" not in place.changed:
         run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
+    run.evaluations_since = progress.evaluations_since
     if evaluates(run.config):
         wanted = best_candidate(run, run.epoch, {})
         run.best_evaluation, run.evaluations_since, notice = best.restore(run.folder, place.checkpoint, wanted)
@@ -251,7 +250,16 @@ def resume(run: Run, place: Place) -> None:
 
 
 def _copy_metrics(place: Place, since: int) -> None:
-    """Those of a branch's parent, but for evaluations of before `since`, which the branch's cannot be compared with."""
-    trains = ("update", "epoch")  # kinds of lines that are no evaluation
-    lines = [line for line in read_metrics(place.parent) if line["kind"] in trains or line["epoch"] >= since]
+    """Those of a branch's parent, but for figures that the branch's cannot be compared with: evaluations of before
+    `since`, and losses on other pairs."""
+    parent = fingerprint.read(place.parent)
+    same_pairs = parent is None or parent.preferences_path == place.inputs.preferences_path
+    lines = []
+    for line in read_metrics(place.parent):
+        if line["kind"] == "validation":
+            stays = same_pairs
+        else:
+            stays = line["kind"] in ("update", "epoch") or line["epoch"] >= since
+        if stays:
+            lines.append(line)
     folders.write_text(place.folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))

@@ -129,8 +129,8 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
             f"reward/{prefix}group_std": stats.std.mean().item(),
             f"reward/{prefix}zero_std_share": (stats.std == 0).float().mean().item(),
         }
-    run.epoch_metrics["images"] = (epoch + 1) * len(rewards.groups)
-    if run.epoch_metrics["reward/zero_std_share"] == 1:
+    run.epoch_metrics["images"] = run.board.latest.get("images", 0) + len(rewards.groups)
+    if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")

@@ -45,7 +45,9 @@ def _save_state(run: Run, folder: Path, epoch: int, keep: int = 1, extra_files=N
     tensors = state(run)
     _check_finite(run, tensors)
     moves = run.reference.num_moves if run.reference else 0
-    progress = checkpoints.Progress(epoch, run.step, run.learning_rate_factor, run.num_roll_backs, moves)
+    progress = checkpoints.Progress(
+        epoch, run.step, run.learning_rate_factor, run.num_roll_backs, moves, run.evaluations_since
+    )
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 
 
@@ -133,6 +135,9 @@ def load_best_state(run: Run) -> str:
         return str(error)
     if checkpoint is None:
         return f"{folder} is not there, as health.action was another one at that evaluation"
+    has_moved = run.reference is not None and run.reference.num_moves > 0
+    if has_moved and not checkpoints.stored_names(checkpoint, "reference/") and not run.reference.reset():
+        return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
     offload.reload_optimizer_state(run.optimizer)
     load_state(run, checkpoint, exact=False)  # of a branch's parent it may be another algorithm's
     return ""
@@ -142,7 +147,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set.
 
     Another run's, which is not `exact`, may lack the reference and extra policies, or have some that this run does not
-    need. Extra policies that it lacks become the loaded policy."""
+    need. Extra policies that it lacks become the loaded policy,"""
     tensors = state(run)
     stored = tensors if exact else checkpoints.stored_of(checkpoint, tensors)
     progress = checkpoints.load(checkpoint, stored, exact)

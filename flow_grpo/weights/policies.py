@@ -178,7 +178,8 @@ class Reference:
     ):
         self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
         self.num_moves = 0  # how often it has become the policy
-        copied = interval or not (fresh and _adapted_layers(transformer))
+        self.is_fresh = bool(fresh and _adapted_layers(transformer))  # the first reference is the base
+        copied = interval or not self.is_fresh
         self.copy = Ema(fsdp_utils.trainable_parameters(transformer)) if copied else None
 
     def applied(self) -> AbstractContextManager:
@@ -194,6 +195,17 @@ class Reference:
         if self.interval and step % self.interval == 0:
             self.num_moves += 1
             self.copy.move(1.0)
+
+    @torch.no_grad()
+    def reset(self) -> bool:
+        """Become the first reference again; False where that is not known any more."""
+        if not self.is_fresh:
+            return False
+        for name, weight in self.copy.averages.items():
+            if "lora_B" in name:
+                weight.zero_()
+        self.num_moves = 0
+        return True
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
