@@ -52,6 +52,7 @@ RUNS = {
     "windows": Configuration(f"train_qwenimage {FAST}", 1),
     "windows_8_bit": Configuration(f"train_qwenimage {EIGHT_BITS}", 1),
     "nft": Configuration(f"train_qwenimage_nft {FAST}", 1),
+    "nft_8_bit": Configuration(f"train_qwenimage_nft {EIGHT_BITS}", 1),
     "full_weights": Configuration("train_qwenimage --size full", 1, SHARDED),
     "start": Configuration("train_qwenimage --size full --variants ,eight_bit_base", 1, alone=True),
     "reward": Configuration(f"train_qwenimage {EIGHT_BITS}", 2, alone=True),

@@ -175,6 +175,8 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "reward", "tiny"])
     assert scaling.pending(args) == [("tiny", 1), ("tiny", 2), ("reward", 2)]
+    some = scaling.parser().parse_args([str(args.lines), "--runs", "tiny", "--gpus", "3"])
+    assert scaling.pending(some) == [("tiny", 3)]
     for measured in (("tiny", 1), ("tiny", 2), ("reward", 1)):
         scaling.write(args.lines, dict(zip(("configuration", "gpus"), measured, strict=True), images_per_s=4.0))
     assert scaling.pending(args) == [("reward", 2)]
