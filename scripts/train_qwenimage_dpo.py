@@ -44,7 +44,7 @@ class Source(NamedTuple):
 
     train: preferences.PairFiles | None  # None = the policy samples them (online)
     held_out: preferences.PairFiles | None
-    schedule: Tensor  # [1000] f32, timesteps of the whole forward process
+    levels: Tensor  # [1000] f32, timesteps of the whole forward process, shifted as the sampled steps are
 
 
 def begin(config: ConfigDict) -> tuple[Run, Source]:
@@ -56,10 +56,12 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     checks.check(config, checks.DPO)
     files = stored_pairs(config) if config.preferences.path else {}
     texts = files["train"].prompts if files else None
+    light = model_classes.resolve(config).without_weights(config.model)
+    levels = light.noise_levels(config.sample.num_steps, training_size(config))
     run = start(config, checks.DPO, reference=True, stored_prompts=texts)
     if files and not files["validation"]:
         run.board.say(f"{config.preferences.path} holds no pair out, so there are no metrics under validation/")
-    return run, Source(files.get("train"), files.get("validation"), run.model.schedule(1000, run.size).timesteps)
+    return run, Source(files.get("train"), files.get("validation"), levels.to(run.device))
 
 
 def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
@@ -114,15 +116,16 @@ class Errors(NamedTuple):
     loser_reference: Tensor
 
 
-def errors_of(run: Run, pairs: preferences.Pairs, schedule: Tensor, streams: list[torch.Generator]) -> Errors:
+def errors_of(run: Run, pairs: preferences.Pairs, levels: Tensor, streams: list[torch.Generator]) -> Errors:
     """How far policy and reference are from the images of P pairs, at the noise and the level of each one's stream."""
     noise = rng.normal(pairs.winners.shape[1:], streams, run.device).repeat(2, *[1] * (pairs.winners.ndim - 1))
-    timesteps = logit_normal_timesteps(schedule, streams).repeat(2)
+    timesteps = logit_normal_timesteps(levels, streams).repeat(2)
     x_0, condition = torch.cat([pairs.winners, pairs.losers]), pairs.condition.concat([pairs.condition] * 2)
     x_t = noised(x_0, noise, timesteps)
+    scale = run.model.unguided(run.config.sample.guidance_scale)
 
     def of_policy() -> tuple[Tensor, Tensor]:
-        return velocity_error(run.velocity(x_t, timesteps, condition, guidance_scale=0.0), x_0, noise).chunk(2)
+        return velocity_error(run.velocity(x_t, timesteps, condition, scale), x_0, noise).chunk(2)
 
     with torch.no_grad(), run.reference.applied():
         reference = of_policy()
@@ -141,11 +144,11 @@ def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
     )
 
 
-def add_gradients(run: Run, pairs: preferences.Pairs, schedule: Tensor) -> None:
+def add_gradients(run: Run, pairs: preferences.Pairs, levels: Tensor) -> None:
     """Of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
     names = "forward noise", run.epoch, pairs.inner_epoch
     streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
-    measured = figures(run, errors_of(run, pairs, schedule, streams))
+    measured = figures(run, errors_of(run, pairs, levels, streams))
     backward(run, measured["loss"], pairs)
     run.meter.add_weighted(pairs.loss_weight, **{name: values for name, values in measured.items() if name != "loss"})
 
@@ -164,7 +167,7 @@ def validate(run: Run, source: Source, epoch: int) -> None:
             pairs = held_out.read(rows, rows, run.device)
             for draw in range(NOISES_PER_PAIR):
                 streams = [rng.generator(0, "validation", row, draw) for row in rows]
-                values = figures(run, errors_of(run, pairs, source.schedule, streams))
+                values = figures(run, errors_of(run, pairs, source.levels, streams))
                 measured += [{name: value.cpu() for name, value in values.items()}] if counts else []
     measured = distributed.gather_objects(measured)
     means = {f"validation/{key}": torch.cat([part[key] for part in measured]).mean().item() for key in measured[0]}
@@ -183,7 +186,7 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
             sizes = run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
             for minibatches in preferences.minibatches(pairs, *sizes):
                 for rows in minibatches:
-                    add_gradients(run, rows, source.schedule)
+                    add_gradients(run, rows, source.levels)
                 optimizer_step(run)
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):

@@ -10,6 +10,7 @@ from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.base import rng
 from flow_grpo.data import preferences
+from flow_grpo.diffusers_patch import registry
 
 NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
 
@@ -31,10 +32,10 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     move(run.parameters)
     pairs.loss_weight = torch.arange(len(pairs.loss_weight), dtype=torch.float32)
     (minibatches,) = [*preferences.minibatches(preferences.concat([pairs]), 1, 8, 2)][1:]  # of the second inner epoch
-    script.add_gradients(run, *minibatches, source.schedule)
+    script.add_gradients(run, *minibatches, source.levels)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
     names = [rng.generator(run.config.seed, "forward noise", 0, 1, number) for number in pairs.numbers.tolist()]
-    for name, values in script.figures(run, script.errors_of(run, pairs, source.schedule, names)).items():
+    for name, values in script.figures(run, script.errors_of(run, pairs, source.levels, names)).items():
         expected = (pairs.loss_weight * values).sum() / pairs.loss_weight.sum()
         assert name == "loss" or logged[name] == pytest.approx(expected.item(), rel=1e-4)
 
@@ -42,7 +43,7 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
 def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
     """And noise, level, prompt and weights are one for both sides of a pair."""
     run, source, pairs = started
-    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.schedule, streams(pairs))
+    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
     assert torch.equal(win, ref_win)
     assert torch.equal(lose, ref_lose)
     assert win.requires_grad
@@ -50,7 +51,7 @@ def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
     assert win.std() > 0.01  # levels and noises differ from pair to pair
     move(run.parameters)
     pairs.losers = pairs.winners.clone()
-    moved, twice, still, still_twice = script.errors_of(run, pairs, source.schedule, streams(pairs))
+    moved, twice, still, still_twice = script.errors_of(run, pairs, source.levels, streams(pairs))
     assert torch.equal(still, ref_win)
     assert (moved - win).abs().max() > 1e-3
     torch.testing.assert_close(moved, twice, rtol=1e-5, atol=0)
@@ -124,9 +125,9 @@ def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the
     """Its pairs count nothing; without such a margin they do."""
     weights, plain = [], script.add_gradients
 
-    def noting(run, pairs, schedule):
+    def noting(run, pairs, levels):
         weights.extend(pairs.loss_weight.tolist())
-        plain(run, pairs, schedule)
+        plain(run, pairs, levels)
 
     config = config_of(ONLINE, tmp_path, num_epochs=1, eval_freq=0, run_name="some", preferences__min_margin=0.2)
     script.main(config, add_gradients=noting)
@@ -153,3 +154,24 @@ def test_a_loaded_adapter_is_its_own_reference(recorded, tmp_path):
     second = lines_of(train(NAME, tmp_path, **how), "update")
     assert second[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert second[0]["implicit_accuracy"] == 0
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2_klein"])
+def test_policy_and_reference_are_trained_where_and_as_images_are_sampled(name, tmp_path):
+    """FLUX.1's transformer takes the rollout's guidance as an input; FLUX.2-klein's shift is that of its steps."""
+    heard = []
+
+    def noting(run, pairs, levels):
+        heard.append([levels.median().item()])
+        hook = run.model.network.register_forward_pre_hook(lambda module, inputs: heard[-1].append(inputs[3]))
+        plain(run, pairs, levels)
+        hook.remove()
+
+    plain = script.add_gradients
+    scale = 3.5 if name == "flux" else 1.0
+    how = dict(model=registry.tiny_folder(name), reward_fn={"jpeg_compressibility": 1.0}, num_epochs=1, eval_freq=0)
+    config = config_of(ONLINE, tmp_path, sample__guidance_scale=scale, **how)
+    script.main(config, add_gradients=noting)
+    for median, *scales in heard:
+        assert scales == [3.5 if name == "flux" else 0.0] * 2
+        assert median > 400

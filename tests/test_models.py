@@ -178,13 +178,41 @@ def test_images_of_qwenimage_21_are_opaque_where_they_are_encoded_and_on_white_w
             torch.testing.assert_close(decoded, torch.full_like(images, red), rtol=0, atol=rounding())
 
 
+@pytest.mark.parametrize("name", ["flux", "zimage", "flux2_klein"])
+@pytest.mark.parametrize("num_steps", [4, 10, 50])
+def test_noise_levels_go_through_the_sampled_ones(name, num_steps):
+    """Whatever the number of steps that the shift depends on."""
+    model, size = MODELS[name].without_weights(registry.tiny_folder(name)), Size(512, 512)
+    levels = model.noise_levels(num_steps, size)
+    assert len(levels) == 1000
+    every = len(levels) // num_steps
+    torch.testing.assert_close(levels[::every], model.schedule(num_steps, size).timesteps, rtol=0, atol=0.01)
+
+
+def test_noise_levels_of_weights_with_sigmas_of_their_own_lie_between_these():
+    model = MODELS["qwenimage_21"].without_weights(registry.tiny_folder("qwenimage_21"))
+    model.pipeline.register_to_config(sample_sigmas=[1.0, 0.9, 0.3, 0.2])
+    assert model.sigmas(4) == [1.0, 0.9, 0.3, 0.2]
+    assert model.sigmas(8) == pytest.approx([1.0, 0.95, 0.9, 0.6, 0.3, 0.25, 0.2, 0.1])
+    assert len(model.noise_levels(4, SIZE)) == 1000
+
+
+def test_a_class_with_a_schedule_of_its_own_has_to_say_its_noise_levels():
+    class Own(MODELS["sd3"]):
+        def schedule(self, num_steps, size):
+            return super().schedule(2 * num_steps, size)
+
+    with pytest.raises(UserError, match="override noise_levels"):
+        Own.without_weights(registry.tiny_folder("sd3")).noise_levels(4, SIZE)
+
+
 def test_qwenimage_21_takes_sigmas_of_its_weights_at_their_number_alone():
     model = loaded("qwenimage_21")
     model.pipeline.register_to_config(sample_sigmas=[1.0, 0.9, 0.3])
     ours = model.schedule(3, SIZE)
     model.pipeline(prompt=TEXTS[0], num_inference_steps=STEPS, output_type="latent", **SIDES)
     assert torch.equal(ours.sigmas, model.pipeline.scheduler.sigmas)
-    with pytest.raises(UserError, match="for 3 steps, not 4"):
+    with pytest.raises(UserError, match=r"num_steps is 4, but .* for 3 steps"):
         model.schedule(STEPS, SIZE)
 
 

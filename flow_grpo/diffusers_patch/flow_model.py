@@ -22,6 +22,7 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
 
+NUM_LEVELS = 1000  # of the forward process
 JOINT_ATTENTION = tuple(  # ends of the names of a block's layers, where text has layers of its own
     f"attn.{layer}"
     for layer in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -129,6 +130,9 @@ class FlowModel(ABC):
     def check_size(self, size: Size) -> None:  # noqa: B027 (most models have nothing to add to what Size checks)
         """Raises UserError for an image that the model cannot draw. Needs no weight."""
 
+    def check_steps(self, num_steps: int, name: str = "num_steps") -> None:  # noqa: B027 (most models take any)
+        """Raises UserError for a number of steps, a setting `name`, that the weights cannot take. Needs no weight."""
+
     def check_sources(self, prompts: list[Prompt]) -> None:
         """Raises UserError for a prompt whose number of source images the model does not take. Needs no weight."""
         for prompt in prompts:
@@ -212,8 +216,41 @@ class FlowModel(ABC):
 
     def schedule(self, num_steps: int, size: Size):
         """A copy of the pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
-        tokens = self.num_tokens(size)
-        return loading.schedule(self.pipeline.scheduler, num_steps, tokens, self.device, sigmas=self.GIVES_SIGMAS)
+        return self._schedule_of(num_steps, num_steps, size)
+
+    def noise_levels(self, num_steps: int, size: Size) -> Tensor:
+        """Timesteps [1000] f32 of the whole forward process, shifted as those of `num_steps` sampled steps are. Raises
+        UserError where the model has a schedule of its own, and says nothing about its noise levels."""
+        if type(self).schedule is not FlowModel.schedule and type(self).noise_levels is FlowModel.noise_levels:
+            raise UserError(
+                f"{type(self).__name__} overrides schedule, so its noise levels for training are unknown: override "
+                "noise_levels, too, or shift and sigmas in the place of both"
+            )
+        return self._schedule_of(NUM_LEVELS, num_steps, size).timesteps
+
+    def _schedule_of(self, num_levels: int, num_steps: int, size: Size):
+        """The pipeline's scheduler set to `num_levels` levels, with the shift of `num_steps` sampled steps."""
+        return loading.schedule(
+            self.pipeline.scheduler,
+            num_levels,
+            self.num_tokens(size),
+            self.device,
+            sigmas=self.sigmas(num_levels),
+            shift=self.shift(num_steps, size),
+        )
+
+    def sigmas(self, num_levels: int) -> bool | list[float]:
+        """The sigmas that the pipeline gives its scheduler to shift: True = 1, ..., 1 / num_levels, False = none."""
+        return self.GIVES_SIGMAS
+
+    def shift(self, num_steps: int, size: Size) -> float | None:
+        """The shift of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it."""
+        return None
+
+    @classmethod
+    def unguided(cls, guidance_scale: float) -> float:
+        """The scale of one forward without a negative: `guidance_scale` where it is the transformer's input, else 0."""
+        return guidance_scale if cls.NEGATIVE_PROMPT is None else 0.0
 
     @classmethod
     def is_guided(cls, guidance_scale: float) -> bool:

@@ -183,6 +183,9 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
+    light.check_steps(config.sample.num_steps, "config.sample.num_steps")
+    if evaluates(config):
+        light.check_steps(config.eval.num_steps, "config.eval.num_steps")
     drawn = stored_prompts is None
     train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
     test = chooses = prompts.Split("test", [])

@@ -46,11 +46,9 @@ class Flux2Klein(FlowModel):
         """[C, h, w] of patches."""
         return self.transformer_config["in_channels"], *self.grid(size)
 
-    def schedule(self, num_steps: int, size: Size):
-        """With a shift that was fitted to sizes and numbers of steps."""
-        scheduler, num_tokens = self.pipeline.scheduler, self.num_tokens(size)
-        how = dict(sigmas=True, shift=compute_empirical_mu(num_tokens, num_steps))
-        return loading.schedule(scheduler, num_steps, num_tokens, self.device, **how)
+    def shift(self, num_steps: int, size: Size) -> float:
+        """The shift that was fitted to sizes and numbers of sampled steps, up to 200."""
+        return compute_empirical_mu(self.num_tokens(size), num_steps)
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """As FlowModel.velocity. Raises UserError for distilled weights with guidance, which diffusers would ignore."""

@@ -5,6 +5,7 @@ timestep. Images have an alpha channel, and are composited on white.
 """
 
 import diffusers
+import numpy as np
 import torch
 from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -19,9 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.flow_model import NUM_LEVELS, FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded
 from flow_grpo.diffusers_patch.size import Size
 
@@ -87,10 +87,25 @@ class QwenImage21(FlowModel):
 
     def schedule(self, num_steps: int, size: Size):
         """With sigmas of the weights' own, where they come with such. Raises UserError if these are not `num_steps`."""
-        own = self.pipeline.config.sample_sigmas or True
-        if own is not True and len(own) != num_steps:
-            raise UserError(f"these weights have sigmas of their own, for {len(own)} steps, not {num_steps}: set these")
-        return loading.schedule(self.pipeline.scheduler, num_steps, self.num_tokens(size), self.device, sigmas=own)
+        self.check_steps(num_steps)
+        return self._schedule_of(num_steps, num_steps, size)
+
+    def check_steps(self, num_steps: int, name: str = "num_steps") -> None:
+        """Raises UserError for another number of steps than the weights have sigmas for."""
+        own = self.pipeline.config.sample_sigmas
+        if own and len(own) != num_steps:
+            raise UserError(f"{name} is {num_steps}, but these weights have sigmas of their own, for {len(own)} steps")
+
+    def noise_levels(self, num_steps: int, size: Size) -> Tensor:
+        return self._schedule_of(NUM_LEVELS, num_steps, size).timesteps
+
+    def sigmas(self, num_levels: int) -> bool | list[float]:
+        """The weights' own sigmas, where they come with such; of another number, between these and 0."""
+        own = self.pipeline.config.sample_sigmas
+        if not own or len(own) == num_levels:
+            return own or True
+        places = np.arange(num_levels) / num_levels
+        return np.interp(places, np.arange(len(own) + 1) / len(own), [*own, 0.0]).tolist()
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """What the transformer's own forward computes of a batch whose image lies behind the longest text. Here it lies
