@@ -1,6 +1,7 @@
 """What every model of the registry does: as diffusers does it, with ratios of 1, and back to diffusers."""
 
 import inspect
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,19 @@ from huggingface_hub import constants
 from PIL import Image
 from rounding import rounding
 from safetensors.torch import load_file
-from small import MODELS, as_prompts, evaluated, few_prompts, file_of, generators, lines_of, loaded, prepare, train
+from small import (
+    MODELS,
+    as_prompts,
+    change_json,
+    evaluated,
+    few_prompts,
+    file_of,
+    generators,
+    lines_of,
+    loaded,
+    prepare,
+    train,
+)
 from test_ranks import on_two_ranks
 
 from flow_grpo.base.errors import UserError
@@ -189,9 +202,12 @@ def test_noise_levels_go_through_the_sampled_ones(name, num_steps):
     torch.testing.assert_close(levels[::every], model.schedule(num_steps, size).timesteps, rtol=0, atol=0.01)
 
 
-def test_noise_levels_of_weights_with_sigmas_of_their_own_lie_between_these():
-    model = MODELS["qwenimage_21"].without_weights(registry.tiny_folder("qwenimage_21"))
-    model.pipeline.register_to_config(sample_sigmas=[1.0, 0.9, 0.3, 0.2])
+def test_noise_levels_of_weights_with_sigmas_of_their_own_lie_between_these(tmp_path):
+    folder = shutil.copytree(registry.tiny_folder("qwenimage_21"), tmp_path / "model")
+    change_json(folder / "model_index.json", sample_sigmas=[1.0, 0.9, 0.3, 0.2])
+    model = MODELS["qwenimage_21"].without_weights(str(folder))
+    with pytest.raises(UserError, match=r"eval\.num_steps is 10"):
+        model.check_steps(10, "eval.num_steps")
     assert model.sigmas(4) == [1.0, 0.9, 0.3, 0.2]
     assert model.sigmas(8) == pytest.approx([1.0, 0.95, 0.9, 0.6, 0.3, 0.25, 0.2, 0.1])
     assert len(model.noise_levels(4, SIZE)) == 1000

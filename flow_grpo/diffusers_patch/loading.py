@@ -35,9 +35,14 @@ def pipeline_name(folder: str) -> str:
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
     folder = shipped.find(folder)
-    parts = [name for name, value in pipeline_class.load_config(folder).items() if isinstance(value, list | tuple)]
+    parts = [name for name, value in pipeline_class.load_config(folder).items() if is_part(value)]
     heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
     return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+
+
+def is_part(value) -> bool:
+    """Whether an entry of model_index.json is a part: [library, class]. Settings may be lists, too, of numbers."""
+    return isinstance(value, list | tuple) and all(name is None or isinstance(name, str) for name in value)
 
 
 def text_encoders(names: Iterable[str]) -> list[str]:
