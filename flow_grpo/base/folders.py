@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -21,6 +21,7 @@ WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has take
 SCRATCH = ".scratch-"  # in the names of what is being written
 LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
 FULL = errno.ENOSPC, errno.EDQUOT
+REFUSED = *FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE
 NO_WRITING = *FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP
 
 Record = TypeVar("Record")
@@ -229,8 +230,18 @@ def given_back(folder: Path) -> Iterator[None]:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether a disk is full, or a user's share of it; safetensors says so in words alone."""
-    return bool(re.search(rf"(Errno|os error) ({'|'.join(map(str, FULL))})\b", str(error)))
+    """Whether a disk is full, or a user's share of it."""
+    return _is_one_of(error, FULL)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether a disk is full, broken or not to be written by this user: what no change of the code would mend."""
+    return _is_one_of(error, REFUSED)
+
+
+def _is_one_of(error: BaseException, numbers: Iterable[int]) -> bool:
+    """Whether the system failed with one of these numbers; safetensors, and another rank, say so in words alone."""
+    return bool(re.search(rf"(Errno|os error) ({'|'.join(map(str, numbers))})\b", str(error)))
 
 
 def how_to_go_on(run_folder: Path) -> str:

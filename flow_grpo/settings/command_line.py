@@ -17,7 +17,7 @@ from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.settings import answers, checks, launcher
+from flow_grpo.settings import answers, checks, launcher, terminal
 from flow_grpo.settings.overrides import config_of, split
 
 LONGEST = 2000  # characters of a sentence
@@ -36,8 +36,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     with sentences():
-        _check_checkout()
-        launcher.check()
+        prepare_process()
         file, others = split(words, default)
         if answer := answers.to(others, file, default):
             sys.stdout.write(f"{answer}\n")
@@ -63,12 +62,22 @@ def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespa
     """The arguments of such a script, for its first lines, as of `parse`; `check` raises UserError for what can be
     known without importing torch."""
     with sentences():
-        _check_checkout()
-        launcher.check()
+        prepare_process()
         args = parser.parse_args()
         if check:
             check(args)
         return args
+
+
+def prepare_process() -> None:
+    """Make this process one that neither its terminal nor its environment ends later. Raises UserError for what only
+    the user can mend."""
+    terminal.protect()
+    os.environ["MPLBACKEND"] = "agg"  # which draws into files alone; the environment's may need a display, or be none
+    if sys.flags.optimize > 1:
+        raise UserError("diffusers and transformers need docstrings: run without -OO and PYTHONOPTIMIZE=2")
+    _check_checkout()
+    launcher.check()
 
 
 def _check_checkout() -> None:
@@ -144,7 +153,8 @@ def sentences(after_stop: str = "") -> Iterator[None]:
 
 def _with_way_on(error: BaseException) -> str:
     """What an error says, and of one that ends a run with a checkpoint how it goes on."""
-    ways_on = map(folders.how_to_go_on, folders.held()[-1:]) if isinstance(error, RunFailed) else []
+    goes_on = isinstance(error, RunFailed) or _is_of_the_disk(error)
+    ways_on = map(folders.how_to_go_on, folders.held()[-1:]) if goes_on else []
     return "; ".join([str(error), *(way for way in ways_on if "resume_from" in way and way not in str(error))])
 
 
@@ -170,7 +180,14 @@ def _status(error: BaseException) -> int | None:
     """Of a process that ends with an error and a sentence; None for a bug, which keeps its traceback."""
     if isinstance(error, UserError):
         return 2
-    return 1 if isinstance(error, RunFailed | FloatingPointError) or _is_of_another_rank(error) else None
+    if isinstance(error, RunFailed | FloatingPointError) or _is_of_another_rank(error) or _is_of_the_disk(error):
+        return 1
+    return None
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    is_of_the_system = isinstance(error, OSError) or "(os error" in str(error)  # the latter is of safetensors
+    return is_of_the_system and folders.is_refused(error)
 
 
 def _is_of_another_rank(error: BaseException) -> bool:

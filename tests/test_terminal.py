@@ -1,0 +1,41 @@
+"""No command ends because of who reads what it prints."""
+
+import subprocess
+import sys
+
+import pytest
+from small import ENV, ROOT
+
+PRINTS = """
+import sys
+from flow_grpo.settings import terminal
+terminal.protect()
+for stream in (sys.stdout, sys.stderr):
+    for _ in range(3000):
+        print("0.5 \\u00b1 0.1", file=stream, flush=True)
+file = open(sys.argv[1], "w")
+file.write("whole" if file.fileno() > 2 else "file took the place of a standard stream")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "shell",
+    ['"$@" | head -1', '"$@" 2>&1 | head -1', '"$@" >/dev/full 2>&1', '"$@" >&-', '"$@" 2>&-', '"$@" <&- >&- 2>&-'],
+)
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_that_dies_a_full_disk_and_a_missing_letter_end_nothing(shell, options, tmp_path):
+    command = ["bash", "-c", f"set -o pipefail; {shell}", "bash", sys.executable, *options, "-c", PRINTS]
+    env = ENV | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, tmp_path / "file"], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_python_without_docstrings_is_one_sentence():
+    command = [sys.executable, "-OO", "scripts/train_qwenimage.py", "--dry_run=2"]
+    env = ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "without -OO" in done.stderr
+    assert done.stderr.count("\n") == 1
