@@ -99,7 +99,7 @@ from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.monitoring import recorded
-from flow_grpo.monitoring.dashboard import plain
+from flow_grpo.monitoring.dashboard import plain, problem_of
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -313,16 +313,19 @@ def main(args):
         for row, scores in rows_of(candidate, model, pool, args, split, seeds):
             scored.append((row, scores._replace(images={})))
             if distributed.is_main():
-                write_sheet(folder, len(scored), row, scores, split)
+                show = partial(write_sheet, folder, len(scored), row, scores, split)
+                if problem := problem_of(f"{folder} lacks the images of row {len(scored)}", show):
+                    print(problem)
     if distributed.is_main():
         values = [scores.values for _, scores in scored]
         rows, by = summaries(scored, values, unweighted, categories, args.best_of or ())
         texts = [as_json(row, scores) for row, (_, scores) in zip(rows, scored, strict=True)]
         table = markdown(rows, by, split, seeds) + differences(rows, values) + over_seeds(rows, compared, by)
         common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
+        print(table)
         (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
-        (folder / "table.md").write_text(table)
-        print(f"{table}\n{folder} holds every score, this table and the images.")
+        (folder / "table.md").write_text(table, encoding="utf-8")
+        print(f"{folder} holds every score, this table and the images.")
     pool.close()
     distributed.close()
 

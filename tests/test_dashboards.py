@@ -260,6 +260,19 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, board):
         board.log("update", {"loss": 0.0}, epoch=0, step=0)
 
 
+def test_what_only_informs_ends_no_run(tmp_path, board, capsys):
+    board.trackers[0].run.finish()  # as after the death of its service, each call is an error from here on
+    (tmp_path / "images").write_text("a file where the folder of pictures belongs")
+    board.log("update", {"loss": 0.25}, epoch=0, step=0)
+    board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)
+    board.log("update", {"loss": 0.5}, epoch=0, step=1)
+    assert [line["loss"] for line in dashboard.read_metrics(tmp_path)] == [0.25, 0.5]
+    assert board.trackers == []
+    said = capsys.readouterr().out
+    assert said.count("it is told nothing more of this run") == 1
+    assert "eval_000000.png could not be drawn" in said
+
+
 def test_every_byte_comes_back_from_its_float_with_colours_last_and_what_is_outside_is_black_or_full():
     images = (torch.arange(256 * 3).view(1, 3, 16, 16) % 256).float() / 255
     pixels = to_uint8(images + 0.4 / 255)

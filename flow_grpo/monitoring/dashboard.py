@@ -15,8 +15,9 @@ from tqdm import tqdm
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.quoting import in_one_line
 from flow_grpo.monitoring import provenance, report, trackers
-from flow_grpo.monitoring.plots import contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
+from flow_grpo.monitoring.plots import Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
 
 LINE_EVERY_S = 60  # of what takes long, where there is no terminal
 
@@ -33,14 +34,22 @@ def explained(run_dir: Path) -> Iterator[None]:
         raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.how_to_go_on(run_dir)}") from error
 
 
+def problem_of(what: str, action: Callable[[], object]) -> str:
+    """Do what only informs about a run, for which none ends; why it failed, "" where it did not."""
+    try:
+        action()
+    except Exception as error:
+        return f"{what}: {in_one_line(repr(error))}"
+    return ""
+
+
 def on_main(method):
     """Run a Dashboard's method on the main rank only."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
         if self.is_main:
-            with explained(self.run_dir):
-                method(self, *args, **kwargs)
+            method(self, *args, **kwargs)
 
     return call
 
@@ -68,9 +77,10 @@ class Dashboard:
     @on_main
     def _open(self):
         config = plain(self.config.to_dict())
-        folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        self.trackers = trackers.open_all(self.run_dir, self.config)
-        self._recall()
+        with explained(self.run_dir):
+            folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+            self.trackers = trackers.open_all(self.run_dir, self.config)
+            self._recall()
 
     def _recall(self):
         self.history = read_metrics(self.run_dir)
@@ -88,10 +98,11 @@ class Dashboard:
         stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
         records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
         text = "".join(json.dumps(plain(record)) + "\n" for record in records)
-        folders.write_text(self.run_dir / "metrics.jsonl", text)
-        for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
-            sheet.unlink()
-        self._recall()
+        with explained(self.run_dir):
+            folders.write_text(self.run_dir / "metrics.jsonl", text)
+            for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
+                sheet.unlink()
+            self._recall()
 
     @on_main
     def log(
@@ -104,14 +115,20 @@ class Dashboard:
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
         line = {"kind": kind, "written_at": provenance.now(), **record}
-        with (self.run_dir / "metrics.jsonl").open("a") as file:
+        with explained(self.run_dir), (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(plain(line)) + "\n")
-        for tracker in self.trackers:
-            tracker.log(record, len(self.history))
+        self._track(lambda tracker: tracker.log(record, len(self.history)))
         self.history.append(line)
         self.latest |= record
         if kind != "update":
             say(self._summary(kind, epoch, values, seconds_left))
+
+    def _track(self, call: Callable[[trackers.Wandb | trackers.TensorBoard], None]) -> None:
+        """Tell the trackers. One that fails is told nothing more: its service may have died."""
+        for tracker in [*self.trackers]:
+            if problem := problem_of(self.config.logger, lambda tracker=tracker: call(tracker)):
+                self.trackers.remove(tracker)
+                say(f"{problem}; it is told nothing more of this run, and {self.run_dir / 'metrics.jsonl'} holds all")
 
     @contextmanager
     def timed(self, phase: str):
@@ -175,14 +192,10 @@ class Dashboard:
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
         images/<name>_<epoch>.png, with a .json of the same name that says what is where."""
         sheet = contact_sheet(images, captions, rewards)
-        for tracker in self.trackers:
-            at = {"epoch": epoch, "step": step}
-            tracker.log_images(name, to_pictures(images), sheet, at, len(self.history))
-        file = self.run_dir / "images" / f"{name}_{epoch:06d}.png"
-        file.parent.mkdir(exist_ok=True)
-        file.with_suffix(".json").write_text(json.dumps({"cells": sheet.cells}))
-        sheet.page.save(scratch := file.with_suffix(".tmp"), "png")
-        scratch.replace(file)  # a kill must not leave half a picture
+        at = {"epoch": epoch, "step": step}
+        self._track(lambda tracker: tracker.log_images(name, to_pictures(images), sheet, at, len(self.history)))
+        picture = f"images/{name}_{epoch:06d}.png"
+        self._draw(picture, lambda folder: write_sheet(sheet, folder / picture))
         if name == "eval":
             self._draw_report()
 
@@ -191,13 +204,7 @@ class Dashboard:
             self._draw("report.html", lambda folder: report.write([folder], folder / "report.html"))
 
     def _draw(self, name: str, draw: Callable[[Path], object]):
-        """A run does not end because a picture of it cannot be drawn."""
-        try:
-            draw(self.run_dir)
-        except Exception as error:
-            if folders.is_full(error):
-                raise
-            self.say(f"{self.run_dir / name} could not be drawn: {error!r}")
+        say(problem_of(f"{self.run_dir / name} could not be drawn", lambda: draw(self.run_dir)))
 
     @on_main
     def finish(self) -> None:
@@ -205,8 +212,15 @@ class Dashboard:
         self._draw("reward.png", lambda folder: plot_reward(self.history, self.config, folder / "reward.png"))
         self._draw("samples.png", plot_samples)
         self._draw_report()
-        for tracker in self.trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+
+
+def write_sheet(sheet: Sheet, file: Path) -> None:
+    """Write a contact sheet, and a .json of the same name that says what is where."""
+    file.parent.mkdir(exist_ok=True)
+    folders.write_text(file.with_suffix(".json"), json.dumps({"cells": sheet.cells}))
+    with folders.published(file) as scratch:
+        sheet.page.save(scratch, "png")
 
 
 def plain(value):

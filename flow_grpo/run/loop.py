@@ -1,10 +1,12 @@
 """What every script's loop calls around its own lines: after an epoch, when it judges the run, and at its end."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health, model_card, provenance
+from flow_grpo.monitoring.dashboard import explained, problem_of
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
@@ -90,6 +92,14 @@ ACTIONS: dict[str, Callable[[Run], str]] = {  # by config.health.action; each sa
 }
 
 
+def _describe(folder: Path) -> list[str]:
+    """Note the end and write the model cards; what to tell the user. All that training made is saved by now."""
+    problem = problem_of(f"{folder / provenance.FILE} lacks the end", lambda: provenance.note_end(folder))
+    notices = [problem]
+    problem = problem_of(f"{folder} has no model card", lambda: notices.extend(model_card.complete(folder)))
+    return [*notices, problem]
+
+
 def finish(run: Run) -> None:
     """Save what no checkpoint holds, evaluate the last policy, export its averaged weights, measure the best ones on
     the test prompts, draw the plots, write the model cards, and leave the process group."""
@@ -98,15 +108,15 @@ def finish(run: Run) -> None:
     else:  # a kill may have left checkpoints that are too many
         distributed.on_main(checkpoints.prune, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints)
     evaluate.evaluate(run, run.epoch, last=True)
-    export(run, run.folder)
+    with explained(run.folder):
+        export(run, run.folder)
     if evaluates(run.config):
         evaluate.conclude(run)
     if run.pool:
         run.pool.close()
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
     run.board.finish()
-    distributed.on_main(provenance.note_end, run.folder)
-    for notice in distributed.on_main(model_card.complete, run.folder):
+    for notice in distributed.on_main(_describe, run.folder):
         run.board.say(notice)
     run.board.say(f"{run.folder} holds {', '.join(sorted(path.name for path in run.folder.glob('[!.]*')))}")
     if run.config.logger != "none":

@@ -21,7 +21,7 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
-from flow_grpo.monitoring.dashboard import Dashboard, say
+from flow_grpo.monitoring.dashboard import Dashboard, explained, say
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import dry_run, evaluate, resume
 from flow_grpo.run.run import Run
@@ -82,7 +82,8 @@ def start(
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
-    distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
+    with explained(run.folder):
+        distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
     return run
