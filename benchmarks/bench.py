@@ -18,6 +18,7 @@ as in a real run. `first_update_s` counts from the process's start.
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -203,7 +204,8 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
             light = family.without_weights(config.model)
             random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)
         with registered(work.counting(family), loading.pipeline_name(config.model)):
-            module.main(config, add_gradients=work.counted_gradients)
+            counted = functools.update_wrapper(functools.partial(work.counted_gradients), module.add_gradients)
+            module.main(config, add_gradients=counted)
         lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
     shutil.rmtree(shared_folder(), ignore_errors=True)
     if not lines:

@@ -37,8 +37,10 @@ from flow_grpo.run.update import (
     reference_steps,
     updates,
 )
+from flow_grpo.settings import declared
 
 
+@declared.ours("rollout")
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with SDE steps inside the window and ODE steps outside it. Returns the noisy steps, and the images that
     are being scored."""
@@ -68,6 +70,7 @@ def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: in
     return range(start, start + sample.sde_window_size)
 
 
+@declared.ours("add_gradients")
 def add_gradients(run: Run, rows: Minibatch) -> None:
     """Add the gradients of train.objective (by default Flow-GRPO's, eq. 5) and of the KL to the reference, over a
     minibatch of (image, step) rows."""
@@ -90,6 +93,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
 def main(
     config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.GRPO
 ) -> None:
+    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq

@@ -29,6 +29,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, recompute_steps, updates
+from flow_grpo.settings import declared
 from flow_grpo.weights import fsdp_utils, load_weights, policies
 from flow_grpo.weights.ema import Ema
 
@@ -67,6 +68,7 @@ def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
     return means
 
 
+@declared.ours("add_gradients")
 def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
     """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
     means = means_of(run, rows, teachers)
@@ -78,6 +80,7 @@ def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
 
 def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> None:
     check_teachers(config)
+    declared.check(config, rollout=rollout, add_gradients=add_gradients)
     run = start(config, checks.DISTILL)
     teachers = [teacher(run, folder) for folder in config.train.teachers]
     for epoch in range(run.epoch, config.num_epochs):

@@ -34,6 +34,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step
+from flow_grpo.settings import declared
 
 HELD_OUT_PAIRS = 256  # that are judged, evenly spread
 NOISES_PER_PAIR = 4  # noises and levels at which each is judged, always the same
@@ -144,6 +145,7 @@ def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
     )
 
 
+@declared.ours("add_gradients")
 def add_gradients(run: Run, pairs: preferences.Pairs, levels: Tensor) -> None:
     """Of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
     names = "forward noise", run.epoch, pairs.inner_epoch
@@ -175,6 +177,7 @@ def validate(run: Run, source: Source, epoch: int) -> None:
 
 
 def main(config: ConfigDict, add_gradients=add_gradients) -> None:
+    declared.check(config, add_gradients=add_gradients)
     run, source = begin(config)
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq

@@ -31,10 +31,12 @@ from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, update_guidance, updates
+from flow_grpo.settings import declared
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 
 
+@declared.ours("rollout")
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Returns
     both, and the images that are being scored."""
@@ -73,6 +75,7 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
     return old, reference
 
 
+@declared.ours("add_gradients")
 def add_gradients(run: Run, rows: Minibatch) -> None:
     """Add the gradients of train.forward_objective, of flow matching and of the distance to the reference, over a
     minibatch of (image, timestep) rows that are noised afresh."""
@@ -105,6 +108,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
 def main(
     config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.NFT
 ) -> None:
+    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
         evaluate(run, epoch)  # what is due by config.eval_freq

@@ -24,8 +24,10 @@ from flow_grpo.algorithms.rollout import Rollout, concat
 from flow_grpo.run import rewards
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
+from flow_grpo.settings import declared
 
 
+@declared.ours("rollout")
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample trunks and their branches. Returns the steps at which branches leave, and the branches that are being
     scored."""

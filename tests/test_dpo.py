@@ -1,5 +1,6 @@
 """DPO: what a pair shares, what the reference is, and what offline and online runs log."""
 
+import functools
 import math
 import shutil
 
@@ -125,6 +126,7 @@ def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the
     """Its pairs count nothing; without such a margin they do."""
     weights, plain = [], script.add_gradients
 
+    @functools.wraps(script.add_gradients)
     def noting(run, pairs, levels):
         weights.extend(pairs.loss_weight.tolist())
         plain(run, pairs, levels)
@@ -161,6 +163,7 @@ def test_policy_and_reference_are_trained_where_and_as_images_are_sampled(name, 
     """FLUX.1's transformer takes the rollout's guidance as an input; FLUX.2-klein's shift is that of its steps."""
     heard = []
 
+    @functools.wraps(script.add_gradients)
     def noting(run, pairs, levels):
         heard.append([levels.median().item()])
         hook = run.model.network.register_forward_pre_hook(lambda module, inputs: heard[-1].append(inputs[3]))

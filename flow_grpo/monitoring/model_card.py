@@ -60,7 +60,9 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
 
 
 def algorithm(config: ConfigDict) -> str:
-    """The loss that trained it, and its paper; one that only a fork has, by its name."""
+    """The loss that trained it, and its paper; one that only a fork has, by its name or by what its functions say."""
+    if config.method:
+        return config.method
     if config.algorithm == table.DPO:
         return "Diffusion-DPO (arXiv:2311.12908)"
     if config.algorithm == table.DISTILL:

@@ -16,6 +16,7 @@ from flow_grpo.run import sampling
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import joined
+from flow_grpo.settings import declared
 
 
 class Submitted(NamedTuple):
@@ -136,6 +137,7 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
 
 
+@declared.ours("advantages")
 def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Advantages of this rank's images [B] or outcomes [B, K, J], standardised over all ranks, and their weights in the
     mean that is the loss: 0 for what is masked or filtered."""

@@ -1,0 +1,76 @@
+"""What functions of one's own declare: which settings they read, and what a model card calls the method.
+
+A script's `main` takes other functions in the place of its `rollout`, `add_gradients` or `advantages`. What only such a
+function reads (`read_in` of an entry of table.py) another one would ignore, unless it declares that it reads it.
+"""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.settings import table, unknown
+
+
+def reads(*keys: str, card: str = "") -> Callable[[Callable], Callable]:
+    """A decorator of a function of one's own.
+
+    Args:
+        keys: dotted settings that it reads, of those that only the script's own function in its place reads.
+        card: what the model card says that trained the weights; "" = the function's name.
+
+    Raises:
+        UserError: there is no such setting.
+    """
+    for key in keys:
+        if key not in table.BY_KEY:
+            raise UserError(f"reads({key!r}): {unknown.answer(key)}")
+
+    def declare(function: Callable) -> Callable:
+        function.reads, function.card = keys, card
+        return function
+
+    return declare
+
+
+def ours(role: str) -> Callable[[Callable], Callable]:
+    """A decorator of a script's own function: it reads all settings of its role, and the config names the method."""
+
+    def declare(function: Callable) -> Callable:
+        function.reads = tuple(setting.key for setting in table.SETTINGS if setting.read_in == role)
+        function.is_ours = True
+        return function
+
+    return declare
+
+
+def check(config: ConfigDict, **functions: Callable) -> None:
+    """Let config.method name functions that are not the script's own. `functions`: by role, in the order of the epoch.
+
+    Raises:
+        UserError: a setting is not its default, and the function that would read it does not declare that it does.
+    """
+    for role, function in functions.items():
+        for setting in table.SETTINGS:
+            if setting.read_in == role and setting.key not in getattr(function, "reads", ()):
+                _check_unread(setting.key, table.value_of(config, setting.key), role, function)
+    others = [function for function in functions.values() if not getattr(function, "is_ours", False)]
+    cards = [getattr(function, "card", "") for function in others]
+    names = ", ".join(map(_name, others))
+    if others and not config.method:
+        config.method = " with ".join(filter(None, cards)) or f"functions of its author's own ({names})"
+
+
+def _check_unread(key: str, value, role: str, function: Callable) -> None:
+    default = table.BY_KEY[key].default
+    if value != default:
+        raise UserError(
+            f"config.{key} is {quoted(value)}, but {_name(function)}, which stands in the place of {role}, does not "
+            f"declare that it reads it: write @reads({key!r}) above it if it does (flow_grpo.settings.declared, "
+            f"docs/howto/own_loss.md), or set it to {default!r}"
+        )
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]

@@ -1,0 +1,198 @@
+"""What each script reads is what the entries of the settings say, both ways; and functions of one's own declare it."""
+
+import functools
+import re
+
+import pytest
+import torch
+import train_qwenimage
+import train_qwenimage_distill
+import train_qwenimage_dpo
+import train_qwenimage_nft
+import train_qwenimage_pr
+from reading import ROLES, recorded_reads
+from refused import assert_refused
+from small import config_of, train
+
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.base import folders
+from flow_grpo.monitoring import model_card
+from flow_grpo.settings import declared, table
+
+WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
+ONE = dict(num_epochs=1, eval_freq=0)
+TWO = dict(num_epochs=2)  # with evaluations, so that there are alarms to judge
+KL = dict(train__beta=0.1, train__old_log_prob="recompute")
+RUNS = {  # script -> its runs, which have all that it can do switched on between them
+    table.GRPO: [
+        (WINDOW, TWO | KL | dict(sample__scouts_per_image=2, sample__flash_ratio=0.5)),
+        (f"{WINDOW},dppo", ONE | dict(sample__sde_window_size=0)),
+        (f"{WINDOW},guard", ONE),
+    ],
+    table.PR: [(BRANCHES, TWO | KL), (f"{BRANCHES},dppo", ONE), (f"{BRANCHES},guard", ONE)],
+    table.NFT: [
+        (NFT, TWO | dict(sample__scouts_per_image=2)),
+        *((f"{NFT},{name}", ONE) for name in ("awm", "dgpo", "elbo")),
+    ],
+    table.DPO: [("shapes_qwenimage_dpo,online", TWO)],
+    table.DISTILL: [
+        (f"{WINDOW},distill", TWO | dict(sample__flash_ratio=0.5)),
+        (f"{WINDOW},distill", ONE | dict(sample__sde_window_size=2, sample__sde_window_range=(0, 3))),
+    ],
+}
+SCRIPTS = {
+    table.GRPO: train_qwenimage,
+    table.PR: train_qwenimage_pr,
+    table.NFT: train_qwenimage_nft,
+    table.DPO: train_qwenimage_dpo,
+    table.DISTILL: train_qwenimage_distill,
+}
+
+# What code that scripts share reads of settings that a script refuses: they are their defaults there, which are off.
+FINGERPRINT = {"preferences.path", "train.teachers"}  # digests of the files that they name
+PLAN = {"sample.num_branches", "train.forward_objective"}
+SAMPLER = {"sample.same_latent", "sample.noise_level", "sample.sde_type"}
+AT_THEIR_DEFAULT = {
+    table.GRPO: FINGERPRINT | PLAN,
+    table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
+    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
+    table.DPO: SAMPLER
+    | {"train.teachers", "sample.baseline", "sample.completion_batch_size"}
+    | {"train.beta", "train.reference_guidance_scale"},
+    table.DISTILL: PLAN
+    | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
+    | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
+}
+# Read by name, from the config as it is stored, by nothing (the user's own), or after more epochs than these.
+NOT_SEEN = {"algorithm", "method", "custom", "health.reward_drop"}
+UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
+OF_STATISTICS = {"dppo": {"train.clip_range"}, "elbo": {"train.clip_range"}}  # where the loss itself reads none
+# What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is
+# left out, since `smoke` has to set it.
+OF_HELPERS = {
+    "rollout": {
+        *("sample.completion_batch_size", "sample.flash_ratio", "sample.flash_solver", "sample.rollout_weights"),
+        *("sample.same_latent", "sample.sde_window_range", "preferences.min_margin", "train.step_weight"),
+    },
+    "add_gradients": {"train.guidance_scale"},
+    "advantages": set(),
+}
+
+
+def of_losses(algorithm, train_section):
+    """The settings that only some losses read, which the chosen one reads, and which its statistics read."""
+    key, records = ("forward_objective", FORWARD_OBJECTIVES) if algorithm == table.NFT else ("objective", OBJECTIVES)
+    if algorithm not in table.BY_KEY[f"train.{key}"].used_by:
+        return set(), set()
+    some = {f"train.{name}" for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
+    chosen = train_section[key]
+    return some, {f"train.{name}" for name in records[chosen].reads} | OF_STATISTICS.get(chosen, set())
+
+
+def is_met(setting, config, algorithm):
+    """Whether all that an entry's `when` asks for is there."""
+    for key, *values in setting.when:
+        value = table.value_of(config, key)
+        if algorithm in table.BY_KEY[key].used_by and (value not in values if values else not value):
+            return False
+    return True
+
+
+def switched_off(config):
+    """What a run without evaluations, or without a window, does not read."""
+    evaluations = {key for key in table.BY_KEY if key.startswith("eval.")} | {"health.eval_drop"}
+    off = set() if config.eval_freq else evaluations
+    return off if config.sample.sde_window_size else off | {"sample.sde_window_range"}  # checks.check_window
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, shallow, tmp_path, monkeypatch):
+    found, declares = {}, {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}
+    given = dict(train__teachers=(str(train(WINDOW, tmp_path, **shallow | ONE | dict(run_name="teacher"))),))
+    for name, how in RUNS[algorithm]:
+        how = shallow | how | (given if algorithm == table.DISTILL else {})
+        config = config_of(name, tmp_path, **how)
+        with recorded_reads(config, monkeypatch) as reads:
+            SCRIPTS[algorithm].main(config)
+        some, expected = of_losses(algorithm, config.train)
+        assert some & reads.keys() == expected, name
+        unmet = {setting.key for setting in table.SETTINGS if not is_met(setting, config, algorithm)}
+        assert declares - reads.keys() - unmet - some <= NOT_SEEN | switched_off(config), name
+        assert unmet & reads.keys() <= UNCONDITIONALLY | AT_THEIR_DEFAULT[algorithm], name
+        for key, roles in reads.items():
+            found[key] = found.get(key, set()) | roles
+    assert found.keys() - declares == AT_THEIR_DEFAULT[algorithm]
+    assert declares - found.keys() == NOT_SEEN
+    for role in ROLES:
+        only = {key for key, roles in found.items() if roles == {role} and key in declares}
+        of_role = {key for key in declares if table.BY_KEY[key].read_in == role}
+        assert only - of_role <= OF_HELPERS[role], role
+        assert {key for key in of_role if role not in found[key]} <= {"train.step_weight"}, role
+
+
+def zero_advantages(run, rewards):
+    values = torch.zeros(rewards.shape)
+    return values, torch.ones_like(values)
+
+
+def no_gradients(run, rows, *more):
+    """Never called: the setting is refused before."""
+
+
+UNDECLARED = [  # a script, what is put in the place of one of its functions, a setting, its value
+    (WINDOW, dict(advantages=zero_advantages), "sample.global_std", True),
+    (WINDOW, dict(advantages=zero_advantages), "train.reward_aggregation", "gdpo"),
+    (WINDOW, dict(advantages=zero_advantages), "train.filter_groups", True),
+    (WINDOW, dict(advantages=zero_advantages), "train.diversity_weight", 0.1),
+    (WINDOW, dict(add_gradients=no_gradients), "train.objective", "guard"),
+    (WINDOW, dict(add_gradients=no_gradients), "train.beta", 0.1),
+    (WINDOW, dict(add_gradients=no_gradients), "train.clip_range", 0.1),
+    (WINDOW, dict(rollout=no_gradients), "sample.scouts_per_image", 2),
+    (BRANCHES, dict(add_gradients=no_gradients), "train.step_weight", "sqrt3"),
+    (NFT, dict(add_gradients=no_gradients), "train.flow_matching_weight", 0.1),
+    (NFT, dict(advantages=zero_advantages), "sample.global_std", True),
+    ("shapes_qwenimage_dpo,online", dict(add_gradients=no_gradients), "train.dpo_beta", 7.0),
+]
+
+
+def test_a_setting_that_a_function_of_ones_own_does_not_declare_is_refused_before_anything_is_made(tmp_path):
+    def start(name, functions, key, value):
+        config = config_of(name, tmp_path / "runs", train__beta=0.0)
+        config.update_from_flattened_dict({key: value})
+        return lambda: SCRIPTS[config.algorithm].main(config, **functions)
+
+    rows = []
+    for name, functions, key, value in UNDECLARED:
+        words = [f"config.{key} is {value!r}", f"@reads({key!r})", next(iter(functions)), "own_loss.md"]
+        rows.append((f"{name} {key}", start(name, functions, key, value), words))
+    assert_refused(rows)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_a_function_declares_is_accepted_and_a_wrapper_of_ours_declares_what_ours_does():
+    config = config_of(WINDOW, train__beta=0.1, train__clip_range=1e-3, sample__global_std=True)
+    own = declared.reads("train.beta", "train.clip_range")(lambda run, rows: None)
+    wrapped = functools.wraps(train_qwenimage.rewards.advantages)(lambda run, rewards: None)
+    declared.check(config, rollout=train_qwenimage.rollout, add_gradients=own, advantages=wrapped)
+
+
+def test_a_declaration_of_no_setting_is_answered_like_one_on_the_command_line():
+    with pytest.raises(ValueError, match=r"reads\('train\.betta'\): .*nearest: config\.train\.beta"):
+        declared.reads("train.betta")
+
+
+def test_a_card_says_what_functions_of_ones_own_are_called(shallow, tmp_path):
+    named = declared.reads(card="rank advantages (arXiv:0000.00000)")(
+        lambda run, rewards: zero_advantages(run, rewards)
+    )
+    said = []
+    for functions in ({}, dict(advantages=zero_advantages), dict(advantages=named)):
+        config = config_of(WINDOW, tmp_path / str(len(said)), **shallow | ONE)
+        train_qwenimage.main(config, **functions)
+        card = (tmp_path / str(len(said)) / config.name / "README.md").read_text()
+        assert folders.read_json(tmp_path / str(len(said)) / config.name / "config.json")["method"] == config.method
+        said.append(re.search(r"trained by (.*?) with flow_grpo", " ".join(card.split()))[1])
+        assert model_card.algorithm(config) == said[-1]
+    assert said[0] == "Flow-GRPO (arXiv:2505.05470)"
+    assert said[1] == "functions of its author's own (zero_advantages)"
+    assert said[2] == "rank advantages (arXiv:0000.00000)"
