@@ -99,8 +99,11 @@ def assert_complete(folder, evaluated):
 
 @pytest.mark.parametrize("variants", [",flash", ",fast"])
 def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, shallow, tmp_path):
-    """Windows of their own (a batch is a block) leave one rank more solver steps, or more to share, than the other."""
-    how = dict(sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=2, eval_freq=0)
+    """Windows of their own (a batch is a block) leave one rank more solver steps, or more to share, than the other.
+    Groups whose images score alike are left out of the mean over both ranks."""
+    how = dict(
+        train__filter_groups=True, sample__sde_window_size=1, sample__num_prompts_per_epoch=8, num_epochs=2, eval_freq=0
+    )
     how |= dict(sample__num_images_per_prompt=4)
     how |= shallow if variants == ",flash" else {}  # images that share steps are too equally bright
     one = train("shapes_qwenimage" + variants, tmp_path / "one", **HOW | how)
@@ -113,9 +116,9 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
 
 
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
-    """Moving windows, groups over several batches that share a noise, filters over all ranks, signs of health."""
+    """Moving windows, groups over several batches that share a noise, diversity over all ranks, signs of health."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
-    how = dict(train__filter_groups=True, train__reward_aggregation="gdpo", sample__sde_window_interval=2, eval_freq=0)
+    how = dict(train__reward_aggregation="gdpo", sample__sde_window_interval=2, eval_freq=0)
     how |= dict(train__diversity_weight=0.5, sample__scouts_per_image=2)
     one = train(name, tmp_path / "one", **HOW | how)
     two = on_two_ranks(name, tmp_path / "two", **how)
