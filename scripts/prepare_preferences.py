@@ -94,7 +94,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import older
-from flow_grpo.weights import load_weights, policies, quantisation
+from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
 MADE_BY += ("lora", "sample", "model_class", "preferences", "options")
@@ -321,6 +321,7 @@ def main(config, options: Options = DEFAULTS):
     light, rows = check(config, options.source)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
     quantisation.check_device(config, ranks.device)
+    model_files.check_weights(config.model, type(light))
     digest = digest_of(rows)
     if not distributed.broadcast_object(claim(config, options, folder, digest) if distributed.is_main() else None):
         print(f"{folder} is complete")

@@ -15,6 +15,7 @@ from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.rewards.clients.client import read_token
 from flow_grpo.settings import command_line, config_files, table
 
@@ -73,7 +74,7 @@ TRAINING = {  # a script's run -> its rows
         no("timestep_fraction is 0.99", "sde_window_size 0, which is 2", train__timestep_fraction=0.99),
         no(height=72),
         no("offload", "'replicate'", fsdp__offload="weights"),
-        no("offload", "torchrun", fsdp__offload="weights", fsdp__mode="shard"),
+        no("offload", "torchrun", fsdp__offload="weights", fsdp__mode="shard", model=TINY),
         no("adam_betas", "nan", train__adam_betas=(NAN, 0.9)),
         no("lora.path is 'somewhere'", "lora.rank set", lora__rank=0, lora__path="somewhere"),
         no("nowhere/pytorch_lora_weights.safetensors", lora__path="nowhere"),
@@ -82,7 +83,7 @@ TRAINING = {  # a script's run -> its rows
         no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),
         no("'nowhere/at/all'", model="nowhere/at/all"),
         no("dataset", "'nowhere'", dataset="nowhere"),
-        no("resume_from", "nowhere", resume_from="nowhere"),
+        no("resume_from", "nowhere", resume_from="nowhere", model=TINY),
         no("cache_dir", "/proc/nowhere", cache_dir="/proc/nowhere"),
         no("alert", alert="ntfy 'x"),
         no("alert", "logger", alert="wandb", logger="none"),
@@ -181,6 +182,7 @@ def train_weightless(name, weightless, folder, **how):
 def test_a_run_is_refused_before_any_weight_is_loaded_and_leaves_nothing(name, weightless, tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("local", lambda images, prompts, metadata: images.mean((1, 2, 3)))
+    monkeypatch.setattr(QwenImage, "load", None)  # which loads weights; some rows have a whole model
     (tmp_path / "pairs").mkdir()
     write(tmp_path / "pairs", some_rows(9, model=[weightless] * 9))
     rows = [(str(how), train_weightless(name, weightless, tmp_path, **how), words) for words, how in TRAINING[name]]
@@ -188,7 +190,7 @@ def test_a_run_is_refused_before_any_weight_is_loaded_and_leaves_nothing(name, w
     assert not (tmp_path / "runs").exists()
 
 
-def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path):
+def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path, monkeypatch):
     def prepare(how):
         how = dict(preferences__path=str(tmp_path / "pairs"), model=weightless) | how
         options = prepare_preferences.Options(source=how.pop("source", ""))
@@ -197,16 +199,19 @@ def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path
     assert_refused([(str(how), prepare(how), words) for words, how in PREPARING])
     assert not (tmp_path / "pairs").exists()
     (tmp_path / "file").touch()
+    monkeypatch.setattr(QwenImage, "load", None)  # which loads weights
     paths = [str(tmp_path / name) for name in ("file", "file/pairs", "file/deep/pairs")]
-    assert_refused([(path, prepare(dict(preferences__path=path)), [tmp_path / "file"]) for path in paths])
+    rows = [(path, prepare(dict(preferences__path=path, model=TINY)), [tmp_path / "file"]) for path in paths]
+    assert_refused(rows)
 
 
-def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(weightless, tmp_path):
-    config = config_of(WINDOW, tmp_path, model=weightless, reward_fn={"shapes": 1.0})
+def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(QwenImage, "load", None)
+    config = config_of(WINDOW, tmp_path, reward_fn={"shapes": 1.0})
     folder, progress = tmp_path / config.name, checkpoints.Progress(1, 2)
     checkpoint = checkpoints.save(folder / "checkpoints", {}, progress, config=config.to_dict())
     shutil.copy(checkpoint / "config.json", folder)
-    how = dict(model=weightless, resume_from="latest", train__beta=0.5, lora__rank=8)
+    how = dict(resume_from="latest", train__beta=0.5, lora__rank=8)
     with pytest.raises(ValueError, match=r"\(lora\.rank: 4 -> 8, train\.beta: 0\.0 -> 0\.5\)"):
         train(WINDOW, tmp_path, **how)
 

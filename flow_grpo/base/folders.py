@@ -22,6 +22,7 @@ SCRATCH = ".scratch-"  # in the names of what is being written
 LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
 FULL = errno.ENOSPC, errno.EDQUOT
 REFUSED = *FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE
+LFS_POINTER = b"version https://git-lfs"
 NO_WRITING = *FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP
 
 Record = TypeVar("Record")
@@ -187,6 +188,21 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def problem_of(path: Path) -> str:
+    """Why a file cannot be what its name says, "" where it may be: it is not there, empty, unreadable or a Git LFS
+    pointer, which stands for a file that a clone has not fetched."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except FileNotFoundError:
+        return "is a link to a file that is gone" if path.is_symlink() else "does not exist"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if start == LFS_POINTER:
+        return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
+    return "" if start else "is empty"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class FlowModel(ABC):
             return cls(loading.without_weights(cls.PIPELINE, folder, transformer=transformer), device)
         dtypes = {"vae": vae_dtype, "default": torch.float32 if device.type == "cpu" else torch.bfloat16}
         left_out = {} if text else dict.fromkeys(loading.text_encoders(cls.PIPELINE.load_config(folder)))
-        pipeline = cls.PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out)
+        with loading.foreign(folder, "text encoders or VAE"):
+            pipeline = cls.PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out)
         return cls(loading.frozen(pipeline, device), device)
 
     @classmethod
@@ -97,8 +98,8 @@ class FlowModel(ABC):
     @classmethod
     def empty_transformer(cls, folder: str) -> torch.nn.Module:
         """The transformer of a folder or hub id, with meta weights and real position tables."""
-        config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
-        with init_empty_weights():
+        with loading.foreign(folder, "transformer/config.json"), init_empty_weights():
+            config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
             return cls.TRANSFORMER.from_config(config)
 
     @staticmethod

@@ -3,7 +3,9 @@
 import copy
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -11,8 +13,8 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline
 
-from flow_grpo.base import shipped
-from flow_grpo.base.errors import UserError
+from flow_grpo.base import folders, shipped
+from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
@@ -25,11 +27,52 @@ WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 def pipeline_name(folder: str) -> str:
     """Class of the pipeline in `folder` (or hub id). Raises UserError if there is none. Reads one json file."""
     shipped.check_connection(folder)
+    place = Path(shipped.find(folder))
+    _check_place(folder, place)
     try:
-        return DiffusionPipeline.load_config(shipped.find(folder)).get("_class_name")
+        name = DiffusionPipeline.load_config(str(place)).get("_class_name")
     except OSError as error:
         places = "no diffusers folder here, in the Hugging Face cache or on the hub"
         raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}") from error
+    if not isinstance(name, str):
+        raise UserError(
+            f"config.model {quoted(folder)}: _class_name of its model_index.json is {quoted(name)}, not the name of a "
+            "diffusers pipeline; pipelines that bring their own code are not supported"
+        )
+    return name
+
+
+def _check_place(model: str, place: Path) -> None:
+    """Raises UserError for a file, or a folder on this disk that holds no pipeline."""
+    try:
+        if place.is_file():
+            raise UserError(
+                f"config.model {quoted(model)} is a single file; a diffusers folder is needed: load the file by the "
+                "pipeline's from_single_file and save it by save_pretrained"
+            )
+        if not place.is_dir():
+            return
+        names = sorted(path.name for path in place.iterdir())
+    except OSError as error:
+        raise UserError(f"config.model {quoted(model)} cannot be read: {error.strerror}") from error
+    index = "model_index.json"
+    if index not in names:
+        others = f"it has {', '.join(names[:6])}" if names else "it is empty"
+        raise UserError(f"config.model {quoted(model)} is no diffusers pipeline, whose folder has a {index}; {others}")
+    if problem := folders.problem_of(place / index):
+        raise UserError(f"config.model {quoted(model)}: its {index} {problem}")
+
+
+@contextmanager
+def foreign(folder: str, what: str) -> Iterator[None]:
+    """Inside, diffusers and transformers read a user's files: what they raise, whatever its kind, is a UserError."""
+    try:
+        yield
+    except (UserError, RunFailed, AssertionError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {in_one_line(error, 300)}"
+        raise UserError(f"config.model {quoted(folder)}: its {what} cannot be read ({problem})") from error
 
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
@@ -37,7 +80,8 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     folder = shipped.find(folder)
     parts = [name for name, value in pipeline_class.load_config(folder).items() if is_part(value)]
     heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
-    return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+    with foreign(folder, "tokenizers and scheduler"):
+        return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
 
 
 def is_part(value) -> bool:

@@ -11,7 +11,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import older, table
-from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, policies
+from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
     *("model", "model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
@@ -77,16 +77,18 @@ def _of_run(name: str, folder: Path, weights: str) -> Candidate:
 
 
 def check(candidate: Candidate, family: type[FlowModel]) -> None:
-    """Raises UserError where its LoRA file does not fit its base model, or where a quantised base is asked for and all
-    weights were trained. Loads none."""
-    precision = candidate.config.base_precision
+    """Raises UserError where its model is not whole, where its LoRA file does not fit it, or where a quantised base is
+    asked for and all weights were trained. Loads none."""
+    precision, model = candidate.config.base_precision, candidate.config.model
+    model_files.check_parts(model, family)
+    model_files.check_weights(model, family, transformer=candidate.transformer)
     if precision and candidate.transformer:
         raise UserError(
             f"config.base_precision is {precision!r}, but {candidate.name!r} trained all weights: it has no frozen base"
         )
     if candidate.lora is None:
         return
-    adapter, model = lora_files.check(candidate.lora), candidate.config.model
+    adapter = lora_files.check(candidate.lora)
     lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
 
 

@@ -29,7 +29,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import checks, table
 from flow_grpo.settings.checks import evaluates
-from flow_grpo.weights import fsdp_utils, load_weights, policies, quantisation
+from flow_grpo.weights import fsdp_utils, load_weights, model_files, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
 
@@ -68,12 +68,13 @@ def start(
     trackers.check(config.logger)
     family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
+    draws = texts.any is not None  # else neither text encoders nor VAE are loaded
     if config.dry_run:
         _end_dry_run(config, script, family, texts)
     ranks = distributed.init_distributed()
-    quantisation.check_device(config, ranks.device)
-    flash_attention.check_device(config.attention, ranks.device)
+    _check_device(config, ranks.device)
     plan = script.plan(config, ranks.world_size)
+    model_files.check_weights(config.model, family, frozen_parts=draws)
     place = distributed.on_main(resume.take_folder, config)
     config.update_from_flattened_dict(place.kept)
     with folders.given_back(place.folder):
@@ -89,9 +90,16 @@ def start(
     return run
 
 
+def _check_device(config: ConfigDict, device: torch.device) -> None:
+    """Raise UserError where a device lacks what the config's precision or attention asks for."""
+    quantisation.check_device(config, device)
+    flash_attention.check_device(config.attention, device)
+
+
 def _end_dry_run(config: ConfigDict, script: checks.Script, family: type[FlowModel], texts: Prompts) -> NoReturn:
     """Say what the run would be, and end the process."""
     plan = script.plan(config, config.dry_run)
+    model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
     if int(os.environ.get("RANK", "0")) == 0:
         say(dry_run.describe(config, plan, family, texts.train, texts.evaluated))
         if texts.any:

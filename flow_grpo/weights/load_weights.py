@@ -7,11 +7,13 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base import folders
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.weights import fsdp_utils, lora_files, policies, quantisation
+from flow_grpo.weights import fsdp_utils, lora_files, model_files, policies, quantisation
 
 
 def check(config: ConfigDict, family: type[FlowModel]) -> None:
-    """Raises UserError, before any weight is loaded, for an adapter or a cache of prompts that cannot be used."""
+    """Raises UserError, before any weight is loaded, for a model whose parts are not there, and for an adapter
+    or a cache of prompts that cannot be used. `model_files.check_weights` says the rest of a model."""
+    model_files.check_parts(config.model, family)
     if config.lora.targets or config.lora.path:
         transformer = family.empty_transformer(config.model)
         policies.check_targets(config.lora, transformer, family)
