@@ -225,6 +225,18 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
         assert list(pixel) == to_uint8(random_images(3, seed=seed))[row, 0, 0].tolist()
 
 
+def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, board):
+    for epoch in (0, 10, 20):
+        board.log_images(random_images(1, seed=epoch), ["a red circle"], [0.1], epoch=epoch, step=epoch)
+    board.truncate(20, kinds={"eval"})
+    assert [*plots.evaluations(tmp_path)] == [0, 10, 20]
+    dashboard.plot_samples(tmp_path, since=10)
+    first = Image.open(tmp_path / "samples.png").getpixel((14 + 128 + 14, 14 + 15 + 14))
+    assert list(first) == to_uint8(random_images(1, seed=10))[0, 0, 0].tolist()
+    board.truncate(20)  # the way of evaluating has changed, so the line of epoch 20 goes
+    assert [*plots.evaluations(tmp_path)] == [0, 10]
+
+
 def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a_run(tmp_path, board, capsys):
     assert not dashboard.plot_reward([], board.config, tmp_path / "reward.png")
     board.log_images(random_images(1), ["a"], [1.0], epoch=0, step=0)

@@ -193,6 +193,7 @@ def test_a_run_with_an_alarm_says_so_once_and_goes_on_or_stops_with_everything_s
     figures = "health/limits_exceeded", "health/action_taken", "health/learning_rate_factor"
     lines = [[line[name] for name in figures] for line in lines_of(folder, "epoch")]
     assert lines == [[1, 1, 1], [1, 0, 1], [1, 0, 1]][:epochs]
+    assert {line["alarms"] for line in lines_of(folder, "epoch")} == {"the test rings"}
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "the test rings" in line]
     assert "epoch 1: " in said
     assert f"config.health.action {action!r}" in said

@@ -14,7 +14,7 @@ from small import change_json, config_of, random_images
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS, explain
-from flow_grpo.monitoring import report
+from flow_grpo.monitoring import recorded, report
 from flow_grpo.monitoring.dashboard import Dashboard
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
@@ -158,6 +158,35 @@ def test_tables_say_settings_and_alarms(page):
     assert other.startswith("second<b>, epochs 9 to 10: ")
     assert sentence.startswith("first, epochs 9 to 10: ")
     assert "config.health" in sentence
+
+
+def test_alarms_are_those_that_the_run_itself_raised(runs, tmp_path):
+    """Whatever its figures and the limits of today say: it did not compare all of its evaluations."""
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    change_json(folder / "config.json", health={"reward_drop": 100.0})
+    board = Dashboard(folder, recorded.read(folder, "run").config, is_main=True)
+    board.truncate(8)
+    said = ["the evaluation has fallen", "grad_norm is nan, no finite number"]
+    for epoch, evaluation in ((8, 0.9), (9, 0.1)):
+        board.log("eval", {"eval/avg": evaluation, "eval/std_error": 0.01}, epoch=epoch, step=epoch)
+        board.log("epoch", {"health/limits_exceeded": 2.0}, epoch=epoch, step=epoch, alarms=said)
+    assert report.alarms(recorded.read(folder, "run")) == [f"run, epochs 9 to 10: {sentence}" for sentence in said]
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"reward_drop": 9.0, "eval_drop": 1.0}, "reward_drop is 9 (limit 3, config.health.reward_drop)"),
+        ({}, "a limit of config.health was exceeded, or a figure was no finite number"),
+    ],
+)
+def test_alarms_of_before_sentences_were_kept_have_their_figures(figures, said, runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    board = Dashboard(folder, recorded.read(folder, "run").config, is_main=True)
+    board.truncate(0)
+    values = {f"health/{name}": value for name, value in figures.items()}
+    board.log("epoch", {"health/limits_exceeded": 1.0, **values}, epoch=0, step=0)
+    assert report.alarms(recorded.read(folder, "run")) == [f"run, epoch 1: {said}"]
 
 
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):

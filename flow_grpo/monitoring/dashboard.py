@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,27 +94,38 @@ class Dashboard:
     @on_main
     def truncate(self, epoch: int, kinds: Collection[str] = ()) -> None:
         """Before the first log: forget the lines from `epoch` on, but for `kinds` of this very epoch, what a kill cut
-        short, and later images."""
+        short, and images of other evaluations than are left."""
         stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
         records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
         text = "".join(json.dumps(plain(record)) + "\n" for record in records)
         with explained(self.run_dir):
             folders.write_text(self.run_dir / "metrics.jsonl", text)
-            for sheet in [sheet for epochs, sheet in evaluations(self.run_dir).items() if epochs > epoch]:
-                sheet.unlink()
+            for epochs, sheet in evaluations(self.run_dir).items():
+                if epochs > epoch or (epochs == epoch and "eval" not in kinds):
+                    sheet.unlink()
             self._recall()
 
     @on_main
     def log(
-        self, kind: str, values: dict[str, float], *, epoch: int, step: int, seconds_left: float = math.inf
+        self,
+        kind: str,
+        values: dict[str, float],
+        *,
+        epoch: int,
+        step: int,
+        seconds_left: float = math.inf,
+        alarms: Sequence[str] = (),
     ) -> None:
         """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation". The
-        run ends with the epoch in which `seconds_left` end, for an epoch's ETA."""
+        run ends with the epoch in which `seconds_left` end, for an epoch's ETA. Sentences of `alarms` are kept in
+        metrics.jsonl alone."""
         assert kind in ("update", "epoch", "eval", "test", "validation"), kind
         record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
         line = {"kind": kind, "written_at": provenance.now(), **record}
+        if alarms:
+            line["alarms"] = "\n".join(alarms)
         with explained(self.run_dir), (self.run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(plain(line)) + "\n")
         self._track(lambda tracker: tracker.log(record, len(self.history)))
@@ -207,10 +218,10 @@ class Dashboard:
         say(problem_of(f"{self.run_dir / name} could not be drawn", lambda: draw(self.run_dir)))
 
     @on_main
-    def finish(self) -> None:
-        """Draw reward.png and samples.png, and close the trackers."""
+    def finish(self, since: int = 0) -> None:
+        """Draw reward.png, and samples.png of evaluations from epoch `since` on; close the trackers."""
         self._draw("reward.png", lambda folder: plot_reward(self.history, self.config, folder / "reward.png"))
-        self._draw("samples.png", plot_samples)
+        self._draw("samples.png", lambda folder: plot_samples(folder, since))
         self._draw_report()
         self._track(lambda tracker: tracker.close())
 

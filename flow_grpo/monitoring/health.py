@@ -119,11 +119,16 @@ def judge(epochs: list[Epoch], limits) -> Verdict:
     alarms = [
         Alarm(name, f"{sign.sentence} (limit {limits[name]:g}, config.health.{name})")
         for name, sign in signs.items()
-        if limits[name] and not sign.value <= limits[name]  # NaN is beyond any limit
+        if is_beyond(sign.value, limits[name])
     ]
     alarms = not_finite(epochs[-1]) + alarms
     paused = any(epoch.acted for epoch in epochs[:-1][-PAUSE + 1 :])
     return Verdict({name: sign.value for name, sign in signs.items()}, alarms, bool(alarms) and not paused)
+
+
+def is_beyond(value: float, limit: float) -> bool:
+    """Whether a sign's value is beyond its limit in config.health, where 0 is none. NaN is beyond any limit."""
+    return bool(limit) and not value <= limit
 
 
 def not_finite(epoch: Epoch) -> list[Alarm]:

@@ -8,7 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -33,7 +33,8 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
 )
 MOST_POINTS = 200  # of a line; more are averaged
 SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
-TEXTS = ("kind", "written_at")  # of a line of metrics.jsonl: what it is of, and when it was written (ISO 8601, UTC)
+# Of a line of metrics.jsonl: what it is of, when it was written (ISO 8601, UTC), and a sentence per alarm, a line each.
+TEXTS = ("kind", "written_at", "alarms")
 
 
 class Sheet(NamedTuple):
@@ -56,10 +57,18 @@ def read_metrics(run_dir) -> list[dict]:
 def _record(line: bytes) -> dict | None:
     try:
         stored = json.loads(line.decode())
-        record = {name: v if name in TEXTS or type(v) is int else float(v) for name, v in stored.items()}
-        return record if isinstance(record["kind"], str) and math.isfinite(record["epoch"]) else None
+        record = {name: _value(name, value) for name, value in stored.items()}
+        return record if "kind" in record and math.isfinite(record["epoch"]) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
+
+
+def _value(name: str, stored: Any) -> str | int | float:
+    if name in TEXTS:
+        if not isinstance(stored, str):
+            raise TypeError(f"{name} is no text")
+        return stored
+    return stored if type(stored) is int else float(stored)
 
 
 class Line(NamedTuple):
@@ -138,9 +147,10 @@ def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
     return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]
 
 
-def plot_samples(run_dir) -> None:
-    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one."""
-    sheets = evaluations(run_dir)
+def plot_samples(run_dir, since: int = 0) -> None:
+    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one. Evaluations of
+    before `since` were made in another way, so theirs are not put beside the last ones."""
+    sheets = {epochs: sheet for epochs, sheet in evaluations(run_dir).items() if epochs >= since}
     if not sheets:
         return
     ends = min(sheets), max(sheets)

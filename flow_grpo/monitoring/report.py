@@ -81,17 +81,28 @@ def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
 
 
 def alarms(run: Recorded) -> list[str]:
-    """One sentence per alarm and stretch of epochs, as it was at the end of the stretch."""
-    exceeded = {record["epoch"] for record in run.records if record.get("health/limits_exceeded")}
-    epochs, sentences, count = health.by_epoch(run.records, run.config), [], 0
-    for is_alarmed, group in groupby(epochs, key=lambda epoch: epoch.number in exceeded):
-        stretch = [epoch.number + 1 for epoch in group]
-        count += len(stretch)
+    """One sentence per alarm and stretch of epochs, as the run itself said it at the end of the stretch."""
+    sentences = []
+    for is_alarmed, group in groupby(run.lines("epoch"), key=lambda line: line.get("health/limits_exceeded", 0) > 0):
         if is_alarmed:
-            when = f"epoch {stretch[0]}" if len(stretch) == 1 else f"epochs {stretch[0]} to {stretch[-1]}"
-            verdict = health.judge(epochs[:count], run.config.health)
-            sentences += [f"{run.label}, {when}: {alarm.sentence}" for alarm in verdict.alarms]
+            stretch = list(group)
+            first, last = int(stretch[0]["epoch"]) + 1, int(stretch[-1]["epoch"]) + 1
+            when = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+            sentences += [f"{run.label}, {when}: {sentence}" for sentence in _alarms_of(stretch[-1], run)]
     return sentences
+
+
+def _alarms_of(line: dict, run: Recorded) -> list[str]:
+    """The sentences of an epoch's line; of one that is older than the sentences, its figures. Nothing is judged anew:
+    the line does not say which earlier figures the run compared."""
+    if "alarms" in line:
+        return line["alarms"].splitlines()
+    sentences = []
+    for name in health.SIGNS:
+        value, limit = line.get(f"health/{name}", 0.0), run.config.health[name]
+        if health.is_beyond(value, limit):
+            sentences.append(f"{name} is {value:.3g} (limit {limit:g}, config.health.{name})")
+    return sentences or ["a limit of config.health was exceeded, or a figure was no finite number"]
 
 
 def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:

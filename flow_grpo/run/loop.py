@@ -30,7 +30,8 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     watch(run, epoch)
     seconds_left = distributed.broadcast_object(run.seconds_left)  # of the main rank: all end after the same epoch
-    run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left)
+    sentences = [alarm.sentence for alarm in run.alarms]
+    run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left, alarms=sentences)
     run.epoch_metrics, run.num_forwards, run.on_policy = {}, 0, True
     run.stopped = run.stopped or seconds_left <= 0
 
@@ -115,7 +116,7 @@ def finish(run: Run) -> None:
     if run.pool:
         run.pool.close()
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
-    run.board.finish()
+    run.board.finish(run.evaluations_since)
     for notice in distributed.on_main(_describe, run.folder):
         run.board.say(notice)
     run.board.say(f"{run.folder} holds {', '.join(sorted(path.name for path in run.folder.glob('[!.]*')))}")
