@@ -94,7 +94,7 @@ from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
 from flow_grpo.base.quoting import markdown_table, with_error
-from flow_grpo.data import embedding_cache, prompts
+from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
@@ -121,7 +121,7 @@ def configured(args):
 def chosen_prompts(args, config):
     """The prompts of --prompts, a data set's folder or a file, or of the run's data set."""
     path = Path(args.prompts or config.dataset)
-    if path.is_file():
+    if path.is_file() or (prompt_files.is_prompt_file(path) and not path.is_dir()):
         split = prompts.Split(path.name, prompts.load_file(path))
     else:
         split = prompts.Split(args.split, prompts.load_prompts(str(path), args.split))

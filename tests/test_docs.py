@@ -247,7 +247,11 @@ def test_prompts_are_split_by_their_own_text_and_keep_their_metadata(tmp_path, c
     with_metadata = split("a.jsonl")
     assert [texts_of(rows) for rows in with_metadata] == [texts_of(rows) for rows in found]
     assert all(prompt.metadata["target"] == prompt.text[-1] for rows in with_metadata for prompt in rows)
-    refused = [("no column", lambda: split("a.parquet"), ["'prompt'", "caption, id"])]
+    assert split("a.parquet") == found  # the caption is the only column that can hold prompts
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"prompt": "no", "caption": x}) + "\n" for x in lines))
+    assert [texts_of(rows) for rows in split("b.jsonl", "--column=caption")] == [texts_of(rows) for rows in found]
+    refused = [("no column", lambda: split("a.parquet", "--column=prompt"), ["'prompt'", "caption, id"])]
+    refused.append(("text", lambda: split("a.txt", "--column=prompt"), ["'prompt'"]))
     assert_refused([*refused, ("too few", lambda: split("a.txt", "--test=40"), ["40 prompts", "40 test"])])
 
 

@@ -372,6 +372,7 @@ FILES = [  # the file, its bytes and, after its own name, the words
     ("train.txt", b"", "empty"),
     ("train.txt", b"a circle\n \n", "line 2"),
     ("train.txt", "a\ncaf\u00e9\n".encode("latin-1"), "line 2", "0xe9"),
+    ("train.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 12\n", "git lfs pull"),
 ]
 
 

@@ -3,9 +3,10 @@
     python tools/split_prompts.py prompts.txt --out data/mine
     python tools/split_prompts.py data/pickapic/*.parquet --column caption --out data/pickapic --test 2048
 
-A source is a .txt (a prompt a line), a .jsonl (an object with "prompt" a line, whose other keys stay) or a .parquet
-(its --column). Test and validation prompts are drawn by a hash of their text, whatever the order of the sources. Empty
-prompts are left out, and with --longest those of more characters.
+A source is a .txt (a prompt a line), a .jsonl or .json of objects, whose other keys stay, or of prompts, a .csv or .tsv
+whose first line names its columns, or a .parquet. The prompts are in --column, or in the one that is called prompt or,
+where none is, caption, text or instruction. Test and validation prompts are drawn by a hash of their text, whatever the
+order of the sources. Empty prompts are left out, and with --longest those of more characters.
 """
 
 import argparse
@@ -21,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__)
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--column", default="prompt", help="of a .parquet; default %(default)s")
+    parser.add_argument("--column", default="", help="of the prompts; default: the one called prompt, or caption")
     parser.add_argument("--test", type=int, default=256, help="prompts; default %(default)s")
     parser.add_argument("--validation", type=int, default=256, help="prompts; default %(default)s")
     parser.add_argument("--longest", type=int, default=0, help="characters of a prompt; 0 = no limit")
@@ -31,25 +32,16 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     args = command_line.arguments(parser())
 
-import pyarrow.parquet as pq
-
 from flow_grpo.base.errors import UserError
-from flow_grpo.data.prompts import parse_line, read_lines
+from flow_grpo.data import prompt_files
 
 SPLITS = ("test", "validation", "train")
 
 
 def rows(path: Path, column: str) -> Iterator[dict]:
     """Objects with "prompt". Raises UserError for a source that has none."""
-    if path.suffix == ".parquet":
-        names = pq.read_schema(path).names
-        if column not in names:
-            raise UserError(f"{path} has no column {column!r}; it has {', '.join(names)}")
-        yield from ({"prompt": text} for text in pq.read_table(path, columns=[column])[column].to_pylist())
-    elif path.suffix == ".jsonl":
-        yield from (parse_line(line, str(path)) for line in read_lines(path))
-    else:
-        yield from ({"prompt": text} for text in read_lines(path))
+    for row in prompt_files.read_rows(path, column):
+        yield row.metadata | {"prompt": row.text}
 
 
 def order(text: str) -> bytes:
@@ -61,7 +53,7 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
     splits need."""
     unique = {}
     for row in prompts:
-        text = " ".join((row["prompt"] or "").split())
+        text = " ".join(row["prompt"].split())
         if text and (not longest or len(text) <= longest):
             unique.setdefault(text, row | {"prompt": text})
     if len(unique) <= num_test + num_validation:

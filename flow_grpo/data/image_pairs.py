@@ -15,7 +15,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.quoting import quoted
 from flow_grpo.data.preferences import open_parquet, read_columns
-from flow_grpo.data.prompts import parse_line, read_lines, source_paths
+from flow_grpo.data.prompt_files import parse_line, read_lines
+from flow_grpo.data.prompts import source_paths
 from flow_grpo.diffusers_patch.size import Size
 
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms.advantages import groups_that_differ
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import in_one_line
@@ -198,7 +199,8 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is no parquet file: {error}") from error
+        problem = folders.problem_of(path) or f"is no parquet file: {in_one_line(error)}"
+        raise UserError(f"{path} {problem}") from error
 
 
 def read_columns(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:

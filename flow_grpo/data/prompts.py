@@ -1,6 +1,5 @@
-"""Prompt files, and which prompts an epoch draws on which rank."""
+"""The prompts of a data set, and which of them an epoch draws on which rank."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from flow_grpo.base import rng, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt, picture_size
 from flow_grpo.base.quoting import quoted
+from flow_grpo.data import prompt_files
+from flow_grpo.data.prompt_files import Row
 
 
 class Split(NamedTuple):
@@ -38,7 +39,7 @@ def load_prompts(folder: str, split: str) -> list[Prompt]:
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
-        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there")
+        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_others_in(folder)}")
     return load_file(path)
 
 
@@ -55,54 +56,28 @@ def _file_names(split: str) -> tuple[str, str]:
     return f"{split}_metadata.jsonl", f"{split}.txt"
 
 
+def _others_in(folder: str) -> str:
+    """Files of prompts that are in a folder under other names, as the rest of a sentence."""
+    files = [path for path in sorted(Path(shipped.find(folder)).glob("*")) if prompt_files.is_prompt_file(path)]
+    return f", but {quoted(files[0].name)}: tools/split_prompts.py makes a data set of such a file" if files else ""
+
+
 def load_file(path: Path) -> list[Prompt]:
-    """The prompts of one file: GenEval's format where its name ends in .jsonl, a prompt a line elsewhere. Raises
-    UserError: an empty file, or a malformed line; names file and line."""
-    lines = read_lines(path)
-    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
-    prompts = [parse(line, f"{path}, line {number}", path.parent) for number, line in enumerate(lines, start=1)]
+    """The prompts of one file. Raises UserError: it holds none, or has a malformed line; names file and line."""
+    prompts = [_prompt_of(row, path.parent) for row in prompt_files.read_rows(path)]
     if not prompts:
-        raise UserError(f"{path} is empty: it needs one prompt a line")
+        raise UserError(f"{path} is empty: it needs a prompt")
     return prompts
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a file as an editor counts them: a byte order mark is none of the text, and only a line feed, with
-    or without a carriage return before it, ends a line. Raises UserError: it cannot be read, or is not UTF-8; names
-    file and line."""
-    try:
-        stored = path.read_bytes()
-        text = stored.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line, byte = stored.count(b"\n", 0, error.start) + 1, stored[error.start]
-        raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    return lines if lines[-1] else lines[:-1]
-
-
-def parse_line(line: str, place: str) -> Any:
-    """What a line of JSON says. Raises UserError: it is no JSON, or names characters that are none (lone surrogates);
-    names `place`."""
-    try:
-        value = json.loads(line)
-        if "\\u" in line:  # only so can JSON name them
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON of whole characters ({error}): {quoted(line)}") from error
-    return value
-
-
-def _parse_json(line: str, place: str, folder: Path) -> Prompt:
-    metadata = parse_line(line, place)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        raise UserError(f'{place}: needs an object with a "prompt" string, has {quoted(line)}')
-    tag = metadata.get("tag", "")
-    sources = source_paths(metadata, place, folder)
+def _prompt_of(row: Row, folder: Path) -> Prompt:
+    """Raises UserError for a blank prompt, a "tag" that is no text of one line, and missing sources."""
+    text, tag = row.text.strip(), row.metadata.get("tag", "")
+    if not text:
+        raise UserError(f"{row.place}: empty prompt")
     if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
-        raise UserError(f'{place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
-    return Prompt(_parse_text(metadata["prompt"], place, folder).text, metadata, sources)
+        raise UserError(f'{row.place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
+    return Prompt(text, row.metadata, source_paths(row.metadata, row.place, folder))
 
 
 def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Path, ...]:
@@ -115,12 +90,6 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
     for path in paths:
         picture_size(path)
     return paths
-
-
-def _parse_text(line: str, place: str, folder: Path) -> Prompt:
-    if not line.strip():
-        raise UserError(f"{place}: empty prompt")
-    return Prompt(line.strip())
 
 
 def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:
