@@ -93,7 +93,7 @@ def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(share, monke
 
 
 def test_a_thread_that_hangs_does_not_hold_the_process():
-    code = "import threading; from flow_grpo.base.threads import Threads; "
+    code = "import threading; from flow_grpo.rewards.clients.threads import Threads; "
     code += "Threads(1).submit(threading.Event().wait)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, timeout=100).returncode == 0
 

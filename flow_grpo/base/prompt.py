@@ -1,18 +1,20 @@
 """What an image is asked for by."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from PIL import Image, ImageOps
+from PIL import Image
 
+from flow_grpo.base import pictures
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
 
+Read = TypeVar("Read")
 Source = Path | Image.Image  # an image to be edited
-UNREADABLE = OSError, ValueError, SyntaxError, Image.DecompressionBombError  # what Pillow raises
-TURNED = range(5, 9)  # values of EXIF's orientation of pictures that lie on a side
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,12 @@ class Prompt:
 
     def pictures(self) -> list[Image.Image]:
         """The sources, upright, RGB. Raises UserError for one that cannot be read."""
-        try:
-            return [ImageOps.exif_transpose(_opened(source)).convert("RGB") for source in self.sources]
-        except UNREADABLE as error:
-            raise UserError(f"a source of {self.text!r} cannot be read: {error}") from error
+        return [_read(pictures.upright, source, f"a source of {quoted(self.text)}") for source in self.sources]
 
     def source_sizes(self) -> list[tuple[int, int]]:
         """Width and height of each source. Raises UserError for a file that is no picture. Reads headers."""
-        return [picture_size(source) if isinstance(source, Path) else source.size for source in self.sources]
+        place = f"a source of {quoted(self.text)}"
+        return [picture_size(source, place) if isinstance(source, Path) else source.size for source in self.sources]
 
 
 def texts_of(prompts: list[Prompt]) -> list[str]:
@@ -54,22 +54,22 @@ def captions_of(prompts: list[Prompt]) -> list[str]:
     return [f"{prompt.text} ({', '.join(names)})" if names else prompt.text for prompt, names in zip(prompts, files)]
 
 
-def _opened(source: Source) -> Image.Image:
-    return Image.open(source) if isinstance(source, Path) else source
-
-
 def _source_digest(source: Source) -> bytes:
     if isinstance(source, Path):
         return hashlib.blake2b(source.read_bytes(), digest_size=16).digest()
     return hashlib.blake2b(repr((source.mode, source.size)).encode() + source.tobytes(), digest_size=16).digest()
 
 
-@cache
-def picture_size(path: Path) -> tuple[int, int]:
-    """Width and height of a file, upright. Raises UserError for one that is no picture. Reads its header."""
+def picture_size(path: Path, place: str) -> tuple[int, int]:
+    """Width and height of a file, upright. Raises UserError, which names `place`, for one that is no picture, or was
+    cut short. Reads the two ends of the file."""
+    return _read(pictures.size_of, path, place)
+
+
+def _read(read: Callable[[Source], Read], source: Source, place: str) -> Read:
+    """Return what `read` makes of a source. Raises UserError where it is no picture."""
+    name = f" {source}" if isinstance(source, Path) else ""
     try:
-        with Image.open(path) as picture:
-            turned = picture.getexif().get(0x0112) in TURNED
-            return picture.size[::-1] if turned else picture.size
-    except UNREADABLE as error:
-        raise UserError(f"{path} is no picture that can be read: {error}") from error
+        return read(source)
+    except pictures.Unreadable as error:
+        raise UserError(f"{place}:{name} {error}") from error

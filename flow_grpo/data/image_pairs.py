@@ -4,13 +4,13 @@ A row is a dict with "prompt", "winner" and "loser" (bytes or path of an image),
 where they are known, and "sources" (paths) where the images are edits.
 """
 
-import io
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from flow_grpo.base import pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.quoting import quoted
@@ -137,9 +137,8 @@ def load_image(stored: bytes | Path | dict | None, size: Size) -> Tensor:
     if not stored:
         raise Dropped("unreadable image")
     try:
-        picture = Image.open(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
-        picture = ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        picture = pictures.upright(stored)
+    except pictures.Unreadable as error:
         raise Dropped("unreadable image") from error
     picture = ImageOps.fit(picture, (size.width, size.height), Image.Resampling.LANCZOS)
     return from_picture(picture)

@@ -88,7 +88,7 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
         raise UserError(f'{place}: "sources" is {quoted(names)}; it must be a list of names of image files')
     paths = tuple(folder / name for name in names)
     for path in paths:
-        picture_size(path)
+        picture_size(path, f'{place}: "sources"')
     return paths
 
 

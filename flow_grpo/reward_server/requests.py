@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
-from flow_grpo.base.threads import Threads
+from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.clients.wire import unpack_image
 
 MAX_JSON_BYTES = 2**25

@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from torch import Tensor
 
-from flow_grpo.base.threads import Threads
 from flow_grpo.reward_server.requests import Limits, Memory, read_job
 from flow_grpo.rewards.clients.client import RETRY_S
+from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.scores import scores_of
 
 REMEMBERED = 4096  # answers

@@ -12,7 +12,7 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
-from flow_grpo.base.threads import event_loop
+from flow_grpo.rewards.clients.threads import event_loop
 
 
 def check_device(name: str, key: str) -> None:

@@ -17,9 +17,9 @@ from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.base.threads import Threads
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
+from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.scores import checked, scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 

@@ -18,7 +18,7 @@ import httpx
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.base.threads import event_loop
+from flow_grpo.rewards.clients.threads import event_loop
 
 MAX_ANSWER_BYTES = 2**24
 IN_FLIGHT = 64  # requests at once, to each server
