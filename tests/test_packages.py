@@ -76,6 +76,15 @@ def test_packages_import_only_what_they_may_and_stand_on_floors_without_a_circle
     graphlib.TopologicalSorter(MAY_IMPORT).prepare()
 
 
+def test_the_floors_of_the_code_map_are_those_of_the_imports():
+    page = (ROOT / "docs/reference/code_map.md").read_text()
+    floors = {package: int(floor) for floor, package in re.findall(r"^\| (\d+) \| `(\w+)/`", page, re.MULTILINE)}
+    assert floors.keys() == MAY_IMPORT.keys()
+    for package, may in MAY_IMPORT.items():
+        assert all(floors[imported] < floors[package] for imported in may), package
+    assert [*floors.values()] == sorted(floors.values(), reverse=True)
+
+
 def test_folders_are_small_enough_to_choose_from():
     entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
     assert {entry.name for entry in entries if entry.is_dir()} == {*MAY_IMPORT, "assets"}

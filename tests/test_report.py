@@ -222,9 +222,26 @@ def test_a_name_has_the_row_that_fits_it_best():
         "reward/avg": "reward/avg",
         "reward/ocr": "reward/<name>",
         "reward/ocr_group_std": "reward/<name>_group_std",
-        "health/reward_drop": "health/<limit>",
+        "health/reward_drop": "health/reward_drop",
         "test/shapes_accuracy/colors": "test/<name>/<tag>",
     }
     assert [name for name, row in rows.items() if explain(name) is not METRICS[row]] == []
     assert explain("rewards") is None
+    assert explain("eval/ocr_masked_share").expect == "0"
+
+
+def test_a_name_of_ones_own_or_misspelt_has_no_row():
+    """Whatever it begins with: a row with <name> is about the rewards that were measured, and no other has a gap."""
+    measured = ["shapes", "ocr"]
+    scores = "shapes", "ocr", "shapes_accuracy", "avg"
+    kinds = "reward", "eval", "test", "test_best"
+    assert [f"{kind}/{score}" for kind in kinds for score in scores if not explain(f"{kind}/{score}", measured)] == []
+    own = [f"{kind}/{name}" for kind in kinds for name in ("mine", "shaped", "group_sdt", "mine_group_std", "mine/x")]
+    own += ["health/mine", "health/reward_dorp", "validation/mine", "time/mine", "parity/mine", "mine"]
+    assert [name for name in own if explain(name, measured)] == []
+    assert explain("validation/implicit_accuracy")
+    assert explain("health/mine") is explain("validation/mine") is None, "of any rewards"
+
+
+def test_every_metric_has_a_meaning_and_what_to_expect():
     assert [name for name, metric in METRICS.items() if not (metric.meaning and metric.expect)] == []

@@ -1,5 +1,7 @@
 """What the numbers that a run logs are called and mean: assets/metrics.md, the only list of them."""
 
+import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from flow_grpo.base import shipped
@@ -31,10 +33,29 @@ def _table() -> dict[str, Metric]:
 METRICS = _table()
 
 
-def explain(name: str) -> Metric | None:
-    """The row of METRICS for a name; None for a name that it does not explain."""
+def names_score(name: str, rewards: Iterable[str]) -> bool:
+    """Whether a name is that of a score: "avg", a reward's, or a figure of one, of which only the beginning is known
+    before it has scored, such as shapes_accuracy."""
+    return name == "avg" or any(name == reward or name.startswith(f"{reward}_") for reward in rewards)
+
+
+def explain(name: str, rewards: Iterable[str] | None = None) -> Metric | None:
+    """Return the row of METRICS for a name, or None where no row is about it.
+
+    Args:
+        rewards: those that were measured, whose scores `<name>` of a row may stand for; None = any.
+    """
     if name in METRICS:
         return METRICS[name]
-    keys = [key for key in METRICS if "<" in key and name.startswith(key.split("<")[0])]
-    fitting = [key for key in keys if name.endswith(key.rpartition(">")[2]) and name.count("/") == key.count("/")]
-    return METRICS.get(max(fitting or keys, key=len, default=""))  # reward/<name>_group_std before reward/<name>
+    fitting = [key for key in METRICS if "<" in key and _fits(key, name, rewards)]
+    return METRICS.get(max(fitting, key=len, default=""))  # reward/<name>_group_std before reward/<name>
+
+
+def _fits(key: str, name: str, rewards: Iterable[str] | None) -> bool:
+    pattern = re.escape(key).replace("<name>", "(?P<name>[^/]+)").replace("<tag>", ".+")
+    match = re.fullmatch(pattern, name)
+    if match is None:
+        return False
+    if key == "validation/<name>":  # held-out pairs have the metrics of an update
+        return match["name"] in METRICS
+    return rewards is None or names_score(match["name"], rewards)

@@ -57,9 +57,15 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]
     logged = sorted(logged.keys() - constants(runs).keys())
     chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
     for name in logged:
-        chosen[(explain(name) or OWN).group].append(name)
+        chosen[described(runs, name).group].append(name)
     del chosen[NOT_DRAWN]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+
+
+def described(runs: Sequence[Recorded], name: str) -> Metric:
+    """What the table of metrics says of a name, given the rewards that the runs measured."""
+    rewards = [reward for run in runs for reward in (*run.config.reward_fn, *run.config.eval.rewards)]
+    return explain(name, rewards) or OWN
 
 
 def constants(runs: Sequence[Recorded]) -> dict[str, float]:
@@ -73,7 +79,7 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
 
 def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
     """A metric's name, what the table of metrics says of it, and its curve of every run."""
-    metric = explain(name) or OWN
+    metric = described(runs, name)
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = runs[0].config.health.get(name.removeprefix("health/")) if name.startswith("health/") else None
     expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect

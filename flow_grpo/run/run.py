@@ -113,8 +113,8 @@ class Run:
     def log_images(
         self, name: str, images: Tensor, captions: list[str], rewards: Iterable[float] | None = None
     ) -> None:
-        """Show images [N, 3, H, W] in [0, 1] under a name of your own: in the run's folder images/, its trackers and
-        its report. Those of the main rank."""
+        """Show the main rank's images [N, 3, H, W] in [0, 1] under a name of your own, in the run's folder images/ and
+        its trackers. The report shows those of evaluations alone."""
         self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)
 
     def embed(self, prompts: list[Prompt]) -> Condition:

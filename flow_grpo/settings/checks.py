@@ -11,6 +11,7 @@ from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.metric_table import names_score
 from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import older, table
@@ -112,9 +113,8 @@ def _check_meaning(config: ConfigDict) -> None:
     for key in ("height", "width"):
         if config[key] % 16:
             raise UserError(f"config.{key} is {config[key]}; it must be a multiple of 16 pixels")
-    # Of a reward's own figures only their beginning is known before it has scored.
     names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
-    if chosen != "avg" and not any(chosen == name or chosen.startswith(f"{name}_") for name in names):
+    if not names_score(chosen, names):
         raise UserError(
             f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
             f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A training script on several machines: the same command on each, with its own NODE_RANK (0 on the machine that HEAD names).
+# A training script on several machines: the same command on each, with its own NODE_RANK.
 #   NODES=2 NODE_RANK=0 HEAD=10.0.0.1:29500 GPUS=8 scripts/multi_node/torchrun.sh scripts/train_sd3.py --config config/grpo.py:pickscore_sd3
 # docs/howto/several_machines.md says what the machines must share.
 set -e
