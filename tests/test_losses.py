@@ -287,6 +287,18 @@ def test_rewards_of_any_size_that_differ_by_rounding_alone_are_a_group_without_s
     assert has_signal({"a": rewards}, {"a": 1.0}, groups).all()
 
 
+@pytest.mark.parametrize("weight", [-1.0, -0.3])
+def test_rewards_that_differ_by_rounding_alone_teach_nothing_where_their_sum_cancels(weight):
+    level = torch.full((24,), 85.3)
+    rewards = {"a": level.clone(), "b": level / -weight}
+    rewards["a"][::2] *= 1 + 2e-7
+    groups = torch.zeros(24, dtype=torch.long)
+    weights = {"a": 1.0, "b": weight}
+    assert torch.equal(combined_advantages(rewards, weights, groups, "sum"), torch.zeros(24))
+    rewards["a"][::2] *= 1.0001
+    assert combined_advantages(rewards, weights, groups, "sum").abs().min() > 0.9
+
+
 TWO = {"a": REWARDS, "b": REWARDS.flip(0) * 100}
 
 

@@ -48,10 +48,20 @@ def combined_advantages(
             drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
     """
     if aggregation == "sum":
-        total = sum(weight * rewards[name].double() for name, weight in weights.items())
-        return group_advantages(total, groups, global_std).float()
+        terms = [weight * rewards[name].double() for name, weight in weights.items()]
+        return _advantages_of_sum(terms, groups, global_std).float()
     total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
+
+
+def _advantages_of_sum(terms: list[Tensor], groups: Tensor, global_std: bool) -> Tensor:
+    """Advantages of weighted rewards' sum, [B] float64; 0 in a group whose sums differ by the terms' rounding alone."""
+    total = sum(terms)
+    stats = group_stats(total, groups)
+    # Terms that cancel leave their rounding, which is small beside each of them, but not beside their sum.
+    sizes = group_stats(sum(term.abs() for term in terms), groups).mean
+    differs = stats.std > FLAT * sizes
+    return group_advantages(total, groups, global_std).where(differs[stats.group], 0.0)
 
 
 def best_and_worst(values: Tensor, num: int) -> Tensor:
