@@ -11,15 +11,13 @@ from pathlib import Path
 
 import prepare_preferences
 import pytest
-from small import ROOT, as_prompts, config_of, train
+from small import ROOT, config_of, train
 
 from flow_grpo.base import alerts, folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.data import prompts
-from flow_grpo.data.prompts import Split
 from flow_grpo.monitoring import provenance
-from flow_grpo.run import dry_run
-from flow_grpo.settings import answers, checks, command_line, config_files, table
+from flow_grpo.settings import answers, checks, command_line, table
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 CONFIG = command_line.config_of([], DEFAULT)
@@ -311,32 +309,6 @@ def test_every_changed_setting_has_its_origin():
     assert origins["sample.num_branches"] == "shapes_qwenimage_pr"
     assert "num_epochs = 28" in answers.changed_settings(file, config)
     assert "train.adam_betas" not in origins
-
-
-def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        train("shapes_qwenimage_pr", tmp_path / "runs", dry_run=2, lora__rank=32)
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "an epoch on 2 GPUs" in said
-    assert "0.5898 million are trained" in said
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_measured_row_is_found_by_run_variants_and_settings():
-    config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage")
-    assert dry_run.measured(config)["gib"] == 58.6
-    config.lora.rank, config.lora.alpha, config.sample.batch_size = 16, 32, 2
-    assert dry_run.measured(config)["card"] == "48 GB"
-    config.name = "mine"
-    assert dry_run.measured(config) is None
-
-
-def test_prompts_that_are_trained_on_and_evaluated_are_named():
-    train_prompts, others = as_prompts(["a", "b", "c"]), as_prompts(["d"])
-    splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
-    assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
-    assert dry_run.overlap(train_prompts, splits[:1]) == ""
 
 
 def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_addresses(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ the text of MAKERS[NAME]; words after NAME are its arguments.
 """
 
 import ast
-import json
 import re
 import sys
 from contextlib import suppress
@@ -20,7 +19,7 @@ from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import metric_table
 from flow_grpo.base.quoting import markdown_table
 from flow_grpo.diffusers_patch import model_classes, registry
-from flow_grpo.run import dry_run
+from flow_grpo.run import measured
 from flow_grpo.settings import table as settings
 from flow_grpo.settings import unknown
 from flow_grpo.settings.setting import Setting
@@ -120,17 +119,15 @@ def licensed(model: str) -> str:
 
 def measured_runs() -> str:
     """Every row of assets/measured.json, with the images of the run's epoch."""
-    rows, configs = [], {run.__name__: run for module in CONFIGS.values() for run in module.RUNS}
-    for row in json.loads(dry_run.MEASURED.read_text()):
-        sample = configs[f"pickscore_{row['run'].partition(',')[0]}"]().sample
+    rows = []
+    for row in measured.rows():
+        sample = row.config().sample
         steps = sample.num_steps - 1 if sample.num_branches > 1 else 1
         images = sample.num_prompts_per_epoch * sample.num_images_per_prompt * sample.num_branches * steps
-        changes = " ".join(f"{key}={value}" for key, value in row["settings"].items())
-        name = f"`train_{row['run']}`" + (f" `{changes}`" if changes else "")
-        figures = (
-            [f"{row['gib']:g}", f"{row['images_per_s']:g}", f"{images:,}"] if row["gib"] else ["out of memory", "", ""]
-        )
-        rows.append([row["card"], name, *figures])
+        changes = " ".join(f"{key}={value}" for key, value in row.settings.items())
+        name = f"`train_{row.run.partition('_')[2]}`" + (f" `{changes}`" if changes else "")
+        figures = [f"{row.gib:g}", f"{row.images_per_s:g}", f"{images:,}"] if row.gib else ["out of memory", "", ""]
+        rows.append([row.card, name, *figures])
     head = ["smallest card", "run", "GiB of each", "images/s of each, on an H200 or H100", "images per epoch"]
     return table(head, rows)
 

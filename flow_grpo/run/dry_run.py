@@ -1,13 +1,10 @@
 """What a run would be, said without loading the weights that it trains: --dry_run."""
 
-import json
 import math
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
-from flow_grpo.base import shipped
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import gpus, quoted
 from flow_grpo.data.prompts import Split
@@ -15,20 +12,36 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
-from flow_grpo.settings import table
+from flow_grpo.run import measured
 from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import policies
 
-MEASURED = shipped.PACKAGE / "assets" / "measured.json"  # at full size, random weights; see will_it_fit.md
+PAGE = "docs/reference/will_it_fit.md"
+MOST_DIFFERENCES = 5  # from a measured run that are listed
+HEADER_BYTES = 600  # of a file of the cache, at most
 GB = 1e9
 
 
 def describe(
-    config: ConfigDict, plan: BatchPlan, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]
+    config: ConfigDict,
+    plan: BatchPlan,
+    family: type[FlowModel],
+    train: list[Prompt],
+    evaluated: list[Split],
+    num_extra: int,
+    guided: bool,
 ) -> str:
-    """Lines. `plan` is for config.dry_run GPUs; `evaluated` has each split once."""
-    lines = [*_epochs(config, plan), _evaluation(config, evaluated), _gpu(config, plan)]
-    lines += [*_memory(config, family, train, evaluated), _licence(config.model), overlap(train, evaluated)]
+    """Lines.
+
+    Args:
+        plan: for config.dry_run GPUs.
+        evaluated: each split once, the choosing one first.
+        num_extra: number of policies that the script keeps beside the trained one.
+        guided: whether negative prompts are encoded, too.
+    """
+    lines = [*_epochs(config, plan), *evaluations(config, evaluated), gpu(config, plan)]
+    lines += [*_memory(config, family, num_extra), _cache(config, family, train, evaluated, guided)]
+    lines += [_licence(config.model), overlap(train, evaluated)]
     return "\n".join(filter(None, lines))
 
 
@@ -51,58 +64,100 @@ def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
     ]
 
 
-def _evaluation(config: ConfigDict, evaluated: list[Split]) -> str:
+def evaluations(config: ConfigDict, evaluated: list[Split]) -> list[str]:
+    """A line of the prompts that choose the best policy, and one of the test prompts where these are others."""
     if not evaluates(config):
-        return "no evaluation: eval_freq or eval.num_prompts is 0"
+        return ["no evaluation: eval_freq or eval.num_prompts is 0"]
     noises, steps = config.eval.noises_per_prompt, config.eval.num_steps
-    counts = ", ".join(f"{len(part_of(split, config).prompts)} {split.name}" for split in evaluated)
-    return f"an evaluation every {config.eval_freq} epochs: {counts} prompts x {noises} noises x {steps} steps"
+    tests = (
+        f"every {config.eval.test_freq} epochs" if config.eval.test_freq else "before the first epoch and at the end"
+    )
+    lines = []
+    for split, times in zip(evaluated, (f"every {config.eval_freq} epochs", tests)):
+        count = len(part_of(split, config).prompts)
+        lines.append(f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps")
+    return lines
 
 
-def measured(config: ConfigDict) -> dict[str, Any] | None:
-    """The row of assets/measured.json for a config's run and variants, that of most settings; None for none."""
-    fitting = [
-        row
-        for row in json.loads(MEASURED.read_text())
-        if config.name == f"pickscore_{row['run'].replace(',', '_')}"
-        and all(table.value_of(config, key) == value for key, value in row["settings"].items())
-    ]
-    return max(fitting, key=lambda row: len(row["settings"]), default=None)
-
-
-def _gpu(config: ConfigDict, plan: BatchPlan) -> str:
-    row, source = measured(config), "docs/reference/will_it_fit.md"
-    if row is None:
-        return f"GPU: this run was not measured; {source} has others"
-    if row["images_per_s"] is None:
-        return f"GPU: out of memory on {row['card']} ({source})"
-    hours = config.num_epochs * _images(plan) / row["images_per_s"] / 3600 / config.dry_run
+def gpu(config: ConfigDict, plan: BatchPlan) -> str:
+    """Measured memory and speed, where they hold for every setting; else that there are none, and why."""
+    found = measured.closest(config)
+    if found is None:
+        return f"GPU: this run was not measured; {PAGE} has others"
+    row, differences = found
+    if differences:
+        left_out = len(differences) - MOST_DIFFERENCES
+        more = f" and {left_out} more" if left_out > 0 else ""
+        changes = f"{', '.join(differences[:MOST_DIFFERENCES])}{more}"
+        settings = "".join(f" {key}={value}" for key, value in row.settings.items())
+        return f"GPU: this run was not measured: it is {row.run}{settings} ({PAGE}) with {changes}"
+    if row.images_per_s is None:
+        return f"GPU: out of memory on a card of {row.card} ({PAGE})"
+    hours = config.num_epochs * _images(plan) / row.images_per_s / 3600 / config.dry_run
     return (
-        f"GPU: {row['gib']:g} GiB of each, {row['images_per_s']:g} images/s of one H200 or H100, so {hours:.3g} hours "
-        f"without evaluations and rewards with a model ({source})"
+        f"GPU: {row.gib:g} GiB of each, for which the smallest card has {row.card}; {row.images_per_s:g} images/s of "
+        f"one H200 or H100, so {hours:.3g} hours without evaluations and rewards with a model ({PAGE})"
     )
 
 
-def _memory(config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split]) -> list[str]:
+def _memory(config: ConfigDict, family: type[FlowModel], num_extra: int) -> list[str]:
     transformer = family.empty_transformer(config.model)
     num_weights = sum(p.numel() for p in transformer.parameters())
     policies.attach(transformer, config.lora, policies.targets(config.lora, family))
     num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    stored = 4 * num_trained  # float32
-    checkpoint = (4 if not config.lora.rank else 5) * stored  # weights, two moments, their average; a LoRA beside them
-    disk = (config.keep_checkpoints + 1) * checkpoint + 2 * stored
-    lines = [
+    checkpoint, disk = stored_bytes(config, 4 * num_trained, num_extra)
+    return [
         f"transformer: {num_weights / 1e9:.3g} billion weights; {num_trained / 1e6:,.4g} million are trained",
         f"checkpoints: {checkpoint / GB:.2g} GB each, {disk / GB:.2g} GB while one is written, the best and the last "
         "weights included",
     ]
-    if config.cache_dir:
-        texts = {prompt.digest for split in evaluated for prompt in split.prompts} | {prompt.digest for prompt in train}
-        numbers = math.prod(family.without_weights(config.model).text_shapes(config.text_tokens)["text_embeds"])
-        lines.append(
-            f"{config.cache_dir}: at most {2 * numbers * len(texts) / GB:.2g} GB of {len(texts):,} prompts in bf16"
-        )
-    return lines
+
+
+def stored_bytes(config: ConfigDict, policy: int, num_extra: int) -> tuple[int, int]:
+    """Bytes of a checkpoint, and of all that is on the disk while one is written.
+
+    Args:
+        policy: bytes of what is trained, in float32.
+        num_extra: number of policies that the script keeps beside the trained one.
+    """
+    copies = 4 + num_extra  # weights, two moments, their average, and the script's own policies
+    if config.train.reference_interval:
+        copies += 1  # the reference that moves
+    state = copies * policy
+    checkpoint, best = state, policy
+    if config.lora.rank:
+        checkpoint += policy  # the LoRA beside them
+    if config.health.action == "roll_back":
+        best += state
+    return checkpoint, (config.keep_checkpoints + 1) * checkpoint + best + policy
+
+
+def _cache(
+    config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split], guided: bool
+) -> str:
+    """How large the cache of encoded prompts becomes, at most; "" without one."""
+    prompts = {prompt.digest: prompt for prompt in train}
+    for split in evaluated:
+        prompts |= {prompt.digest: prompt for prompt in split.prompts}
+    if not config.cache_dir or not prompts:
+        return ""
+    size = cached_bytes(config, family, [*prompts.values()], guided)
+    return (
+        f"{config.cache_dir}: at most {size / GB:.2g} GB of {len(prompts):,} prompts in float32, less in the bf16 of a "
+        "GPU"
+    )
+
+
+def cached_bytes(config: ConfigDict, family: type[FlowModel], prompts: list[Prompt], guided: bool) -> int:
+    """Bytes of encoded prompts at most: in float32, with the latents of sources and with negatives, of which each
+    source has its own."""
+    model = family.without_weights(config.model)
+    shapes = model.row_shapes(training_size(config), config.text_tokens, prompts[0])  # all sources have one shape
+    numbers = sum(math.prod(shape) for name, shape in shapes.items() if name != "latents")
+    files = len(prompts)
+    if guided:
+        files += len(prompts) if family.MOST_SOURCES else 1
+    return files * (4 * numbers + HEADER_BYTES)
 
 
 def _licence(model: str) -> str:

@@ -70,7 +70,7 @@ def start(
     texts = _check_files(config, family, stored_prompts)
     draws = texts.any is not None  # else neither text encoders nor VAE are loaded
     if config.dry_run:
-        _end_dry_run(config, script, family, texts)
+        _end_dry_run(config, script, family, texts, extra_policies)
     ranks = distributed.init_distributed()
     _check_device(config, ranks.device)
     plan = script.plan(config, ranks.world_size)
@@ -96,12 +96,19 @@ def _check_device(config: ConfigDict, device: torch.device) -> None:
     flash_attention.check_device(config.attention, device)
 
 
-def _end_dry_run(config: ConfigDict, script: checks.Script, family: type[FlowModel], texts: Prompts) -> NoReturn:
+def _end_dry_run(
+    config: ConfigDict,
+    script: checks.Script,
+    family: type[FlowModel],
+    texts: Prompts,
+    extra_policies: tuple[str, ...],
+) -> NoReturn:
     """Say what the run would be, and end the process."""
     plan = script.plan(config, config.dry_run)
     model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
     if int(os.environ.get("RANK", "0")) == 0:
-        say(dry_run.describe(config, plan, family, texts.train, texts.evaluated))
+        guided = _is_guided(config, family)
+        say(dry_run.describe(config, plan, family, texts.train, texts.evaluated, len(extra_policies), guided))
         if texts.any:
             pool = Pool(torch.device("cpu"), config.reward_fn, config.eval.rewards, config.reward)
             pool.try_rewards(training_size(config), texts.any)

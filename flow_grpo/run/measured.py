@@ -1,0 +1,81 @@
+"""Runs that were measured at full size, and whether their figures hold for a config: assets/measured.json."""
+
+import json
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base import shipped
+from flow_grpo.settings import config_files, table
+
+FILE = shipped.PACKAGE / "assets" / "measured.json"  # random weights; see docs/reference/will_it_fit.md
+
+# Settings that change neither the memory that an epoch takes nor the images per second of a GPU, which are measured
+# without evaluations and without a reward's model. Every other setting is taken to change them.
+FREE_SECTIONS = ("custom.", "eval.", "health.", "reward.", "reward_fn.")
+FREE = {
+    *("name", "method", "run_name", "output_dir", "logger", "alert", "resume_from", "accept_changes", "dry_run"),
+    *("seed", "num_epochs", "max_hours", "save_freq", "keep_checkpoints", "eval_freq", "dataset"),
+    *("lora.alpha", "lora.path"),
+    *("sample.noise_level", "sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.global_std"),
+    *("sample.baseline", "train.learning_rate", "train.learning_rate_schedule", "train.warmup_updates"),
+    *("train.adam_betas", "train.weight_decay", "train.max_grad_norm", "train.clip_range", "train.parity_limit"),
+    *("train.adv_clip_max", "train.step_weight", "train.ema_decay"),
+}
+COST_WHERE_SET = ("cache_dir", "train.beta")  # settings of which it only matters whether they are set
+
+
+class Row(NamedTuple):
+    """A run that was measured."""
+
+    run: str  # of config/, with its variants
+    settings: dict[str, Any]  # that were changed, by dotted name
+    card: str  # the smallest that does
+    gib: float | None  # of each GPU; None = out of memory
+    images_per_s: float | None  # of each GPU
+    gpus: int = 1
+
+    @property
+    def file(self) -> str:
+        """The config file that has the run."""
+        return "config/nft.py" if self.run.partition(",")[0].endswith("_nft") else "config/grpo.py"
+
+    def config(self) -> ConfigDict:
+        """The config that was measured."""
+        config = config_files.load(f"{self.file}:{self.run}")
+        config.update_from_flattened_dict(self.settings)
+        return config
+
+
+def rows() -> list[Row]:
+    """All that was measured."""
+    return [Row(**row) for row in json.loads(FILE.read_text())]
+
+
+def closest(config: ConfigDict) -> tuple[Row, list[str]] | None:
+    """The row of a config's model and algorithm, or of its run, from which it differs least, and the settings, in
+    words, in which it does; None where there is no such row, or no config/ as in a checkout."""
+    compared = []
+    for row in rows():
+        if not (config_files.CHECKOUT / row.file).is_file():
+            continue
+        known = row.config()
+        is_like = (known.model, known.algorithm) == (config.model, config.algorithm)
+        if is_like or known.name == config.name:
+            compared.append((row, _differences(config, known, row.gpus)))
+    return min(compared, key=lambda pair: len(pair[1]), default=None)
+
+
+def _differences(config: ConfigDict, known: ConfigDict, gpus: int) -> list[str]:
+    """Settings that cost memory or time and are not those of a measured config, with both values."""
+    own, theirs = table.flat(config), table.flat(known)
+    words = []
+    for key in sorted({*own, *theirs}):
+        here, there = own.get(key), theirs.get(key)
+        if key in COST_WHERE_SET and bool(here) == bool(there):
+            continue
+        if here != there and key not in FREE and not key.startswith(FREE_SECTIONS):
+            words.append(f"{key} {here!r} instead of {there!r}")
+    if config.fsdp.mode != "replicate" and config.dry_run != gpus:
+        words.append(f"weights that are sharded over {config.dry_run} GPUs instead of {gpus}")
+    return words

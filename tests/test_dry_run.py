@@ -1,0 +1,119 @@
+"""--dry_run: what is measured of a run, how large its files become, and which prompts are evaluated how often."""
+
+import json
+
+import pytest
+import torch
+from ml_collections import ConfigDict
+from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
+
+from flow_grpo.data import embedding_cache
+from flow_grpo.data.prompts import Split
+from flow_grpo.run import dry_run, measured
+from flow_grpo.settings import config_files, table
+
+
+def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train("shapes_qwenimage_pr", tmp_path / "runs", dry_run=2, lora__rank=32)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "an epoch on 2 GPUs" in said
+    assert "0.5898 million are trained" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def closest(run, /, **changes):
+    """The measured run that is closest to one of config/ on four GPUs, and the settings in which they differ."""
+    config = config_files.load(f"{ROOT}/config/{run}")
+    config.dry_run = 4
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    row, differences = measured.closest(config)
+    return row.run, [words.split()[0] for words in differences]
+
+
+def test_each_measured_row_is_the_closest_of_its_own_config():
+    for row in measured.rows():
+        config = row.config()
+        config.dry_run = row.gpus
+        assert measured.closest(config) == (row, [])
+
+
+def test_measured_figures_hold_whatever_is_changed_that_costs_nothing():
+    changes = dict(seed=1, name="mine", num_epochs=7, dataset="data/mine", train__learning_rate=1e-3, lora__alpha=7)
+    changes |= dict(eval__num_steps=9, health__action="stop", cache_dir="elsewhere", reward_fn__pickscore=0.5)
+    assert closest("grpo.py:pickscore_qwenimage", **changes) == ("pickscore_qwenimage", [])
+
+
+COSTLY = {"height": 1024, "lora.rank": 512, "sample.num_steps": 40, "sample.scouts_per_image": 4, "compile": False}
+COSTLY |= {"train.inner_epochs": 4, "fsdp.activation_checkpointing": 0.0, "sample.batch_size": 4, "cache_dir": ""}
+COSTLY |= {"train.beta": 0.1, "model": "mine"}
+
+
+@pytest.mark.parametrize("key", COSTLY)
+def test_measured_figures_do_not_hold_where_a_setting_that_costs_is_changed(key):
+    assert closest("grpo.py:pickscore_qwenimage", **{key: COSTLY[key]}) == ("pickscore_qwenimage", [key])
+
+
+def test_sharded_weights_were_measured_on_one_number_of_gpus():
+    changes = dict(lora__rank=0, fsdp__mode="shard", compile=False, sample__batch_size=8)
+    assert closest("grpo.py:pickscore_qwenimage", **changes)[1] == []
+    assert closest("grpo.py:pickscore_qwenimage", **changes, dry_run=8)[1] == ["weights"]
+
+
+def test_a_run_that_differs_from_what_was_measured_is_told_no_figures():
+    config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage")
+    config.dry_run = 8
+    batches = plan(config, 8)
+    assert "58.6 GiB" in dry_run.gpu(config, batches)
+    assert "80 GB" in dry_run.gpu(config, batches)
+    config.width = 1024
+    said = dry_run.gpu(config, batches)
+    assert "width 1024 instead of 512" in said
+    assert "GiB" not in said
+    config.model, config.name = "another", "mine"
+    assert "was not measured" in dry_run.gpu(config, batches)
+
+
+def test_a_setting_that_costs_nothing_is_a_setting():
+    assert {*measured.FREE, *measured.COST_WHERE_SET} <= {*table.BY_KEY}
+
+
+def test_prompts_that_are_trained_on_and_evaluated_are_named():
+    train_prompts, others = as_prompts(["a", "b", "c"]), as_prompts(["d"])
+    splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
+    assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
+    assert dry_run.overlap(train_prompts, splits[:1]) == ""
+
+
+def test_test_prompts_are_counted_when_they_are_drawn():
+    config = config_of("shapes_qwenimage", eval_freq=5)
+    splits = [Split("validation", as_prompts(["a"])), Split("test", as_prompts(["b", "c"]))]
+    choosing, tests = dry_run.evaluations(config, splits)
+    assert "every 5 epochs: 1 validation" in choosing
+    assert "at the end: 2 test" in tests
+    config.eval.test_freq = 20
+    assert "every 20 epochs: 2 test" in dry_run.evaluations(config, splits)[1]
+    assert len(dry_run.evaluations(config, splits[1:])) == 1
+
+
+@pytest.mark.parametrize(("kind", "num_extra"), [("window", 0), ("nft", 1), ("online dpo", 0)])
+def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
+    folder = recorded(kind).folder
+    config = ConfigDict(json.loads((folder / "config.json").read_text()))
+    tensors = stored(folder, 1)
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/step")}
+    trained = sum(size for name, size in sizes.items() if name.startswith("model/"))
+    checkpoint, _ = dry_run.stored_bytes(config, trained, num_extra)
+    assert checkpoint == sum(sizes.values()) + trained  # the LoRA beside them
+
+
+def test_the_cache_is_at_most_as_large_as_a_dry_run_says(tmp_path):
+    config = config_of("edits_qwenimage_edit", sample__guidance_scale=2.0)
+    model, prompts = loaded("qwenimage_edit"), as_prompts(["a", "b", "c"], "qwenimage_edit")
+    cache = embedding_cache.Cache(str(tmp_path), {}, config.text_tokens, torch.device("cpu"))
+    cache.fill(prompts, lambda prompt: model.encode([prompt], width=config.text_tokens, guided=True))
+    written = [path.stat().st_size for path in tmp_path.rglob("*.safetensors")]
+    bound = dry_run.cached_bytes(config, type(model), prompts, guided=True)
+    assert len(written) == 6
+    assert 0.5 * bound < sum(written) <= bound
