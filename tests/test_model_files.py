@@ -1,12 +1,16 @@
 """Models as they lie on people's disks: what is said of each before any weight is loaded."""
 
+import json
 import os
 import shutil
+from functools import partial
 
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from refused import assert_refused
 from small import ROOT, as_prompts
 
-from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.weights import model_files
 
 TINY = ROOT / registry.tiny_folder("qwenimage")
@@ -40,6 +44,19 @@ def put(name, content=POINTER):
     return change
 
 
+def scheduler(kind="FlowMatchEulerDiscreteScheduler", **settings):
+    """A change of a model: its scheduler's class, and settings beside those that it has."""
+
+    def change(folder):
+        for name, changed in (
+            ("scheduler/scheduler_config.json", dict(settings, _class_name=kind)),
+            ("model_index.json", dict(scheduler=["diffusers", kind])),
+        ):
+            put(name, json.dumps(json.loads((TINY / name).read_text()) | changed))(folder)
+
+    return change
+
+
 REFUSED = [  # a name, the change, and words of the sentence
     ("a pointer in place of the transformer", put(WEIGHTS), WEIGHTS, "git lfs pull"),
     ("a pointer in place of the tokenizer", put("tokenizer/tokenizer.json"), "tokenizer.json", "git lfs pull"),
@@ -48,6 +65,13 @@ REFUSED = [  # a name, the change, and words of the sentence
     ("broken settings of the VAE", put("vae/config.json", "{"), "vae/config.json", "JSON"),
     ("no VAE", lambda folder: shutil.rmtree(folder / "vae"), "vae", "model_index.json"),
     ("a variant", lambda folder: (folder / VAE).rename(folder / VAE.replace(".s", ".fp16.s")), "variant", "rename"),
+    ("Heun steps", scheduler("FlowMatchHeunDiscreteScheduler"), "FlowMatchHeun", "FlowMatchEulerDiscreteScheduler"),
+    ("UniPC steps", scheduler("UniPCMultistepScheduler", prediction_type="flow_prediction"), "UniPCMultistepScheduler"),
+    ("stochastic steps", scheduler(stochastic_sampling=True), "stochastic_sampling"),
+    ("sigmas turned round", scheduler(invert_sigmas=True), "invert_sigmas"),
+    ("other timesteps", scheduler(num_train_timesteps=500), "num_train_timesteps is 500"),
+    ("another class's shift", scheduler(flow_shift=5.0), "flow_shift = 5.0", "use_dynamic_shifting"),
+    ("an end of sigmas that are not spaced by ends", scheduler(sigma_min=0.1), "sigma_min = 0.1"),
 ]
 
 
@@ -58,3 +82,18 @@ def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is
         change(folder := copy_of(tmp_path / name))
         rows.append((name, lambda folder=folder: look(folder), words))
     assert_refused(rows)
+
+
+def test_a_schedulers_settings_that_say_what_eulers_steps_do_are_taken(tmp_path):
+    flow = dict(use_flow_sigmas=True, final_sigmas_type="zero", flow_shift=None)
+    karras = dict(use_karras_sigmas=True, sigma_min=0.1)
+    for name, settings in (("flow", flow), ("karras", karras)):
+        folder = copy_of(tmp_path / name)
+        scheduler(**settings)(folder)
+        look(folder)
+
+
+def test_a_pipelines_scheduler_is_checked_when_its_timesteps_are_set():
+    sampler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    set_timesteps = partial(loading.schedule, sampler, 4, 64, torch.device("cpu"), sigmas=True)
+    assert_refused([("stochastic steps", set_timesteps, ["this model", "stochastic_sampling"])])

@@ -2,16 +2,18 @@
 
 import copy
 import gc
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import RunFailed, UserError
@@ -22,6 +24,8 @@ if not sys.stderr.isatty():  # bars are lines of a log there
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
+EULER = FlowMatchEulerDiscreteScheduler.__name__
+NUM_TIMESTEPS = 1000  # timestep = 1000 * sigma
 
 
 def pipeline_name(folder: str) -> str:
@@ -78,10 +82,60 @@ def foreign(folder: str, what: str) -> Iterator[None]:
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
     folder = shipped.find(folder)
-    parts = [name for name, value in pipeline_class.load_config(folder).items() if is_part(value)]
+    parts = {name: value for name, value in pipeline_class.load_config(folder).items() if is_part(value)}
     heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
+    model = f"config.model {quoted(folder)}"
+    _, scheduler_class = parts["scheduler"]
+    _check_steps_of(scheduler_class, model)  # by name first: another class may not even take its settings
     with foreign(folder, "tokenizers and scheduler"):
-        return pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+        pipeline = pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+    check_scheduler(pipeline.scheduler, model)
+    return pipeline
+
+
+def check_scheduler(scheduler, model: str = "this model") -> None:
+    """Raises UserError for a scheduler other than the Euler scheduler of flow matching, whose steps and sigmas are what
+    training computes with, and for settings of it that training does not follow. `model` begins the sentence."""
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        _check_steps_of(type(scheduler).__name__, model)
+    config = scheduler.config
+    for setting in ("stochastic_sampling", "invert_sigmas"):
+        if config[setting]:
+            raise UserError(f"{model}: its scheduler's {setting} is true, which training does not support; set false")
+    if config.num_train_timesteps != NUM_TIMESTEPS:
+        raise UserError(
+            f"{model}: its scheduler's num_train_timesteps is {config.num_train_timesteps}; training takes "
+            f"{NUM_TIMESTEPS} alone"
+        )
+    if ignored := _ignored_settings(config):
+        values = ", ".join(f"{name} = {quoted(value)}" for name, value in ignored.items())
+        raise UserError(
+            f"{model}: {EULER} ignores {values} of scheduler/scheduler_config.json; say by its own settings (shift, "
+            "use_dynamic_shifting, base_shift, max_shift) what is meant, and remove the others"
+        )
+
+
+def _check_steps_of(scheduler_class: str | None, model: str) -> None:
+    if scheduler_class != EULER:
+        raise UserError(
+            f"{model} has the scheduler {scheduler_class}; training takes the steps of {EULER} alone: name it in "
+            "model_index.json and scheduler/scheduler_config.json, with the model's shift"
+        )
+
+
+def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a scheduler's config that would move its sigmas in another class, and do nothing in Euler's."""
+    read = set(inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters)
+    if config["use_karras_sigmas"] or config["use_exponential_sigmas"] or config["use_beta_sigmas"]:
+        read |= {"sigma_min", "sigma_max"}  # ends of these spacings
+    harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}  # as Euler's are
+    ignored = {}
+    for name, value in config.items():
+        is_of_sigmas = "shift" in name or "sigma" in name
+        is_unset = value is None or value is False
+        if is_of_sigmas and name not in read and not is_unset and harmless.get(name) != value:
+            ignored[name] = value
+    return ignored
 
 
 def is_part(value) -> bool:
@@ -144,6 +198,7 @@ def schedule(
         sigmas: what the scheduler shifts; True = 1, ..., 1 / num_steps, False = sigmas of its own.
         shift: of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it.
     """
+    check_scheduler(scheduler)
     scheduler = copy.deepcopy(scheduler)
     config = scheduler.config
     if config.use_dynamic_shifting and shift is None:
