@@ -8,12 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from ml_collections import ConfigDict
 from refused import refusal
 from train_qwenimage import window_at
 
 from config import grpo, nft
-from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches
+from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import epoch_batches, epoch_prompts, load_prompts
 
@@ -47,7 +50,9 @@ def assert_planned_or_explained(name, world_size):
         assert json.loads(named.replace("none", "[]")) == works, cell
         (counts,) = re.findall(rf"numbers of GPUs that do with {batch_size}: (.+)", message)
         counts = [] if counts == "none" else json.loads(counts)
-        assert counts == [count for count in range(1, images + 1) if images % (batch_size * count) == 0], cell
+        sample.batch_size = batch_size
+        divisors = [count for count in range(1, images + 1) if images % count == 0]
+        assert counts == [count for count in divisors if not refusal(plan_batches, config, count)], cell
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell
@@ -93,6 +98,62 @@ def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
     config.sample.batch_size, config.train.updates_per_epoch = 2, 4
     with pytest.raises(ValueError, match=r"= 2 rows where .* cut off .* 4; those that do: \[1, 2\]"):
         plan_batches(config, 8)
+
+
+ADVICE = {  # a setting, and the words before the numbers that it may be
+    "sample.batch_size": r"batch sizes that do: \[([\d, ]+)\]",
+    "train.updates_per_epoch": r"; those that do: \[([\d, ]+)\]",
+    "sample.num_prompts_per_epoch": r"; (\d+) do$",
+    "world_size": r"numbers of GPUs that do with \d+: \[([\d, ]+)\]",
+}
+
+
+def advised(message):
+    """Each single change that a message advises, as (setting, value)."""
+    for setting, pattern in ADVICE.items():
+        for numbers in re.findall(pattern, message):
+            for number in numbers.split(", "):
+                yield setting, int(number)
+
+
+def planned(values):
+    """A config of these values, as plan_batches and plan_pairs read it."""
+    config = plain(CONFIGS["shapes_qwenimage"])
+    config.preferences = SimpleNamespace(path="")
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(config, section) if section else config, name, value)
+    return config
+
+
+PLANS = st.fixed_dictionaries(
+    {
+        "sample.num_prompts_per_epoch": st.integers(1, 48),
+        "sample.num_images_per_prompt": st.integers(1, 12),
+        "sample.batch_size": st.integers(1, 24),
+        "sample.sde_window_size": st.integers(0, 3),
+        "sample.sde_window_interval": st.integers(0, 1),
+        "train.updates_per_epoch": st.integers(1, 8),
+        "train.forward_objective": st.sampled_from(["nft", "dgpo"]),
+        "world_size": st.integers(1, 12),
+    }
+)
+
+
+def holds_whole_groups(values):
+    """Whether a batch does, where the loss asks for it."""
+    asked = values["train.forward_objective"] == "dgpo"
+    return not asked or values["sample.batch_size"] % values["sample.num_images_per_prompt"] == 0
+
+
+@hypothesis_settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(PLANS, st.sampled_from([plan_batches, plan_pairs]))
+def test_whatever_a_plan_advises_is_accepted(values, plan_of):
+    assume(holds_whole_groups(values))  # else the loss refuses it first
+    for setting, value in advised(refusal(plan_of, planned(values), values["world_size"])):
+        changed = values | {setting: value}
+        assert refusal(plan_of, planned(changed), changed["world_size"]) == "", (setting, value)
+        assert holds_whole_groups(changed), (setting, value)
 
 
 def places(interval, updates, first_last=(0, 8), epoch=0, block=0, **how):

@@ -7,6 +7,8 @@ from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import gpus
 
+MAX_BATCH_SIZE = 4096  # rows of a forward
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -33,42 +35,80 @@ def num_trained_steps(config) -> int:
 
 def plan_batches(config, world_size: int) -> BatchPlan:
     """Divide the experiment over the GPUs. Raises UserError, with numbers that would do, where it does not divide."""
-    sample, updates, steps = config.sample, config.train.updates_per_epoch, num_trained_steps(config)
+    sample, steps = config.sample, num_trained_steps(config)
     if steps < 1:
         share = config.train.timestep_fraction
         raise UserError(f"timestep_fraction {share} leaves no denoising step to train of num_steps {sample.num_steps}")
-    moves = sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
     whole_groups = FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups
     together = sample.num_images_per_prompt if whole_groups else 1
-    fewest = 1 if moves else steps  # of a window that moves on, once it is cut off at the end of its range
-    images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
-    if images % (sample.batch_size * world_size):
-        sizes = _divisors(images // world_size) if images % world_size == 0 else []
-        sizes = [size for size in sizes if size * fewest // together % updates == 0]
-        counts = _divisors(images // sample.batch_size) if images % sample.batch_size == 0 else []
-        raise UserError(
-            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
-            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
-            f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {sizes or 'none'}; numbers "
-            f"of GPUs that do with {sample.batch_size}: {counts or 'none'}"
-        )
-    if (rows := sample.batch_size * fewest) // together % updates:
-        what = f" of whole groups of {together}" if whole_groups else " where the window is cut off" if moves else ""
-        raise UserError(
-            f"a batch of {sample.batch_size} images x {fewest} trained steps = {rows} rows{what} (batch_size, "
-            f"num_steps, sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those "
-            f"that do: {_divisors(rows // together)}"
-        )
+    _check_images(config, world_size, together)
+    _check_updates(config, together)
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
         group_size=sample.num_images_per_prompt,
         batch_size=sample.batch_size,
-        batches_per_epoch=images // (sample.batch_size * world_size),
+        batches_per_epoch=_num_images(config) // (sample.batch_size * world_size),
         num_trained_steps=steps,
         num_branches=sample.num_branches,
-        updates_per_epoch=updates,
+        updates_per_epoch=config.train.updates_per_epoch,
         images_together=together,
     )
+
+
+def _check_images(config, world_size: int, together: int) -> None:
+    """Raises UserError, with what would do, unless an epoch's images divide over the GPUs and their batches."""
+    sample, images = config.sample, _num_images(config)
+    if images % (sample.batch_size * world_size) == 0:
+        return
+    sizes = _divisors(images // world_size) if images % world_size == 0 else []
+    sizes = [size for size in sizes if size <= MAX_BATCH_SIZE and _splits(config, size, together)]
+    is_batch = images % sample.batch_size == 0 and _splits(config, sample.batch_size, together)
+    counts = _divisors(images // sample.batch_size) if is_batch else []
+    raise UserError(
+        f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
+        f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
+        f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {sizes or 'none'}; numbers "
+        f"of GPUs that do with {sample.batch_size}: {counts or 'none'}"
+    )
+
+
+def _check_updates(config, together: int) -> None:
+    """Raises UserError, with what would do, unless a batch's rows divide into the updates."""
+    size, steps, updates = config.sample.batch_size, _fewest_steps(config), config.train.updates_per_epoch
+    if _splits(config, size, together):
+        return
+    rows = size * steps
+    what = ""
+    if together > 1:
+        what = f" of whole groups of {together}"
+    elif _moves(config):
+        what = " where the window is cut off"
+    raise UserError(
+        f"a batch of {size} images x {steps} trained steps = {rows} rows{what} (batch_size, num_steps, "
+        f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
+        f"{_divisors(rows // together)}"
+    )
+
+
+def _splits(config, batch_size: int, together: int) -> bool:
+    """Whether each update gets as many rows of a batch, `together` neighbours at a time."""
+    rows = batch_size // together * _fewest_steps(config)
+    return batch_size % together == 0 and rows % config.train.updates_per_epoch == 0
+
+
+def _num_images(config) -> int:
+    return config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
+
+
+def _moves(config) -> bool:
+    """Whether the window moves on, and is cut off at the end of its range."""
+    sample = config.sample
+    return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
+
+
+def _fewest_steps(config) -> int:
+    """Trained steps of an image in an epoch that has the fewest."""
+    return 1 if _moves(config) else num_trained_steps(config)
 
 
 def plan_pairs(config, world_size: int) -> BatchPlan:

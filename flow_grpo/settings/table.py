@@ -10,6 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms.batch_plan import MAX_BATCH_SIZE
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, Setting
 
@@ -136,7 +137,7 @@ SETTINGS = (
     Setting("sample.num_prompts_per_epoch", 16, "Prompts per epoch, on all GPUs together.", min=1, max=10**6),
     Setting("sample.num_images_per_prompt", 8, "Group size; in train_*_pr.py, trunks per prompt.", min=1, max=10**4),
     Setting("sample.batch_size", 16, "Rows per forward and GPU wherever a log-prob is computed: rollout and update.",
-            unit="rows", min=1, max=4096),
+            unit="rows", min=1, max=MAX_BATCH_SIZE),
     Setting("sample.global_std", False, "Divide advantages by the std of the whole epoch instead of the group's.",
             used_by=ONLINE, read_in="advantages"),
     Setting("sample.baseline", "group",
