@@ -1,5 +1,6 @@
 """Preference pairs: what is stored is what is read, what is wrong is named, and preparing them can be killed."""
 
+import base64
 import copy
 import fcntl
 import io
@@ -21,7 +22,6 @@ from small import MODELS, as_prompts, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
 from flow_grpo.diffusers_patch import registry
@@ -422,47 +422,133 @@ def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(i
         assert_refused(rows)
 
 
-PICTURE = io.BytesIO()
-Image.new("RGB", (8, 8), "red").save(PICTURE, "PNG")
+RED, BLUE = (picture(number, 8, 8) for number in (0, 1))
+PAIR = dict(caption="a cat", jpg_0=RED, jpg_1=BLUE, label_0=1.0, label_1=0.0)
+LINE = dict(prompt="a cat", winner="red.png", loser="blue.png")
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
-def write_pick_a_pic(folder, image, label="1"):
-    """A file of one pair, as `datasets` saves it."""
-    row = {"caption": "a cat", "jpg_0": image, "jpg_1": image, "label_0": label, "label_1": "0"}
-    pq.write_table(pa.Table.from_pylist([row]), folder / "pairs.parquet")
+def rows_with(count=2, **columns):
+    """Writes a file of Pick-a-Pic's columns, of which some hold something else."""
+    return lambda folder: pq.write_table(pa.Table.from_pylist([PAIR | columns] * count), folder / "a.parquet")
 
 
-def test_pick_a_pic_that_datasets_has_saved_is_read(tmp_path):
-    write_pick_a_pic(tmp_path, {"bytes": PICTURE.getvalue(), "path": None})
-    (row,) = image_pairs.open_rows(str(tmp_path))[0:1]
-    assert (row["winner_score"], row["loser_score"]) == (1.0, 0.0)
-    assert image_pairs.load_image(row["winner"], SIZE).shape == (3, 64, 64)
+def rows_of(**columns):
+    """Writes a file of one row."""
+    return lambda folder: pq.write_table(pa.Table.from_pylist([columns]), folder / "a.parquet")
 
 
-@pytest.mark.parametrize("image", [None, b"", {"bytes": None, "path": "a.jpg"}, {"bytes": b""}, {}])
-def test_image_without_bytes_is_unreadable(image):
-    with pytest.raises(image_pairs.Dropped, match="unreadable image"):
-        image_pairs.load_image(image, SIZE)
+def stored(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def test_text_label_that_is_no_number_is_no_preference(tmp_path):
-    write_pick_a_pic(tmp_path, PICTURE.getvalue(), "tie")
-    (row,) = image_pairs.open_rows(str(tmp_path))[0:1]
-    with pytest.raises(image_pairs.Dropped, match="no preference"):
-        image_pairs.load_pair(row, SIZE)
+def lines_with(**changed):
+    return stored("pairs.jsonl", (json.dumps(LINE | changed) + "\n").encode() * 2)
 
 
-def test_image_column_of_another_type_is_refused_as_it_is_opened(tmp_path):
-    write_pick_a_pic(tmp_path, [1, 2])
-    with pytest.raises(UserError, match=r"'jpg_0' holds list.*not images as bytes"):
-        image_pairs.open_rows(str(tmp_path))
+def without_rows(folder):
+    pq.write_table(pa.Table.from_pylist([PAIR]).slice(0, 0), folder / "a.parquet")
 
 
-def test_damaged_page_of_pick_a_pic_is_named(tmp_path):
-    write_pick_a_pic(tmp_path, PICTURE.getvalue())
-    path = tmp_path / "pairs.parquet"
-    data = bytearray(path.read_bytes())
+def cut_at_its_end(folder):
+    rows_with()(folder)
+    flaw = folder / "a.parquet"
+    flaw.write_bytes(flaw.read_bytes()[:-20])
+
+
+def with_damaged_page(folder):
+    rows_with()(folder)
+    flaw = folder / "a.parquet"
+    data = bytearray(flaw.read_bytes())
     data[4:60] = bytes(56)
-    path.write_bytes(data)
-    with pytest.raises(UserError, match=r"pairs\.parquet is damaged"):
-        image_pairs.open_rows(str(tmp_path))[0:1]
+    flaw.write_bytes(data)
+
+
+def in_a_folder_below(folder):
+    (folder / "data").mkdir()
+    rows_with()(folder / "data")
+
+
+FOREIGN = {  # what writes a source that is none, and words of the sentence
+    "nothing": (lambda folder: None, "neither pairs.jsonl nor *.parquet"),
+    "webdataset": (stored("00000.tar", b"x"), "'00000.tar'", "neither"),
+    "save_to_disk": (stored("data.arrow", b"x"), "'data.arrow'", "neither"),
+    "clone of a hub": (in_a_folder_below, "folder data has *.parquet"),
+    "pointer": (stored("a.parquet", POINTER), "a.parquet", "git lfs pull"),
+    "empty": (stored("a.parquet", b""), "a.parquet is empty"),
+    "cut": (cut_at_its_end, "a.parquet", "no parquet file"),
+    "damaged page": (with_damaged_page, "a.parquet is damaged"),
+    "no rows": (without_rows, "no row"),
+    "columns of TRL": (rows_of(prompt="a", chosen=RED, rejected=BLUE), "no column caption", "'chosen'", "rename"),
+    "columns of HPD": (rows_of(prompt="a", image_path=["a", "b"], human_preference=[1, 0]), "'human_preference'"),
+    "base64": (rows_with(jpg_0=base64.b64encode(RED).decode()), "row 0, 'jpg_0'", "does not exist"),
+    "base64 as bytes": (rows_with(jpg_0=base64.b64encode(RED)), "row 0, 'jpg_0'", "no picture of a format"),
+    "arrays": (rows_with(jpg_1=[1, 2]), "'jpg_1' holds list", "not images as bytes"),
+    "cut images": (rows_with(jpg_1=RED[:150]), "row 0, 'jpg_1'", "cannot be read"),
+    "no images": (rows_with(jpg_1=None), "row 0, 'jpg_1'", "there is no image"),
+    "no captions": (rows_with(caption=" "), "row 0, 'caption'", "empty"),
+    "lists of captions": (rows_with(caption=["a"]), "'caption' holds list", "not text"),
+    "labels of text": (rows_with(label_0="left", label_1="right"), "a.parquet", "'left' and 'right'"),
+    "labels alike": (rows_with(label_0=0.5, label_1=0.5), "'label_0' and 'label_1'", "0.5 and 0.5"),
+    "labels that are none": (rows_with(label_0=float("nan")), "nan and 0.0"),
+    "lines of a pointer": (stored("pairs.jsonl", POINTER), "pairs.jsonl", "git lfs pull"),
+    "lines of TRL": (stored("pairs.jsonl", b'{"prompt": "a", "chosen": "a.png"}'), "line 1", '"winner"'),
+    "lines without images": (lines_with(winner="gone.png"), "line 1, 'winner'", "gone.png' does not exist"),
+    "lines without prompts": (lines_with(prompt=None), "line 1", '"prompt"'),
+    "lines of worse winners": (lines_with(winner_score=1, loser_score=2), "pairs.jsonl", "1 and 2"),
+}
+
+
+def test_foreign_source_is_refused_by_its_file_and_column_or_line(tmp_path):
+    rows = []
+    for name, (write_source, *words) in FOREIGN.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "blue.png").write_bytes(BLUE)
+        (folder / "red.png").write_bytes(RED)
+        write_source(folder)
+        rows.append((name, lambda source=str(folder): image_pairs.open_rows(source), [folder, *words]))
+    (tmp_path / "pairs.csv").write_text("caption,jpg_0\n")
+    rows.append(("file", lambda: image_pairs.open_rows(str(tmp_path / "pairs.csv")), ["pairs.csv", "is no folder"]))
+    assert_refused(rows)
+
+
+def dictionary_encoded(folder):
+    table = pa.Table.from_pylist([PAIR])
+    pq.write_table(table.set_column(0, "caption", table["caption"].dictionary_encode()), folder / "a.parquet")
+
+
+READ = {  # what writes a source whose first image wins
+    "bytes of datasets": rows_with(jpg_0={"bytes": RED, "path": None}, jpg_1={"bytes": BLUE, "path": "gone.png"}),
+    "paths of datasets": rows_with(jpg_0={"bytes": None, "path": "red.png"}, jpg_1={"bytes": b"", "path": "blue.png"}),
+    "paths": rows_with(jpg_0="red.png", jpg_1="blue.png"),
+    "labels of text": rows_with(label_0="1", label_1="0"),
+    "labels of logic": rows_with(label_0=True, label_1=False),
+    "dictionary": dictionary_encoded,
+    "lines": lines_with(winner_score=2, loser_score=1),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_source_of_every_form_has_the_same_images(name, tmp_path):
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    (tmp_path / "red.png").write_bytes(RED)
+    READ[name](tmp_path)
+    pair = image_pairs.load_pair(image_pairs.open_rows(str(tmp_path))[0:1][0], SIZE)
+    expected = [image_pairs.load_image(image, SIZE) for image in (RED, BLUE)]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(pair, expected))
+
+
+def test_few_unreadable_images_and_text_labels_are_dropped_one_by_one(tmp_path):
+    table = pa.Table.from_pylist([PAIR | dict(label_0=label) for label in ("1", "tie", "1")])
+    images = pa.array([None, RED, RED], pa.binary())
+    pq.write_table(table.set_column(1, "jpg_0", images), tmp_path / "a.parquet")
+    rows = image_pairs.open_rows(str(tmp_path))
+    reasons = []
+    for row in rows[0:3]:
+        try:
+            image_pairs.load_pair(row, SIZE)
+            reasons.append("")
+        except image_pairs.Dropped as why:
+            reasons.append(str(why))
+    assert reasons == ["unreadable image", "no preference", ""]

@@ -196,6 +196,8 @@ class PairFiles:
 
 def open_parquet(path: Path) -> pq.ParquetFile:
     """Raises UserError for what is none."""
+    if problem := folders.problem_of(path):
+        raise UserError(f"{path} {problem}")
     try:
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
     except (OSError, pa.ArrowException) as error:
