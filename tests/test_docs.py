@@ -355,6 +355,13 @@ def test_the_tests_that_it_names_are_there():
         assert re.search(rf"def test_\w*{word}", text), (files, word)
 
 
+def test_the_changelog_has_every_bullet_once():
+    """A merge that keeps both sides can keep the whole of each."""
+    bullets = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
+    assert len(bullets) > 100
+    assert sorted(set(bullets)) == sorted(bullets)
+
+
 def test_every_link_leads_to_a_file():
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
