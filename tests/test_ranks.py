@@ -42,7 +42,7 @@ def assert_same(folder, other, tolerance=1e-3):
     of two errors near 1, and in float32 that is known to some 1e-6."""
     for kind, keys in {
         "update": SAME,
-        "epoch": ("reward/avg", "reward/group_std"),
+        "epoch": ("reward/avg", "reward/group_std", "reward/last_step_group_std"),
         "eval": ("eval/avg",),
         "validation": HELD_OUT,
     }.items():

@@ -21,6 +21,7 @@ from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
+from flow_grpo.run import rewards as run_rewards
 from flow_grpo.run import sampling
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
@@ -175,6 +176,21 @@ def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(sh
     assert not any("shapes" in key for key in epoch)
     assert {"eval/shapes", "eval/shapes_accuracy"} <= set(evaluation)
     assert evaluation["eval/avg"] == pytest.approx(2 * evaluation["eval/jpeg_compressibility"])
+
+
+def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
+    """Two trunks, three steps, two branches: first steps differ by 2 and by 4, one of the last two is flat."""
+    scores = torch.tensor([[[1.0, 3.0], [0.0, 9.0], [5.0, 5.0]], [[0.0, 4.0], [0.0, 9.0], [1.0, 2.0]]])
+    groups = torch.arange(6).view(2, 3, 1).expand(scores.shape)
+    figures = run_rewards.step_figures(run_rewards.Rewards({"avg": scores.flatten()}, groups.flatten(), scores.shape))
+    assert figures == {
+        "reward/first_step_group_std": 1.5,
+        "reward/first_step_zero_std_share": 0.0,
+        "reward/last_step_group_std": 0.25,
+        "reward/last_step_zero_std_share": 0.5,
+    }
+    of_images = run_rewards.Rewards({"avg": torch.zeros(4)}, torch.arange(4), torch.Size([4]))
+    assert run_rewards.step_figures(of_images) == {}
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])

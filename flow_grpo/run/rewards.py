@@ -130,11 +130,29 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
             f"reward/{prefix}group_std": stats.std.mean().item(),
             f"reward/{prefix}zero_std_share": (stats.std == 0).float().mean().item(),
         }
+    run.epoch_metrics |= step_figures(rewards)
     run.epoch_metrics["images"] = run.board.latest.get("images", 0) + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
+
+
+def step_figures(rewards: Rewards) -> dict[str, float]:
+    """Spread of branches within their groups at the first and at the last trained step: late branches, which share most
+    of their denoising, score alike first. Empty where an image has one outcome."""
+    if len(rewards.shape) == 1:
+        return {}
+    values = rewards.scores["avg"].view(-1, *rewards.shape[1:])
+    groups = rewards.groups.view(values.shape)
+    figures = {}
+    for name, step in (("first", 0), ("last", -1)):
+        valid = values[:, step].isfinite()
+        if valid.any():
+            std = group_stats(values[:, step][valid], groups[:, step][valid]).std
+            figures[f"reward/{name}_step_group_std"] = std.mean().item()
+            figures[f"reward/{name}_step_zero_std_share"] = (std == 0).float().mean().item()
+    return figures
 
 
 @declared.ours("advantages")
