@@ -334,13 +334,17 @@ WEIGHTS = [
 ]
 METADATA = [
     ("geneval", {}, "geneval", '"include"'),
-    ("geneval", {"include": [{"class": "dog"}]}, '"class" and "count"'),
+    ("geneval", {"include": [{"class": "dog"}], "tag": "a"}, '"class" and "count"'),
+    ("geneval", {"include": [{"class": "dog", "count": 0}], "tag": "a"}, '"count"', "from 1"),
+    ("geneval", {"include": [{"class": "dog", "count": "2"}], "tag": "a"}, '"count"', "from 1"),
+    ("geneval", {"include": [{"class": "dog", "count": 1}]}, '"tag"', '"counting"'),
+    ("geneval", {"include": [{"class": "dog", "count": 1}], "tag": None}, '"tag"'),
 ]
 
 
 def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
     rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
-    good, check = {"include": [{"class": "dog", "count": 1}]}, rewards.check_prompts
+    good, check = {"tag": "counting", "include": [{"class": "dog", "count": 1}]}, rewards.check_prompts
     rows = [(f"{w} {e}", lambda w=w, e=e: rewards.check_rewards(w, e), words) for w, e, *words in WEIGHTS]
     unknown = lambda: rewards.check_options("pickscore", {"models": "a"})  # noqa: E731
     wrong = lambda: rewards.load("aesthetic", "cpu", {"predictor": 5})  # noqa: E731

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from test_scoring import listening, settings
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
 from flow_grpo.run import rewards as run_rewards
@@ -108,9 +110,20 @@ def test_what_is_waited_for_is_said(monkeypatch):
     assert "reward 'own' (thread): 3 requests wait, none was answered for 0 s; first prompt: 'prompt 0'" in lines[0]
 
 
+def set_dtype(images):
+    torch.set_default_dtype(torch.float64)
+    return images.mean((1, 2, 3))
+
+
 WRONG = {
     "no score": (lambda images: {"other": images.mean((1, 2, 3))}, "a dict without 'score', but with 'other'"),
-    "nothing": (lambda images: None, "NoneType"),
+    "nothing": (lambda images: None, "returned None for 2 images"),
+    "Flow-GRPO's": (lambda images: (images.mean((1, 2, 3)), {}), "a tuple of scores and a dict, .* scores alone"),
+    "None of one": (lambda images: [0.5, None], "is None, which is no number, for 'prompt 1'"),
+    "a text": (lambda images: ["0.5", "85%"], "is '0.5', which is no number"),
+    "complex": (lambda images: images.mean((1, 2, 3)) * 1j, "complex numbers"),
+    "complex ones": (lambda images: [1j, 0.5], "is 1j, which is no number"),
+    "another dtype": (set_dtype, "set torch's default dtype to torch.float64"),
     "the end": (lambda images: sys.exit(3), "left by SystemExit: 3"),
     "no number": (lambda images: images.mean((1, 2, 3)) * torch.tensor([1, math.nan]), "is nan for 'prompt 1'"),
     "the run's": (lambda images: dict.fromkeys(("score", "masked_share"), images.mean((1, 2, 3))), "masked_share"),
@@ -121,8 +134,9 @@ WRONG = {
 def test_a_reward_that_is_wrong_is_named(score, says):
     with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
         submit(pool_of(lambda images, *_: score(images)))()
+    assert torch.get_default_dtype() == torch.float32
     masked = submit(pool := pool_of(lambda images, *_: score(images), max_masked_share=0.05))()
-    assert masked["own"].isnan().all()
+    assert masked["own"].isnan().sum() >= 3, "a list's other entries are scores"
     with pytest.raises(RewardFailed, match=r"reward 'own' \(thread\) failed for 100.0% of 6 images; .* 0.05; last: "):
         pool.masked_shares(masked)
 
@@ -166,6 +180,78 @@ def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, write):
     write(FILES[kind])
     with pytest.raises(UserError, match="reward 'misused'"):
         rewards.load("misused", CPU)
+
+
+@pytest.mark.parametrize("output", [([0.5], {}), [None], [1j], None, ["85%"]])
+def test_what_is_no_score_is_refused_when_a_grey_image_is_tried(output):
+    with pytest.raises(UserError, match=r"reward 'own' .*; tried on a grey image"):
+        pool_of(lambda *_: output).try_rewards(Size(16, 16), *as_prompts(["prompt 0"]))
+
+
+RANGES = {  # what a file has for RANGE, and what that means; None = it is refused
+    "None": (-math.inf, math.inf),
+    "(0, 1)": (0, 1),
+    "[-math.inf, 0.0]": (-math.inf, 0),
+    "(1, 0)": None,
+    "(0,)": None,
+    "5": None,
+    "'01'": None,
+    "(0, math.nan)": None,
+}
+
+
+@pytest.mark.parametrize("text", RANGES)
+def test_a_range_is_a_pair_in_order_or_none(text, write):
+    write(f"import math\nRANGE = {text}\ndef load(device):\n    return lambda images, *_: images.mean((1, 2, 3))\n")
+    if RANGES[text]:
+        rewards.load("misused", CPU)
+        assert rewards.bounds("misused") == RANGES[text]
+    else:
+        with pytest.raises(UserError, match=r"RANGE of reward 'misused' is .* lowest and the highest"):
+            rewards.load("misused", CPU)
+
+
+def test_an_own_score_beyond_its_range_is_an_error(write):
+    write("RANGE = (0, 1)\ndef load(device):\n    return lambda images, *_: 2 + images.mean((1, 2, 3))\n")
+    with pytest.raises(RewardFailed, match=r"reward 'misused' scores 2\.\d+, but its RANGE is 0 to 1"):
+        submit(Pool(CPU, {"misused": 1.0}, (), settings()))()
+
+
+INTRUSIVE = """
+import os, torch
+os.chdir("/")
+torch.set_grad_enabled(False)
+torch.set_default_dtype(torch.float64)
+def load(device):
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_default_device("meta")
+    def score(images, prompts, metadata):
+        os.chdir("/")
+        return images.mean((1, 2, 3))
+    return score
+def labels(images, metadata):
+    os.chdir("/")
+    raise KeyError("color")
+"""
+
+
+def state():
+    modes = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return Path.cwd(), torch.get_default_dtype(), str(torch.get_default_device()), *modes
+
+
+def test_what_a_reward_changes_of_the_process_is_put_back(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(INTRUSIVE)
+    before = state()
+    pool = Pool(CPU, {"misused": 1.0}, (), settings())
+    assert state() == before
+    assert torch.equal(submit(pool)()["misused"], IMAGES.mean((1, 2, 3)))
+    assert state() == before
+    with pytest.raises(UserError, match="reward 'misused' did not label the images: KeyError: 'color'"):
+        rewards.labels(["misused"], IMAGES, as_prompts(["a"]))
+    assert state() == before
 
 
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):

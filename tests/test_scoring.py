@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import gzip
 import io
 import json
 import os
 import pickle
+import random
+import re
 import signal
 import socket
 import threading
@@ -26,18 +29,18 @@ from small import ENV, as_prompts, config_of, random_images
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.reward_server import requests
 from flow_grpo.reward_server.requests import Limits, Memory
 from flow_grpo.reward_server.server import listen, make_app
+from flow_grpo.rewards import unifiedreward, vlm_judge
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server
-from flow_grpo.rewards.scores import scores_of
+from flow_grpo.rewards.scores import CLIPPED, scores_of
 from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring import settings as scoring_settings
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.scoring.scorers import RewardFailed, joined
 
 CPU = torch.device("cpu")
 JPEG = {"jpeg_compressibility": 1.0}
@@ -114,8 +117,18 @@ BROKEN = {  # kind -> what a server does, and words of the error
     "a list": (says([0.5] * 6), "no JSON with"),
     "too few": (says({"scores": {"score": [0.5]}}), "(1,) for 6 images"),
     "too large": (says({"scores": {"score": [0.5, 0.5, 3.5e38, 0.5, 0.5, 0.5]}}), "is inf for 'prompt 2'"),
-    "out of range": (says({"scores": {"score": [0.5] * 5 + [1.5]}}), "scores 1.5, but its RANGE is 0 to 1"),
-    "strings": (says({"scores": {"score": ["0.5"] * 6}}), "'str'"),
+    "strings": (says({"scores": {"score": ["85%"] * 6}}), "is '85%', which is no number, for 'prompt 0' (6 such"),
+    "null": (says({"scores": {"score": [0.5, None] * 3}}), "is None, which is no number, for 'prompt 1' (3 such"),
+    "N/A": (says({"scores": {"score": [0.5] * 5 + ["N/A"]}}), "is 'N/A', which is no number, for 'prompt 5'"),
+    "lists": (says({"scores": {"score": [[0.5]] * 6}}), "is [0.5], which is no number, for 'prompt 0'"),
+    "by id": (says({"scores": {"score": {"5": 0.5, "0": 0.25}}}), "{'0': 0.25, '5': 0.5} for 6 images"),
+    "one number": (says({"scores": {"score": 0.5}}), "returned 0.5 for 6 images"),
+    "too many": (says({"scores": {"score": [0.5] * 7}}), "(7,) for 6 images"),
+    "no scores": (says({"scores": None}), "returned None for 6 images"),
+    "an error with status 200": (says({"error": "out of memory"}), "out of memory"),
+    "gzip": (says(gzip.compress(b'{"scores": {}}')), "of gzip, which was not asked for"),
+    "deep": (says(b"[" * 200_000), "no JSON with"),
+    "a traceback": (says(b"Traceback" + b" line" * 900 + b" KeyError: 'tag'", 500), "KeyError: 'tag'"),
     "a name in TeX": (says({"scores": {"score": [0.5] * 6, "$\\frac{1$": [0.5] * 6}}), "frac{1$'; a metric has"),
     "40 names": (says({"scores": {f"f{i}": [0.5] * 6 for i in range(39)} | {"score": [0.5] * 6}}), "40 scores"),
 }
@@ -176,7 +189,11 @@ def test_a_pickle_bomb_does_not_go_off(tmp_path):
     for _ in range(30):
         nested = [nested] * 10
     bombs = [Bomb(), {"outputs": [Bomb()]}, nested, np.array([Bomb()], dtype=object)]
-    with http_server(lambda handler, _, number: hostile.send(handler, pickle.dumps(bombs[number - 1]))) as (url, _):
+
+    def answer(handler, body, number):
+        hostile.send(handler, pickle.dumps(bombs[(number - 1) // client.ANSWERS]))
+
+    with http_server(answer) as (url, _):
         scorer = rewards.load("deqa", CPU, dict(url=url, allow_pickle=True, timeout_s=2.0))
         for _ in bombs:
             with pytest.raises(client.ServerError, match="no plain pickle"):
@@ -258,10 +275,144 @@ def test_a_judge_has_its_own_question_and_scale_and_says_a_number():
         assert judged(url, **own) == [pytest.approx(0.35)]
     with pytest.raises(ValueError, match="a judge needs"):
         judged("http://127.0.0.1:1", template="good?")
-    said = {"I cannot tell.": "no number", "Rating: 11": "its RANGE is 0 to 1", None: "no number"}
-    for text, why in said.items():
-        with http_server(says(chat(text))) as (url, _), pytest.raises((client.ServerError, UserError), match=why):
-            judged(url)
+    for text in ("I cannot tell.", None):
+        with http_server(says(chat(text))) as (url, counted):
+            with pytest.raises(client.ServerError, match="no number"):
+                judged(url)
+            assert len(counted) == client.ANSWERS
+
+
+def test_a_judge_that_says_no_number_once_is_asked_again():
+    def answer(handler, body, number):
+        hostile.send(handler, chat("I would rather not." if number == 1 else "Rating: 4"))
+
+    with http_server(answer) as (url, counted):
+        assert judged(url) == [pytest.approx(0.4)]
+        assert len(counted) == 2
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
+def test_a_judge_is_found_by_its_url_with_or_without_the_path(end):
+    with http_server(says(chat("Rating: 4"))) as (url, counted):
+        assert judged(url + end) == [pytest.approx(0.4)]
+        assert counted == ["/v1/chat/completions"]
+
+
+NUMBERS = {  # what a judge says -> its score on a scale from 0 to 10
+    "rating: 8": 0.8,
+    "**Rating:** 8": 0.8,
+    "Rating: **8/10**": 0.8,
+    "__Rating__: `8`": 0.8,
+    "### Rating\n8": 0.8,
+    "| Rating | 8 |": 0.8,
+    "Rating (0 to 10): 8": 0.8,
+    "Rating: 8,5": 0.85,
+    "Rating: 8.5 out of 10": 0.85,
+    "Rating\uff1a\uff18": 0.8,  # full-width letters
+    "Rating: 85%": 0.85,
+    r"Rating: \boxed{8}": 0.8,
+    '{"rating": 8}': 0.8,
+    "<rating>8</rating>": 0.8,
+    "I give it a score of 8.": 0.8,  # in other words, but the only number
+    "Rating: 3, no.\nRating: 8": 0.8,
+    "Rating: -2": -0.2,  # clipped later
+    "Rating: 87": 8.7,
+}
+
+
+def body_of(text):
+    return json.dumps(chat(text)).encode()
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_judges_number_is_read_however_it_is_written(text):
+    find = re.compile(vlm_judge.PATTERN)
+    assert vlm_judge.rating(body_of(text), find, 0.0, 10.0) == pytest.approx(NUMBERS[text])
+
+
+def test_an_answer_in_parts_is_read():
+    assert vlm_judge.rating(body_of([{"text": "Rating"}, {"text": ": 8"}]), re.compile(vlm_judge.PATTERN), 0, 10) == 0.8
+
+
+@pytest.mark.parametrize("text", ["Rating: N/A", "Rating: nan", "Rating: 4/5", "Rating: 7-8", "Score: 3. Score: 4", ""])
+def test_what_is_not_one_number_on_the_judges_scale_is_no_score(text):
+    with pytest.raises(client.ServerError, match="number"):
+        vlm_judge.rating(body_of(text), re.compile(vlm_judge.PATTERN), 0.0, 10.0)
+
+
+def test_a_final_score_counts_before_the_scores_of_its_parts():
+    find = re.compile(unifiedreward.PATTERN)
+    for text in ("Final score: 4/5. Style score: 2", "**Final Score:** 4", "score: 4 out of 5"):
+        assert vlm_judge.rating(body_of(text), find, 1.0, 5.0) == 0.75
+
+
+def scored_by(answer, name, count=6, metadata=None, **options):
+    """Scores by a server of another kind, asked once about all images."""
+    with http_server(answer) as (url, _):
+        args = {name: dict(url=url, batch_size=count) | options}
+        pool = Pool(CPU, {name: 1.0}, (), settings(args=args, timeout_s=2.0))
+        prompts = [Prompt(f"prompt {i}", metadata or {}) for i in range(count)]
+        return [pool.submit(random_images(count), prompts)() for _ in range(2)]
+
+
+def pickles(**answer):
+    return lambda handler, body, number: hostile.send(handler, pickle.dumps(answer))
+
+
+BEYOND = {  # a reward of RANGE (0, 1), its server's answer, options, and the scores that are made of it
+    "vlm_judge": (says(chat("Rating: 87")), dict(model="a"), [1.0] * 6),
+    "unifiedreward": (says(chat("Final Score: 0")), {}, [0.0] * 6),
+    "deqa": (pickles(outputs=[0.5, 1.5, -1.0, 0.5, 0.5, 0.5]), dict(allow_pickle=True), [0.5, 1, 0, 0.5, 0.5, 0.5]),
+    "shapes": (says({"scores": {"score": [0.5, 1.5] * 3}}), {}, [0.5, 1.0] * 3),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_a_server_scores_beyond_its_scale_is_clipped_counted_and_said_once(name, caplog):
+    answer, options, expected = BEYOND[name]
+    scores, _ = scored_by(answer, name, **options)
+    assert scores[name].tolist() == scores["avg"].tolist() == expected
+    assert scores[f"{name}_clipped_share"].tolist() == [float(value in (0, 1)) for value in expected]
+    (line,) = [record.message for record in caplog.records if "clipped" in record.message]
+    assert f"reward '{name}'" in line
+    assert "beyond its scale 0 to 1" in line
+
+
+def test_where_nothing_was_clipped_in_a_part_its_share_is_0():
+    parts = [{"score": torch.tensor([1.0]), CLIPPED: torch.tensor([1.0])}, {"score": torch.tensor([0.5])}]
+    assert joined(parts)[CLIPPED].tolist() == [1.0, 0.0]
+
+
+def published_geneval(handler, body, number):
+    """The answer of the server that came with Flow-GRPO, where a picture shows as many objects as its number."""
+    asked = pickle.loads(body)
+    scores, strict = [], []
+    for found, metadata in enumerate(asked["meta_datas"]):
+        assert metadata["tag"] == "counting"
+        assert metadata["prompt"] == f"prompt {found}"
+        demands = [1 - abs(found - clause["count"]) / clause["count"] for clause in metadata["include"]]
+        scores.append(sum(demands) / len(demands))
+        strict.append(float(min(demands) == 1))
+    lists = dict.fromkeys(["rewards", "strict_rewards"], strict)
+    hostile.send(handler, pickle.dumps(dict(scores=scores, group_rewards={}, group_strict_rewards={}) | lists))
+
+
+def test_genevals_published_scores_have_no_lower_end_and_are_left_as_they_are():
+    metadata = {"tag": "counting", "include": [{"class": "bench", "count": 1}]}
+    scores, _ = scored_by(published_geneval, "geneval", metadata=metadata, allow_pickle=True)
+    assert scores["geneval"].tolist() == [0.0, 1.0, 0.0, -1.0, -2.0, -3.0]
+    assert scores["geneval_strict"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert "geneval_clipped_share" not in scores
+
+
+def test_an_image_without_a_score_is_left_out_alone():
+    with http_server(says({"scores": {"score": [0.5, None, 0.25, "N/A", 0.5, 0.5]}})) as (url, _):
+        scores = score(pool_of(url, max_masked_share=0.5))["avg"]
+    assert scores.isnan().tolist() == [False, True, False, True, False, False]
+    assert scores[2] == 0.25
+    answer = pickles(outputs=[0.5, None, 0.5, 0.5, 0.5, 0.5])
+    with pytest.raises(RewardFailed, match="'deqa' is nan for 'prompt 1'"):
+        scored_by(answer, "deqa", allow_pickle=True)
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():
@@ -327,6 +478,11 @@ def parts(*images, request='{"prompts": ["a"]}', **headers):
     return dict(data={"request": request}, files=[("images", ("0", image)) for image in images], headers=headers)
 
 
+def header(text):
+    """An .npy file with this for a header."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 REFUSED = {  # a request, the status and words of the answer
     "no multipart": (dict(json={"prompts": ["a"]}), 422, "'request'"),
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
@@ -338,6 +494,8 @@ REFUSED = {  # a request, the status and words of the answer
     "a string": (parts(GOOD, request='{"prompts": "a"}'), 422, "Error"),
     "no object": (parts(GOOD, request='["a"]'), 422, "Error"),
     "deep": (parts(GOOD, request="[" * 200_000), 422, "RecursionError"),
+    "brackets": (parts(header("(" * 9000)), 422, "without a header"),
+    "70,000 pixels": (parts(wire.pack_image(torch.zeros(3, 1, 70_000), "npy")), 422, "at most 32768"),
     "too few values": (parts(GOOD[:-4]), 422, f"in {4 * 3 * 16 * 16 - 4} bytes"),
     "objects": (parts(GOOD.replace(b"'<f4'", b"'|O' ")), 422, "of object"),
     "NaN": (parts(wire.pack_image(torch.full((3, 4, 4), torch.nan), "npy")), 422, "outside [0, 1]"),
@@ -397,6 +555,26 @@ def test_the_same_request_is_answered_from_memory(small_server):
     )
     assert first.json() == again.json() == {"scores": {"score": [0.0]}}
     assert other.status_code == 422
+
+
+def test_an_empty_idempotency_key_is_none(small_server):
+    for image, expected in ((torch.zeros(3, 4, 4), 0.0), (torch.ones(3, 4, 4), 1.0)):
+        request = parts(wire.pack_image(image, "npy"), **{"Idempotency-Key": ""})
+        assert httpx.post(small_server + "/score", **request).json() == {"scores": {"score": [expected]}}
+
+
+def test_random_bytes_are_refused_with_a_status_below_500(small_server):
+    """Both whole bodies and good requests with a few bytes changed."""
+    draw = random.Random(0)
+    request = httpx.Request("POST", "http://a", **parts(GOOD))
+    good, kind = request.read(), request.headers["content-type"]
+    with httpx.Client() as connection:
+        for _ in range(60):
+            body = bytearray(good) if draw.random() < 0.8 else bytearray(draw.randbytes(200))
+            for _ in range(draw.randint(1, 8)):
+                body[draw.randrange(min(len(body), 600))] = draw.randrange(256)
+            answer = connection.post(small_server + "/score", content=bytes(body), headers={"Content-Type": kind})
+            assert answer.status_code in (200, 400, 413, 422), (answer.status_code, answer.text, bytes(body[:600]))
 
 
 def test_health_is_answered_while_images_are_decoded(monkeypatch):

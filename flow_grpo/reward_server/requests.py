@@ -63,7 +63,7 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
         raise HTTPException(400, "the client has left") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise HTTPException(422, f"{type(error).__name__}: {error}"[:500]) from error
 
 

@@ -49,7 +49,7 @@ class Rewarder:
     async def post_score(self, request: Request) -> JSONResponse:
         if not self.is_allowed(request):
             raise HTTPException(401, "wrong or no token")
-        key = request.headers.get("idempotency-key")
+        key = request.headers.get("idempotency-key") or None  # an empty one is none
         answer = self.answers.get(key) or await self._enter(request)
         if key is not None:
             self.answers[key] = answer

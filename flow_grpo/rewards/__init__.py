@@ -3,7 +3,8 @@ the environment's FLOW_GRPO_REWARDS names. A function may be one too, see `regis
 
 A file has `load(device, **options) -> score(images [B, 3, H, W] in [0, 1], prompts, metadata)`. `score` returns [B], or
 a dict whose "score" [B] is the reward and whose other entries [B] are logged beside it. RANGE, if the file has it, is
-the lowest and the highest score there can be; check_prompts(prompts, metadata), if it has that, refuses prompts that it
+the lowest and the highest score there can be: an own score beyond it is an error, and one of a server is clipped to it.
+check_prompts(prompts, metadata), if it has that, refuses prompts that it
 cannot score. `score` may be a coroutine function (async def). One that has a parameter `sources` gets the images that
 each prompt edits, a list of [3, h, w] in [0, 1]. labels(images, metadata), if it has that, says what a
 prompt's images may differ in, as a dict of [B] int64, -1 = none: evaluations log its entropy.
@@ -27,13 +28,14 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards import foreign_code
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py
 MOST = 1e9  # size of a weight
 GROUP_FIGURES = [name.removeprefix("reward/<name>_") for name in METRICS if name.startswith("reward/<name>_")]
 _LOGGED = [name.partition("/")[2] for name in METRICS if name.startswith(("reward/", "eval/")) and "<" not in name]
 RUNS_OWN = {"diversity", *GROUP_FIGURES, *_LOGGED}  # metrics, and a score, that reward/NAME or eval/NAME would be
-HELPERS = ("clip_model", "detection", "scores")  # files here that are no rewards
+HELPERS = ("clip_model", "detection", "foreign_code", "scores")  # files here that are no rewards
 REGISTERED: dict[str, SimpleNamespace] = {}  # what `register` was called with, as a file has it
 
 
@@ -122,7 +124,9 @@ def labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str
     for name in set(names) & set(known()):
         if (of_file := getattr(_file(name), "labels", None)) and prompts:
             metadata = [prompt.metadata for prompt in prompts]
-            found |= {f"{name}_{key}": values for key, values in of_file(images[: len(prompts)], metadata).items()}
+            with _named(name, "did not label the images"):
+                labelled = of_file(images[: len(prompts)], metadata)
+            found |= {f"{name}_{key}": values for key, values in labelled.items()}
     return found
 
 
@@ -138,7 +142,9 @@ def source(name: str) -> Path | None:
 
 
 def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Callable:
-    """A reward file's scorer. Raises UserError where `load` returns none."""
+    """A reward file's scorer. Raises UserError where `load` returns none, or the file's RANGE is none."""
+    foreign_code.remember(name)
+    bounds(name)
     with _named(name, "was not loaded"):
         score = _file(name).load(device, **options or {})
     if not callable(score):
@@ -147,16 +153,28 @@ def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Ca
 
 
 def bounds(name: str) -> tuple[float, float]:
-    """The lowest and the highest score there can be; without limits for a reward that has no file here."""
-    return getattr(_file(name), "RANGE", (-math.inf, math.inf)) if name in known() else (-math.inf, math.inf)
+    """The lowest and the highest score there can be; without limits for a reward that has no file here, or whose RANGE
+    is None. Raises UserError for a RANGE that is no pair of numbers in order."""
+    limits = getattr(_file(name), "RANGE", None) if name in known() else None
+    if limits is None:
+        return -math.inf, math.inf
+    numbers = [end for end in limits if isinstance(end, int | float)] if isinstance(limits, tuple | list) else []
+    if len(numbers) != 2 or len(limits) != 2 or not numbers[0] <= numbers[1]:
+        raise UserError(
+            f"RANGE of reward {name!r} is {quoted(limits)}; it must be the lowest and the highest score, such as "
+            "(0.0, 1.0), or None"
+        )
+    return numbers[0], numbers[1]
 
 
 def _file(name: str) -> ModuleType | SimpleNamespace:
     if name in REGISTERED:
         return REGISTERED[name]
     _files()
-    with _named(name, "was not imported"):
-        module = importlib.import_module(f"flow_grpo.rewards.{name}")
+    module = sys.modules.get(f"{__name__}.{name}")
+    if module is None:
+        with _named(name, "was not imported"):
+            module = importlib.import_module(f"{__name__}.{name}")
     if not callable(getattr(module, "load", None)):
         raise UserError(f"the file of reward {name!r} has no function load(device, **options)")
     return module
@@ -164,9 +182,11 @@ def _file(name: str) -> ModuleType | SimpleNamespace:
 
 @contextmanager
 def _named(name: str, failed: str) -> Iterator[None]:
-    """An error in a reward's file is a UserError that says whose it is."""
+    """An error in a reward's file is a UserError that says whose it is. What the file changes of the process is put
+    back."""
     try:
-        yield
+        with foreign_code.imported():
+            yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:

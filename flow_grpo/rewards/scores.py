@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import inspect
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +14,18 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients.threads import event_loop
+
+CLIPPED = "clipped_share"  # figure of a score that was clipped to its scale: 1, else 0
+
+
+class SomeFailed(UserError):
+    """Some images have no score. `scores`: those of all images by name, [B] each; NaN where there is none."""
+
+    def __init__(self, text: str, scores: dict[str, Tensor]):
+        super().__init__(text)
+        self.scores = scores
 
 
 def check_device(name: str, key: str) -> None:
@@ -36,9 +49,17 @@ def _awaited(output: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(output, loop).result()
 
 
-def as_scores(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a `score` returned, as a dict."""
-    return output if isinstance(output, dict) else {"score": output}
+def _as_scores(name: str, output: Any) -> dict[str, Any]:
+    """What a `score` returned, as a dict. Raises UserError: a tuple that is Flow-GRPO's, or a dict without "score"."""
+    if isinstance(output, tuple) and any(isinstance(part, dict) for part in output):
+        raise UserError(
+            f"reward {name!r} returned a tuple of scores and a dict, as Flow-GRPO's rewards do: return the scores "
+            "alone, or a dict whose 'score' they are"
+        )
+    scores = output if isinstance(output, dict) else {"score": output}
+    if "score" not in scores:
+        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
+    return scores
 
 
 def takes_sources(score: Callable) -> bool:
@@ -55,7 +76,8 @@ def scores_of(
     metadata: list[dict],
     sources: list[list[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """What a reward's `score` says, checked. Raises UserError: as of `checked`, or it left the process.
+    """Scores of a reward's `score`, checked. Raises UserError: as of `checked`, it left the process, or a score of its
+    own code is beyond its RANGE; one that it has from a server is left as it is, see `clipped`.
 
     Args:
         images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
@@ -63,32 +85,79 @@ def scores_of(
     """
     more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
     try:
-        output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more))
+        with foreign_code.called(name):
+            output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more))
     except SystemExit as error:  # would end the process without a word
         raise UserError(f"reward {name!r} left by {rewards.in_words(error)}") from error
-    return checked(name, output, prompts)
+    scores = checked(name, output, prompts)
+    if not rewards.is_service(name):
+        _check_range(name, scores["score"])
+    return scores
 
 
 def checked(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
     """What a reward or its server says of B images: by name, each [B] float32 on the CPU. Raises UserError: no "score"
-    among it, not one finite number per image, or a score beyond the reward's RANGE."""
-    scores = as_scores(output)
-    if "score" not in scores:
-        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
-    scores = {key: _numbers(name, values, prompts) for key, values in scores.items()}
-    low, high = rewards.bounds(name)
-    if outside := [score for score in scores["score"].tolist() if not low <= score <= high]:
-        raise UserError(f"reward {name!r} scores {outside[0]:g}, but its RANGE is {low:g} to {high:g}")
+    among it, or not one real number per image; SomeFailed: there is one of some images only."""
+    returned = _as_scores(name, output)
+    scores = {key: _numbers(name, values, len(prompts)) for key, values in returned.items()}
+    failed = torch.stack([~values.isfinite() for values in scores.values()]).any(0)
+    if failed.any():
+        raise SomeFailed(
+            _why_failed(name, returned, scores, prompts),
+            {key: values.masked_fill(failed, math.nan) for key, values in scores.items()},
+        )
     return scores
 
 
-def _numbers(name: str, values: Any, prompts: list[str]) -> Tensor:
-    values = torch.as_tensor(values).detach().float().cpu()
-    if values.shape != (len(prompts),):
-        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {len(prompts)} images")
-    bad = (~values.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise UserError(
-            f"reward {name!r} is {values[bad[0]].item()} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
-        )
-    return values
+def clipped(name: str, scores: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """Scores of somebody else's server, clipped to the reward's RANGE. Where that changed any, CLIPPED is among them,
+    and the text says what was clipped; else the text is empty."""
+    low, high = rewards.bounds(name)
+    values = scores["score"]
+    outside = (values < low) | (values > high)
+    if not outside.any():
+        return scores, ""
+    text = f"it scores {values[outside][0].item():g}, beyond its scale {low:g} to {high:g}"
+    return scores | {"score": values.clamp(low, high), CLIPPED: outside.float()}, text
+
+
+def _check_range(name: str, values: Tensor) -> None:
+    low, high = rewards.bounds(name)
+    outside = values[(values < low) | (values > high)]
+    if len(outside):
+        raise UserError(f"reward {name!r} scores {outside[0].item():g}, but its RANGE is {low:g} to {high:g}")
+
+
+def _numbers(name: str, values: Any, count: int) -> Tensor:
+    """[B] float32 of what is said of B images; NaN for an entry of a list that is no number, such as None."""
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
+        raise UserError(f"reward {name!r} returned {quoted(values)} for {count} images; it must be one number for each")
+    if isinstance(values, list | tuple):
+        values = [_number(value) for value in values]
+    values = torch.as_tensor(values).detach()
+    if values.is_complex():
+        raise UserError(f"reward {name!r} returned complex numbers ({values.dtype}); a score is a real one")
+    if values.shape != (count,):
+        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {count} images")
+    return values.float().cpu()
+
+
+def _number(value: Any) -> float:
+    """A number of a list; NaN for what is none. A text is none, whatever it says."""
+    if isinstance(value, str | bytes):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def _why_failed(name: str, returned: dict, scores: dict[str, Tensor], prompts: list[str]) -> str:
+    """What the first image without a finite number has in its place, for which prompt, and how many such there are."""
+    key = next(key for key, values in scores.items() if not values.isfinite().all())
+    bad = (~scores[key].isfinite()).nonzero().flatten().tolist()
+    entry, number = returned[key][bad[0]], scores[key][bad[0]].item()
+    said = number if isinstance(entry, Real | Tensor) else f"{quoted(entry)}, which is no number,"
+    return f"reward {name!r} is {said} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"

@@ -13,7 +13,7 @@ TEMPLATE = """This image was generated from a caption: {prompt}
 
 Judge how faithful the image is to the caption, and its quality. Give your reasons, then, on a line of its own, your
 rating from 1 to 5 as "Final Score: N"."""
-PATTERN = r"Final Score:\s*\**\s*(\d+(?:\.\d+)?)"
+PATTERN = vlm_judge.pattern_after("final score")
 
 
 def load(

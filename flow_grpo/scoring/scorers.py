@@ -20,7 +20,7 @@ from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import checked, scores_of, takes_sources
+from flow_grpo.rewards.scores import CLIPPED, SomeFailed, checked, clipped, scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 MOST_SCORES = 32  # of one reward; each is a metric, a line of a plot and a panel of the report
@@ -34,10 +34,14 @@ class Scorer:
     """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
 
     Both have `send(images, prompts) -> Future` of the scores by name, each [B].
+
+    Args:
+        foreign: somebody else's server scores: what lies beyond the reward's scale is clipped to it.
     """
 
-    def __init__(self, name: str, settings: RewardSettings, address: str):
+    def __init__(self, name: str, settings: RewardSettings, address: str, foreign: bool):
         self.name, self.settings, self.address, self.last_error = name, settings, address, ""
+        self.foreign, self.said_clipped = foreign, False
         self.pending: dict[Future, list[Prompt]] = {}  # what was sent and has not come back
         self.answered_s = 0.0  # when something came back, or was sent while nothing was pending
 
@@ -55,9 +59,9 @@ class Scorer:
     def receive(self, future: Future, prompts: list[Prompt]) -> dict[str, Tensor]:
         """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
         try:
-            scores = future.result()
+            scores = self._answer(future)
             _check_names(scores)
-            return scores
+            return self._clip(scores) if self.foreign else scores
         except Exception as error:
             has_words = isinstance(error, UserError | ServerError)
             self.last_error = in_one_line(error if has_words else rewards.in_words(error))
@@ -66,6 +70,25 @@ class Scorer:
             message = f"reward {self.name!r} ({self.address}): {self.last_error}"
             message += f"; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
+
+    def _answer(self, future: Future) -> dict[str, Tensor]:
+        """Scores of one request; where a reward may fail, NaN for the images without one."""
+        try:
+            return future.result()
+        except SomeFailed as error:
+            if not self.settings.max_masked_share:
+                raise
+            self.last_error = in_one_line(error)
+            return error.scores
+
+    def _clip(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scores within the reward's scale; the first that were not are announced."""
+        scores, text = clipped(self.name, scores)
+        if text and not self.said_clipped:
+            self.said_clipped = True
+            counted = f"such scores are clipped to it and counted in reward/{self.name}_{CLIPPED}"
+            client.notice(f"reward {self.name!r} ({self.address}): {text}; {counted}")
+        return scores
 
     def state(self) -> str:
         """What is waited for; "" for nothing."""
@@ -92,14 +115,20 @@ def _check_names(scores: dict[str, Tensor]) -> None:
 
 
 def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN.
+    """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN. One in
+    which nothing was clipped lacks that figure: 0.
 
     Args:
         names: of scores that come first, whether a part has them or not.
     """
     names = dict.fromkeys([*names, *(name for part in parts for name in part)])
-    missing = [torch.full_like(next(iter(part.values())), torch.nan) for part in parts]
-    return {name: torch.cat([part.get(name, nan) for part, nan in zip(parts, missing)]) for name in names}
+    shapes = [next(iter(part.values())) for part in parts]
+    scores = {}
+    for name in names:
+        missing = 0.0 if name.endswith(CLIPPED) else torch.nan
+        columns = [part.get(name, torch.full_like(shape, missing)) for part, shape in zip(parts, shapes)]
+        scores[name] = torch.cat(columns)
+    return scores
 
 
 def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
@@ -122,7 +151,7 @@ class LocalScorer(Scorer):
     """A reward of this process, in threads of its own; `device` is the rank's, on which images are drawn."""
 
     def __init__(self, name: str, settings: RewardSettings, score: Callable, device: torch.device):
-        super().__init__(name, settings, "thread")
+        super().__init__(name, settings, "thread", foreign=rewards.is_service(name))
         self.score = score
         waits = rewards.is_service(name) or inspect.iscoroutinefunction(score)
         # A second thread's team of OpenMP threads would halve the speed of the first one's on a CPU.
@@ -166,7 +195,7 @@ class RemoteScorer(Scorer):
     """A reward behind one server of ours or several."""
 
     def __init__(self, name: str, settings: RewardSettings, url: str | list[str]):
-        super().__init__(name, settings, ", ".join(urls_of(url)))
+        super().__init__(name, settings, ", ".join(urls_of(url)), foreign=True)
         self.server = Server(url, settings.token_file, settings.timeout_s)
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:

@@ -25,11 +25,23 @@ IN_FLIGHT = 64  # requests at once, to each server
 RETRY_S = 300.0  # for which a request is repeated while its server is away, overloaded (429) or broken (5xx)
 LONGEST_PAUSE_S = 5.0
 SIGN_OF_LIFE_S = 30.0  # between two notices of one server, or of one wait
+ANSWERS = 3  # that are asked for while none has a score in it
+EXCERPT = 400  # characters of an answer in a message
 logging.getLogger("httpx").setLevel(logging.WARNING)  # it announces every request
 
 
 class ServerError(RuntimeError):
     """A server refused a request, was away for too long, or gave no answer that can be read."""
+
+
+def excerpt(answer: bytes) -> str:
+    """An answer in a message: its beginning, and its end, where a traceback has the error."""
+    if answer.startswith(b"\x1f\x8b"):
+        return f"{len(answer)} bytes of gzip, which was not asked for"
+    text = in_one_line(answer.decode(errors="replace"), len(answer) + 1)
+    if len(text) <= EXCERPT:
+        return text
+    return f"{text[: EXCERPT // 4]} ... {text[-(EXCERPT - EXCERPT // 4) :]}"
 
 
 def notice(text: str) -> None:
@@ -87,7 +99,7 @@ class Server:
 
         Raises, from result():
             ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s. What `parse`
-                raises comes, too; such a request is not repeated.
+                raises comes, too, where it raises it for each of ANSWERS answers.
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, parse, request), event_loop("reward requests"))
 
@@ -101,24 +113,34 @@ class Server:
 
     async def _post(self, path: str, parse: Callable, request: dict) -> Any:
         async with self.slots:
-            started, pause = time.monotonic(), 0.05
-            for turn in itertools.count(next(self.turns)):
-                url = self._choose(turn)
-                status, answer = await self._try("POST", url + path, request)
-                if status == 200:
-                    self.away_s[url] = -math.inf
+            for number in range(1, ANSWERS + 1):
+                answer = await self._answer(path, request)
+                try:
                     return parse(answer)
-                if 300 <= status < 500 and status != 429:
-                    raise ServerError(f"{url}{path} refused: HTTP {status} {answer[:200].decode(errors='replace')}")
-                why = f"HTTP {status} {answer[:200].decode(errors='replace')}" if status else answer.decode()
-                if time.monotonic() + pause - started > self.retry_s:
-                    raise ServerError(f"{url}{path} was away for over {self.retry_s:g} s; last: {why}")
-                if status != 429:  # a busy one is not away
-                    self._set_aside(url, why)
-                    if self._is_there(self._choose(turn + 1)):
-                        continue
-                await asyncio.sleep(pause * (1 - os.getpid() % 97 / 194))  # ranks do not come back all at once
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                except (ServerError, UserError):
+                    if number == ANSWERS:
+                        raise
+
+    async def _answer(self, path: str, request: dict) -> bytes:
+        """The body of an answer with status 200, whatever it holds. Raises ServerError: refused, or none is there."""
+        started, pause = time.monotonic(), 0.05
+        for turn in itertools.count(next(self.turns)):
+            url = self._choose(turn)
+            status, answer = await self._try("POST", url + path, request)
+            if status == 200:
+                self.away_s[url] = -math.inf
+                return answer
+            why = f"HTTP {status} {excerpt(answer)}" if status else answer.decode()
+            if 300 <= status < 500 and status != 429:
+                raise ServerError(f"{url}{path} refused: {why}")
+            if time.monotonic() + pause - started > self.retry_s:
+                raise ServerError(f"{url}{path} was away for over {self.retry_s:g} s; last: {why}")
+            if status != 429:  # a busy one is not away
+                self._set_aside(url, why)
+                if self._is_there(self._choose(turn + 1)):
+                    continue
+            await asyncio.sleep(pause * (1 - os.getpid() % 97 / 194))  # ranks do not come back all at once
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _choose(self, turn: int) -> str:
         """The server whose turn it is, or the next one that is there; where none is, each is asked in its turn."""

@@ -1,6 +1,7 @@
 """Older reward servers that speak pickle: what they send may hold numbers, strings, lists, dicts and numpy arrays."""
 
 import io
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -24,13 +25,19 @@ class _Plain(pickle.Unpickler):
 
 
 def read_scores(data: bytes, names: dict[str, str]) -> dict[str, list[float]]:
-    """Numbers out of a pickled dict. Raises ServerError for everything else; none of it is run. `names`: what a score
-    is called -> its key in the dict."""
+    """Numbers out of a pickled dict, NaN for None. Raises ServerError for everything else; none of it is run. `names`:
+    what a score is called -> its key in the dict."""
     try:
         answer = _Plain(io.BytesIO(data)).load()
-        return {name: [float(value) for value in answer[key]] for name, key in names.items()}
+        return {name: list(map(_number, answer[key])) for name, key in names.items()}
     except Exception as error:  # a malformed pickle can raise anything
-        raise ServerError(f"no plain pickle: {type(error).__name__}: {error}") from error
+        raise ServerError(
+            f"no plain pickle of a dict with numbers in {', '.join(names.values())}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
 
 
 def scorer(name: str, url: str | list[str], allow_pickle: bool, names: dict[str, str], **server) -> Callable:

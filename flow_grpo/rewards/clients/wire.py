@@ -15,7 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.base.pixels import to_uint8
-from flow_grpo.rewards.clients.client import ServerError
+from flow_grpo.base.quoting import quoted
+from flow_grpo.rewards.clients.client import ServerError, excerpt
+
+MAX_SIDE = 2**15  # pixels; JPEG ends at 65,500
 
 
 def pack_image(image: Tensor, form: str) -> bytes:
@@ -35,10 +38,15 @@ def unpack_image(data: bytes) -> Tensor:
     version = np.lib.format.read_magic(buffer)
     if version != (1, 0):
         raise ValueError(f"an .npy file of version {version}; only 1.0 is read")
-    shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
+    try:
+        shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
+    except Exception as error:  # it is parsed as Python, which can raise anything
+        raise ValueError(f"an .npy file without a header: {type(error).__name__}") from error
     values = data[buffer.tell() :]
     if dtype != np.float32 or in_columns or len(shape) != 3 or shape[0] != 3 or len(values) != 4 * math.prod(shape):
         raise ValueError(f"an array {shape} of {dtype} in {len(values)} bytes; it must be (3, H, W) of float32")
+    if max(shape[1:]) > MAX_SIDE:
+        raise ValueError(f"an image of {shape[1]} x {shape[2]} pixels; a side has at most {MAX_SIDE}")
     image = np.frombuffer(bytearray(values), dtype=np.float32).reshape(shape)
     if not 0 <= image.min() <= image.max() <= 1:  # NaN is in no order
         raise ValueError("an image with values outside [0, 1]")
@@ -49,5 +57,5 @@ def read_scores(body: bytes) -> dict[str, list]:
     """The scores of a JSON answer, by name, unchecked. Raises ServerError for another answer."""
     try:
         return json.loads(body)["scores"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ServerError(f'no JSON with "scores" but {body[:80]!r}') from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ServerError(f'no JSON with "scores" but {quoted(excerpt(body))}') from error
