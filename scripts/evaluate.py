@@ -122,9 +122,10 @@ def chosen_prompts(args, config):
     """The prompts of --prompts, a data set's folder or a file, or of the run's data set."""
     path = Path(args.prompts or config.dataset)
     if path.is_file() or (prompt_files.is_prompt_file(path) and not path.is_dir()):
-        split = prompts.Split(path.name, prompts.load_file(path))
+        split = prompts.Split(path.name, prompts.with_absolute_sources(prompts.load_file(path)))
     else:
-        split = prompts.Split(args.split, prompts.load_prompts(str(path), args.split))
+        loaded = prompts.load_prompts(str(path), args.split)
+        split = prompts.Split(args.split, prompts.with_absolute_sources(loaded))
     if args.prompts and args.num_prompts is None:
         return split
     return evaluation.part_of(split, config)
@@ -300,7 +301,7 @@ def main(args):
         quantisation.check_device(candidate.config, ranks.device)
         if candidate.transformer:  # a LoRA file has been compared with its checksums before
             distributed.on_main(checksums.check, candidate.transformer.parent)
-    folder = distributed.on_main(folders.take, Path(args.out), "--out")
+    folder = distributed.on_main(folders.take, Path(args.out).absolute(), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
     scored = []  # (settings of a row, its scores without images)

@@ -319,10 +319,12 @@ def finish(config, options: Options, folder: Path, digest: str) -> None:
 
 def main(config, options: Options = DEFAULTS):
     light, rows = check(config, options.source)
-    ranks, folder = distributed.init_distributed(), Path(config.preferences.path)
+    ranks, folder = distributed.init_distributed(), Path(config.preferences.path).absolute()
     quantisation.check_device(config, ranks.device)
     model_files.check_weights(config.model, type(light))
     digest = digest_of(rows)
+    if not options.source:
+        rows = prompts.with_absolute_sources(rows)
     if not distributed.broadcast_object(claim(config, options, folder, digest) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return

@@ -179,6 +179,15 @@ def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_pat
         assert embed(prompts[0]) is one
 
 
+def test_a_cache_stays_where_it_is_while_a_reward_changes_the_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = Cache("cache", {}, 24, CPU)
+    monkeypatch.chdir("/")
+    cache.check_writable()
+    assert cache.folder.parent == tmp_path / "cache"
+    assert cache.folder.is_dir()
+
+
 def test_what_a_kill_left_behind_is_no_embedding_and_goes_an_hour_later(tmp_path):
     cache = Cache(str(tmp_path), {}, 24, CPU)
     cache.folder.mkdir()

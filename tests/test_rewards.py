@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import os
 import secrets
 import subprocess
 import sys
@@ -15,12 +16,14 @@ import train_qwenimage
 import train_qwenimage_nft
 from brightness import brightness
 from recorded import assert_same
-from small import ENV, ROOT, as_prompts, lines_of, random_images, stored, train
+from small import ENV, ROOT, as_prompts, config_of, lines_of, random_images, stored, train
 from test_scoring import listening, settings
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
+from flow_grpo.data.prompts import load_prompts, with_absolute_sources
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
 from flow_grpo.run import rewards as run_rewards
@@ -252,6 +255,35 @@ def test_what_a_reward_changes_of_the_process_is_put_back(write, tmp_path, monke
     with pytest.raises(UserError, match="reward 'misused' did not label the images: KeyError: 'color'"):
         rewards.labels(["misused"], IMAGES, as_prompts(["a"]))
     assert state() == before
+
+
+def test_a_run_in_a_relative_folder_is_whole_while_rewards_change_the_directory(shallow, tmp_path, monkeypatch):
+    """Its scores come while the directory is another one, from which it never returns by itself."""
+
+    def score(images, prompts, metadata):
+        os.chdir(elsewhere)
+        return images.mean((1, 2, 3))
+
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(foreign_code, "_put_back", lambda before: None)
+    rewards.register("moving", score)
+    how = dict(model=shallow["model"], reward_fn={"moving": 1.0}, num_epochs=1, eval_freq=1)
+    config = config_of(WINDOW, "runs", **how)
+    train_qwenimage.main(config)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert lines_of(folder, "epoch")
+    assert {"best", "checkpoints", "README.md", "metrics.jsonl"} <= {path.name for path in folder.iterdir()}
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_sources_are_found_from_another_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    loaded = load_prompts("dataset/edits", "test")[:2]
+    located = with_absolute_sources(loaded)
+    monkeypatch.chdir(tmp_path)
+    assert located[0].pictures()
+    assert (located[0].text, located[0].metadata) == (loaded[0].text, loaded[0].metadata)
 
 
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):

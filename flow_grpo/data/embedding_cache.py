@@ -43,7 +43,7 @@ class Cache:
         key = encoder | {package: version(package) for package in ("torch", "transformers", "diffusers")}
         key |= dict(width=width, device=device.type, fields=TENSORS, format=FORMAT)
         digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16)
-        self.folder, self.device = Path(folder, digest.hexdigest()), device
+        self.folder, self.device = Path(folder, digest.hexdigest()).absolute(), device
         self._negative = lru_cache(maxsize=1024)(self._row)  # by name; rows that share one share its memory
 
     def _path(self, name: str) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +90,15 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
     for path in paths:
         picture_size(path, f'{place}: "sources"')
     return paths
+
+
+def with_absolute_sources(prompts: list[Prompt]) -> list[Prompt]:
+    """The same prompts, whose sources can be opened whatever the working directory is then: rewards may change it."""
+    located = []
+    for prompt in prompts:
+        sources = [source.absolute() if isinstance(source, Path) else source for source in prompt.sources]
+        located.append(replace(prompt, sources=tuple(sources)) if sources else prompt)
+    return located
 
 
 def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:

@@ -30,6 +30,11 @@ class Place(NamedTuple):
     changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
     kept: dict[str, Any]  # settings of the checkpoint that a resumed run goes on with, whatever its config says
 
+    def absolute(self) -> "Place":
+        """The same place, which is found whatever the working directory is then: rewards may change it."""
+        paths = {name: path.absolute() for name, path in self._asdict().items() if isinstance(path, Path)}
+        return self._replace(**paths)
+
 
 class Source(NamedTuple):
     """What config.resume_from means."""

@@ -75,7 +75,7 @@ def start(
     _check_device(config, ranks.device)
     plan = script.plan(config, ranks.world_size)
     model_files.check_weights(config.model, family, frozen_parts=draws)
-    place = distributed.on_main(resume.take_folder, config)
+    place = distributed.on_main(resume.take_folder, config).absolute()
     config.update_from_flattened_dict(place.kept)
     with folders.given_back(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
@@ -203,18 +203,22 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     if evaluates(config):
         light.check_steps(config.eval.num_steps, "config.eval.num_steps")
     drawn = stored_prompts is None
-    train = prompts.load_prompts(config.dataset, "train") if drawn else stored_prompts
+    train = _load_split(config, "train") if drawn else stored_prompts
     test = chooses = prompts.Split("test", [])
     if drawn or evaluates(config):
-        test = chooses = prompts.Split("test", prompts.load_prompts(config.dataset, "test"))
+        test = chooses = prompts.Split("test", _load_split(config, "test"))
         if prompts.find_file(config.dataset, "validation"):
-            chooses = prompts.Split("validation", prompts.load_prompts(config.dataset, "validation"))
+            chooses = prompts.Split("validation", _load_split(config, "validation"))
     scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
     light.check_sources(scored)
     light.check(scored, config.text_tokens)
     evaluated = [*{split.name: split for split in (chooses, test)}.values()] if evaluates(config) else []
     return Prompts(train, chooses, test, evaluated, drawn)
+
+
+def _load_split(config: ConfigDict, split: str) -> list[Prompt]:
+    return prompts.with_absolute_sources(prompts.load_prompts(config.dataset, split))
 
 
 def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
