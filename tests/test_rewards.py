@@ -286,6 +286,24 @@ def test_sources_are_found_from_another_directory(tmp_path, monkeypatch):
     assert (located[0].text, located[0].metadata) == (loaded[0].text, loaded[0].metadata)
 
 
+def test_scouts_without_a_score_are_compared_with_the_share_that_may_fail(shallow, tmp_path):
+    """All 16 scouts of the first epoch fail, each scored alone, as the grey image does; the rollout does not."""
+    alone = []
+
+    def score(images, prompts, metadata):
+        if len(alone) < 17:
+            alone.extend(prompts if len(prompts) == 1 else [])
+            raise RuntimeError("no score")
+        return images.mean((1, 2, 3))
+
+    rewards.register("late", score)
+    how = dict(model=shallow["model"], reward_fn={"late": 1.0}, num_epochs=1, eval_freq=0)
+    how |= dict(reward__max_masked_share=0.1, sample__scouts_per_image=2)
+    with pytest.raises(RewardFailed, match=r"reward 'late' .* failed for 100.0% of 16 images"):
+        train(WINDOW, tmp_path, **how)
+    assert not lines_of(next(tmp_path.iterdir()), "epoch")
+
+
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):
     how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
     folder = train(WINDOW, tmp_path, reward_fn={"jpeg_compressibility": 2.0}, eval__rewards=("shapes",), **how)

@@ -87,13 +87,15 @@ def _order(submitted: list[Submitted]) -> Tensor:
 
 def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] | None:
     """Draw and score the epoch's scouts; for each image, the number of the scout whose noise it is drawn from. None
-    where sample.scouts_per_image is 0."""
+    where sample.scouts_per_image is 0. Raises RewardFailed: more scouts without a score than there may be."""
     plan, per_image = run.plan, run.config.sample.scouts_per_image
     if not per_image:
         return None
     drawn = sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=per_image)
     submitted = [submit(run, samples, batch) for batch, samples in drawn]
-    scores = gather(run, submitted).scores["avg"]
+    by_name = gather(run, submitted).scores
+    run.pool.masked_shares(by_name)
+    scores = by_name["avg"]
     numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.image_numbers)))
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
     by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)

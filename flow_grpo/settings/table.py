@@ -103,7 +103,7 @@ SETTINGS = (
     Setting("reward.batch_size", 32, "Images per request.", unit="images", min=1, max=10**5),
     Setting("reward.max_masked_share", 0.0,
             "0 = a failed reward ends the run. Above 0, its image is left out of its group; the run ends if that is "
-            "more than this fraction of the images of an epoch, an evaluation or a file.", min=0, max=1),
+            "more than this fraction of the images or scouts of an epoch, an evaluation or a file.", min=0, max=1),
     Setting("reward.token_file", "",
             "File whose first line is the token that a server asks for; \"\" = the environment's REWARD_TOKEN.",
             resumable=True),
