@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from ml_collections import ConfigDict
+from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small import move, train
@@ -259,6 +260,66 @@ def test_a_lora_file_that_diffusers_would_compute_otherwise_is_refused_first(kin
     for load in (by_evaluate, by_a_run):
         with pytest.raises(ValueError, match=str(folder)):
             load(folder)
+
+
+PEFT_CONFIG = dict(peft_type="LORA", r=4, lora_alpha=8, target_modules=["to_q"], init_lora_weights="gaussian")
+
+
+def written_by_peft(folder, stored, name=lora_files.PEFT_FILE, **settings):
+    """The adapter as peft's save_pretrained writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {key: key.replace("transformer.", "base_model.model.", 1) for key in stored[0]}
+    save_file({names[key]: tensor for key, tensor in stored[0].items()}, folder / name)
+    (folder / lora_files.PEFT_CONFIG).write_text(json.dumps(PEFT_CONFIG | settings))
+    return folder
+
+
+def test_a_lora_of_peft_starts_a_run_and_is_evaluated_as_diffusers_file_of_the_same_weights(stored, tmp_path):
+    folder = written_by_peft(tmp_path / "peft", stored, later_key=None, use_qalora=False)
+    expected = velocity(by_evaluate(written(tmp_path, stored, with_header(lora_alpha=8))))
+    for load in (by_evaluate, by_a_run):
+        assert torch.equal(velocity(load(folder)), expected)
+    stronger = written_by_peft(tmp_path / "peft", stored, lora_alpha=16)
+    assert lora_files.read(stronger).alpha == 16
+    assert (velocity(by_evaluate(stronger)) - expected).abs().max() > 1e-3
+
+
+def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tmp_path):
+    named = written(tmp_path, stored, RIGHT["saved"]).joinpath(lora_files.FILE).rename(tmp_path / "style.safetensors")
+    save_file({"text": torch.zeros(2)}, tmp_path / "embedding.safetensors")
+    assert lora_files.find(tmp_path) == lora_files.find(named) == named
+    peft = written_by_peft(tmp_path / "peft", stored, name="mine.safetensors", lora_alpha=6)
+    files = [peft / "mine.safetensors", peft / lora_files.PEFT_CONFIG]
+    assert lora_files.files_of(peft) == lora_files.files_of(files[0]) == files
+    adapters = [lora_files.check(path) for path in (tmp_path, named, *files[:1])]
+    assert [adapter.alpha for adapter in adapters] == [8, 8, 6]
+    for path in (named, tmp_path, peft):
+        assert policies_to_compare.find(str(path), table.default_config(), "best").weights == "LoRA"
+
+
+def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(stored, tmp_path):
+    def folder(name, change=lambda folder: None, **settings):
+        made = written_by_peft(tmp_path / name, stored, **settings)
+        change(made)
+        return made
+
+    two = written_by_peft(tmp_path / "two", stored, name="a.safetensors")
+    written_by_peft(two, stored, name="b.safetensors")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    rows = {
+        "rslora": (folder("rslora", use_rslora=True), "use_rslora", "merge_and_unload"),
+        "lokr": (folder("lokr", peft_type="LOKR"), "LOKR"),
+        "pissa": (folder("pissa", init_lora_weights="pissa"), "pissa"),
+        "rank": (folder("rank", r=8), lora_files.PEFT_CONFIG, "'r': 8", "rank 4"),
+        "alone": (folder("alone", lambda made: (made / lora_files.PEFT_CONFIG).unlink()), "alpha", "does not exist"),
+        "pointer": (folder("pointer", lambda made: (made / lora_files.PEFT_FILE).write_text(pointer)), "git lfs pull"),
+        "config": (folder("config", lambda made: (made / lora_files.PEFT_CONFIG).write_text(pointer)), "git lfs pull"),
+        "above": (folder("above/lora").parent, f"above/lora/{lora_files.PEFT_FILE} does"),
+        "two": (two, "a.safetensors, b.safetensors"),
+        "hub id": ("someone/style", "hf download someone/style --local-dir"),
+        "nothing": (tmp_path / "nothing", "does not exist"),
+    }
+    assert_refused([(name, lambda path=path: lora_files.check(path), words) for name, (path, *words) in rows.items()])
 
 
 def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):

@@ -376,6 +376,20 @@ def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, 
     assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model"))
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files, tmp_path):
+    config, files = read_files
+    folder = files["lora.path"].parent
+    files["lora.path"].rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("before")
+    for path in (folder, folder / "adapter_model.safetensors"):
+        config.lora.path = str(path)
+        before = fingerprint.of(config, tmp_path).lora_path
+        (folder / name).write_text(f"after, {path}")
+        now = fingerprint.of(config, tmp_path).lora_path
+        assert [file for file in now if before[file] != now[file]] == [name]
+
+
 @pytest.mark.parametrize("is_branch", [False, True])
 def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_path):
     config, files = read_files

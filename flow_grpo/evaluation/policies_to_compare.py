@@ -24,7 +24,7 @@ class Candidate:
     name: str  # as the user wrote it
     weights: str  # "base", "LoRA", "best, epoch 21" or "last"
     config: ConfigDict  # config.model is its base
-    lora: Path | None  # folder of its LoRA file
+    lora: Path | None  # its LoRA file, or a folder of one
     transformer: Path | None  # folder of its weights, trained in full
 
 
@@ -54,14 +54,16 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
         return _of_run(name, folder, weights)
     if folder.name == best.NAME and is_run(folder.parent):
         return _of_run(name, folder.parent, "best")
-    if (folder / lora_files.FILE).is_file():
+    is_model = (folder / "model_index.json").is_file()
+    if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, folder, None)
-    if (folder / "model_index.json").is_file() or shipped.is_hub_id(name):
+    if is_model or shipped.is_hub_id(name):
         config = config.copy_and_resolve_references()
         config.model = name
         return Candidate(name, "base", config, None, None)
     what = "does not exist" if not folder.exists() else "is none of these"
-    raise UserError(f"{name!r} {what}: a run's folder, a folder with {lora_files.FILE}, or a diffusers model")
+    kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
+    raise UserError(f"{name!r} {what}: {kinds}")
 
 
 def _of_run(name: str, folder: Path, weights: str) -> Candidate:

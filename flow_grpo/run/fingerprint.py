@@ -16,6 +16,7 @@ from flow_grpo import rewards
 from flow_grpo.base import checksums, folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.data import prompts
+from flow_grpo.weights import lora_files
 
 PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")  # of a pipeline's folder
 
@@ -70,13 +71,13 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     return Inputs(
         dataset=checksums.file_digests({file.name: file for file in splits}, memory),
         model=_model(shipped.find(config.model), memory),
-        lora_path=files(config.lora.path, "*.safetensors"),
+        lora_path=_adapter(config.lora.path, memory),
         preferences_path=files(config.preferences.path, "*.parquet"),
         rewards=checksums.file_digests(sources | neighbours, memory),
         train_teachers={
             f"{folder}/{name}": digest
             for folder in config.train.teachers
-            for name, digest in files(folder, "*.safetensors").items()
+            for name, digest in _adapter(folder, memory).items()
         },
         sources=checksums.file_digests(_sources_of(splits), memory),
     )
@@ -136,6 +137,11 @@ def read(run_folder: Path) -> Inputs | None:
 def write(run_folder: Path, inputs: Inputs) -> None:
     """Store them beside config.json."""
     folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
+
+
+def _adapter(path: str, memory: Path) -> dict[str, str]:
+    """Of the files that are read of a LoRA."""
+    return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, memory) if path else {}
 
 
 def _model(folder: str, memory: Path) -> dict[str, str]:

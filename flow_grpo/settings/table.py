@@ -112,7 +112,7 @@ SETTINGS = (
 
     Setting("lora.rank", 32, "Rank of the adapter; 0 trains the full weights.", min=0, max=4096),
     Setting("lora.alpha", 64, "Scale of the adapter, times its rank.", min=1),
-    Setting("lora.path", "", 'Diffusers LoRA folder to start from; "" = a fresh adapter.',
+    Setting("lora.path", "", 'LoRA of diffusers or peft to start from, a folder or a file; "" = a fresh adapter.',
             when=(("lora.rank",),)),
     Setting("lora.targets", (), "Ends of the names of the linear layers that the adapter adapts, such as ('attn.to_q', "
             "'attn.to_v'); () = the model's own list.", when=(("lora.rank",),)),

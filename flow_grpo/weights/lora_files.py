@@ -1,25 +1,28 @@
-"""A LoRA file as diffusers writes it: what it says of itself, whether it is whole and fits a model, and its weights.
+"""A LoRA file as diffusers or peft writes it: what it says of itself, whether it is whole and fits a model, and its
+weights.
 
-Rank and alpha are what diffusers makes of the file. What it would compute otherwise than flow_grpo is refused.
+Rank and alpha are what diffusers or peft makes of the file. What they would compute otherwise than flow_grpo is
+refused. A path may be the file itself, or a folder with one.
 """
 
 import json
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peft import LoraConfig
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flow_grpo.base import checksums
+from flow_grpo.base import checksums, folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, quoted
-from flow_grpo.weights import finite
+from flow_grpo.weights import finite, safetensors_reader
 
 FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # what peft's save_pretrained writes
+PEFT_PREFIX = "base_model.model."  # of each name in it, where diffusers has "transformer."
 METADATA = "lora_adapter_metadata"  # in the file's header: the LoraConfig, as JSON
 NAME = re.compile(r"transformer\.(.+)\.lora_[AB]\.weight")
 HEEDED = {  # settings that are read, or without effect on what the stored tensors compute
@@ -28,7 +31,9 @@ HEEDED = {  # settings that are read, or without effect on what the stored tenso
     *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "megatron_core"),
     *("qalora_group_size",),
 }
+FIRST_WEIGHTS = True, False, "gaussian", "orthogonal", "eva"  # init_lora_weights that leave the base as it is
 WAY_OUT = "load it in diffusers, and save what it computes as a plain LoRA (save_lora_weights) or as a model"
+PEFT_WAY_OUT = "merge it into its transformer in peft (merge_and_unload) and save that by save_pretrained"
 
 
 class Adapter(NamedTuple):
@@ -43,36 +48,97 @@ class Adapter(NamedTuple):
         return tuple(sorted({name.split(".lora_")[0] for name in self.shapes}))
 
 
-def read(folder: Path | str) -> Adapter:
-    """What a LoRA file says of itself. Raises UserError unless it is diffusers' LoRA, of one rank and one alpha."""
-    path = Path(folder, FILE)
+def find(path: Path | str) -> Path:
+    """The file of a LoRA: the path itself, or in a folder diffusers' file, peft's, or else the only one. Raises
+    UserError where there is none or several."""
+    folder = Path(path)
+    if folder.is_file():
+        return folder
+    for name in (FILE, PEFT_FILE):
+        if (folder / name).is_file() or (folder / name).is_symlink():
+            return folder / name
+    files = [file for file in sorted(folder.glob("*.safetensors")) if _may_be_a_lora(file)]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:3])
+        raise UserError(f"{in_one_line(folder)} holds {len(files)} LoRA files ({names}): name one of them")
+    raise UserError(f"{in_one_line(folder / FILE)} does not exist{_what_is_there(folder)}")
+
+
+def is_lora(path: Path | str) -> bool:
+    """Whether a path is a LoRA file's, or a folder's that holds such a file."""
+    if Path(path).is_file():
+        return Path(path).suffix == ".safetensors"
+    return any(_may_be_a_lora(file) for file in Path(path).glob("*.safetensors"))
+
+
+def files_of(path: Path | str) -> list[Path]:
+    """The files that are read of a LoRA."""
+    file = find(path)
+    return [file, file.with_name(PEFT_CONFIG)] if _is_pefts(file) else [file]
+
+
+def _may_be_a_lora(file: Path) -> bool:
+    """By the names in its header, which need not be those of diffusers. Of one that cannot be read, `read` says why."""
+    if file.name in (FILE, PEFT_FILE):
+        return True
     try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(METADATA)
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{in_one_line(path)} cannot be read: {in_one_line(error)}") from error
-    rank = _rank(path, shapes)
-    shapes = {name.removeprefix("transformer."): shape for name, shape in shapes.items()}
-    return Adapter(rank, _alpha(path, header, rank), shapes)
+        return any("lora_" in name for name in safetensors_reader.header_of(file).shapes)
+    except UserError:
+        return True
 
 
-def check(folder: Path | str) -> Adapter:
+def _is_pefts(file: Path) -> bool:
+    return file.name == PEFT_FILE or (file.name != FILE and file.with_name(PEFT_CONFIG).is_file())
+
+
+def _what_is_there(folder: Path) -> str:
+    """What may have been meant by a path without a LoRA file, as the rest of a sentence."""
+    if shipped.is_hub_id(str(folder)):
+        return f"; `hf download {folder} --local-dir FOLDER` fetches it from the hub, and FOLDER is then its path"
+    inside = [file for name in (FILE, PEFT_FILE) for file in sorted(folder.glob(f"*/{name}"))]
+    if inside:
+        return f", but {in_one_line(inside[0])} does"
+    pickled = [name for name in ("adapter_model.bin", "pytorch_lora_weights.bin") if (folder / name).is_file()]
+    return f", but {pickled[0]}: save it as safetensors (safe_serialization=True)" if pickled else ""
+
+
+def read(path: Path | str) -> Adapter:
+    """What a LoRA file says of itself. Raises UserError unless it is diffusers' or peft's LoRA, of one rank and one
+    alpha."""
+    file = find(path)
+    header = safetensors_reader.header_of(file)
+    shapes = {_diffusers_name(name): shape for name, shape in header.shapes.items()}
+    rank = _rank(file, shapes)
+    settings = _peft_settings(file) if _is_pefts(file) else _diffusers_settings(file, header.metadata)
+    alpha = rank if settings is None else _alpha(file, settings, rank)
+    return Adapter(rank, alpha, {name.removeprefix("transformer."): shape for name, shape in shapes.items()})
+
+
+def _diffusers_name(name: str) -> str:
+    if not name.startswith(PEFT_PREFIX):
+        return name
+    return f"transformer.{name.removeprefix(PEFT_PREFIX).removeprefix('transformer.')}"
+
+
+def check(path: Path | str) -> Adapter:
     """`read`, and that the weights are finite and, where checksums tell, those that were written; else a UserError."""
-    checksums.check(Path(folder))
-    adapter = read(folder)
-    if problem := finite.problem(weights(folder)):
-        raise UserError(f"{in_one_line(Path(folder, FILE))} cannot be used: {problem}")
+    file = find(path)
+    checksums.check(file.parent)
+    adapter = read(file)
+    if problem := finite.problem(weights(file)):
+        raise UserError(f"{in_one_line(file)} cannot be used: {problem}")
     return adapter
 
 
-def weights(folder: Path | str) -> dict[str, Tensor]:
+def weights(path: Path | str) -> dict[str, Tensor]:
     """Parameter name -> float32, on the CPU."""
-    stored = load_file(Path(folder, FILE))
-    return {name.removeprefix("transformer."): weight.float() for name, weight in stored.items()}
+    stored = load_file(find(path))
+    return {_diffusers_name(name).removeprefix("transformer."): weight.float() for name, weight in stored.items()}
 
 
-def check_fits(folder: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
+def check_fits(path: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
     """Raises UserError unless every layer that a LoRA adapts is in a transformer, and as wide there."""
     layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "in_features")}
     for name, shape in adapter.shapes.items():
@@ -80,15 +146,15 @@ def check_fits(folder: Path | str, adapter: Adapter, transformer: nn.Module, mod
         width = layers.get(layer) and (layers[layer].in_features if part == "A" else layers[layer].out_features)
         if width != shape[1 if part == "A" else 0]:
             problem = f"is {list(shape)}, the layer is {width} wide" if width else "has no layer there"
-            raise UserError(f"{folder} is the LoRA of another model than {model}: {name} {problem}")
+            raise UserError(f"{path} is the LoRA of another model than {model}: {name} {problem}")
 
 
-def check_targets(folder: Path | str, adapter: Adapter, targets: tuple[str, ...]) -> None:
+def check_targets(path: Path | str, adapter: Adapter, targets: tuple[str, ...]) -> None:
     """Raises UserError for layers that a run does not adapt: their names end in none of `targets`."""
     ends = tuple(f".{target}" for target in targets)
     if others := [layer for layer in adapter.layers if not f".{layer}".endswith(ends)]:
         raise UserError(
-            f"{in_one_line(Path(folder, FILE))} adapts {len(others)} layers that a run does not train ({others[0]}): "
+            f"{in_one_line(find(path))} adapts {len(others)} layers that a run does not train ({others[0]}): "
             "fuse it into the base model (fuse_lora, save_pretrained) and train that"
         )
 
@@ -106,21 +172,44 @@ def _rank(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
     return ranks.pop()
 
 
-def _alpha(path: Path, header: str | None, rank: int) -> float:
-    """By the header; without one it is the rank. Raises UserError where diffusers would scale by more than that."""
+def _diffusers_settings(file: Path, metadata: dict[str, str]) -> dict[str, Any] | None:
+    """The LoraConfig in a file's header; None where it has none. Raises UserError for one that cannot be read."""
+    header = metadata.get(METADATA)
     if not header:
-        return rank
-    file = in_one_line(path)
+        return None
     try:
         stored = json.loads(header)
-        settings = {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
+        return {key.removeprefix("transformer."): stored[key] for key in stored if key.startswith("transformer.")}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file}: {METADATA} in its header cannot be read: {in_one_line(error)}") from error
+        raise UserError(
+            f"{in_one_line(file)}: {METADATA} in its header cannot be read: {in_one_line(error)}"
+        ) from error
+
+
+def _peft_settings(file: Path) -> dict[str, Any]:
+    """The LoraConfig beside a file. Raises UserError where there is none."""
+    config = file.with_name(PEFT_CONFIG)
+    if problem := folders.problem_of(config):
+        raise UserError(f"{in_one_line(config)}, which has the alpha of {file.name}, {problem}")
+    return folders.read_json(config)
+
+
+def _alpha(file: Path, settings: dict[str, Any], rank: int) -> float:
+    """Raises UserError where diffusers or peft would scale by more than alpha / rank."""
+    place, way_out = f"{in_one_line(file)}: its header", WAY_OUT
+    if _is_pefts(file):
+        place, way_out = in_one_line(file.with_name(PEFT_CONFIG)), PEFT_WAY_OUT
     stored, alpha = quoted({key: settings.get(key) for key in ("r", "lora_alpha")}), settings.get("lora_alpha")
     if settings.get("r") != rank or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise UserError(f"{file}: its header has {stored}, its weights have rank {rank}")
+        raise UserError(f"{place} has {stored}, its weights have rank {rank}")
     plain = LoraConfig().to_dict()
-    others = {key: value for key, value in settings.items() if key not in HEEDED}
-    if strange := {key: value for key, value in others.items() if value != plain.get(key)}:
-        raise UserError(f"{file}: its header has {quoted(strange)}, which is not supported: {WAY_OUT}")
+    if settings.get("init_lora_weights") in FIRST_WEIGHTS:
+        plain["init_lora_weights"] = settings["init_lora_weights"]
+    strange = {}
+    for key, value in settings.items():
+        is_off = key not in plain and not value  # of another version of peft
+        if key not in HEEDED and not is_off and value != plain.get(key):
+            strange[key] = value
+    if strange:
+        raise UserError(f"{place} has {quoted(strange)}, which is not supported: {way_out}")
     return alpha

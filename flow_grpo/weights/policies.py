@@ -60,10 +60,10 @@ def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
     return stored_adapter(lora.path, init) if lora.path else init
 
 
-def stored_adapter(folder: Path | str, otherwise: Callable = lambda name, shape: torch.zeros(shape)) -> Callable:
-    """(parameter name, shape) -> the weights of the adapter in a diffusers LoRA folder; `otherwise` for those of layers
-    that it does not adapt."""
-    stored = lora_files.weights(folder)
+def stored_adapter(path: Path | str, otherwise: Callable = lambda name, shape: torch.zeros(shape)) -> Callable:
+    """(parameter name, shape) -> the weights of the adapter in a LoRA file; `otherwise` for those of layers that it
+    does not adapt."""
+    stored = lora_files.weights(path)
 
     def weight(name: str, shape: torch.Size) -> Tensor:
         known = stored.get(name.replace(".default.", "."))
@@ -76,17 +76,19 @@ def check_lora(lora) -> lora_files.Adapter | None:
     """What is in lora.path; None where that is "".
 
     Raises:
-        UserError: it is no diffusers LoRA folder of this rank and alpha, or not finite.
+        UserError: it is no LoRA file, or folder of one, of this rank and alpha, or not finite.
     """
     if not lora.path:
         return None
-    name = in_one_line(path := Path(lora.path, lora_files.FILE))
-    if not path.is_file():
-        raise UserError(f"lora.path: {name} does not exist")
-    adapter = lora_files.check(lora.path)
+    try:
+        file = lora_files.find(lora.path)
+    except UserError as error:
+        raise UserError(f"lora.path: {error}") from error
+    adapter = lora_files.check(file)
     if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
         raise UserError(
-            f"{name} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to these"
+            f"{in_one_line(file)} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to "
+            "these"
         )
     return adapter
 
