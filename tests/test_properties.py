@@ -392,7 +392,12 @@ def windows(draw):
 def test_a_window_that_is_accepted_lies_in_its_range_and_moves_by_one(sample, updates):
     if refusal(checks.check_window, sample):
         return
-    window = window_at(sample, 0, 0, 0, updates)
+    for block in range(10):  # of which each may have another place
+        assert_window_is_within_its_range(sample, block, updates)
+
+
+def assert_window_is_within_its_range(sample, block, updates):
+    window = window_at(sample, 0, 0, block, updates)
     size, interval = sample.sde_window_size, sample.sde_window_interval
     if not size:
         assert window == range(sample.num_steps - 1)
@@ -401,7 +406,7 @@ def test_a_window_that_is_accepted_lies_in_its_range_and_moves_by_one(sample, up
     assert 0 <= first <= window.start < window.stop <= last < sample.num_steps
     assert num_trained_steps(ConfigDict(dict(sample=sample))) == size
     if interval:
-        following = window_at(sample, 0, 0, 0, updates + interval)
+        following = window_at(sample, 0, 0, block, updates + interval)
         assert following.start == (window.start + 1 if window.start + 1 < last else first)
         assert len(window) == min(size, last - window.start)
     else:
