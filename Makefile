@@ -19,7 +19,7 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick test-isa test-kernels test-gpu check docs learn bench
+.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -31,6 +31,9 @@ test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one pro
 
 quick: .venv/ready  ## closed forms, golden numbers, plans, settings, imports: nothing that trains or starts a process
 	OMP_NUM_THREADS=1 $(TEST) -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
+
+coverage: .venv/ready  ## which lines the tests run, those of their processes too; longer than `make test`. ARGS="tests/test_losses.py"
+	OMP_NUM_THREADS=1 $(TEST) --cov --cov-report=term:skip-covered $(ARGS)
 
 test-isa: .venv/ready  ## the tests that compare floats, under every instruction set that the libraries can be held to
 	for isa in $(ISAS); do echo "$$isa"; env OMP_NUM_THREADS=1 $$isa $(TEST) $(FLOATS) $(ARGS) || exit 1; done

@@ -35,6 +35,8 @@ setup(
             "pytest>=9,<10",
             "hypothesis>=6,<7",
             "pytest-xdist>=3.8,<4",
+            "pytest-cov>=7,<8",
+            "pre-commit>=4,<5",
             "ruff==0.17.5",
             "setuptools>=77",
             *OCR,

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import split_prompts
 import torch
+import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 from refused import assert_refused
 from safetensors.torch import load_file
@@ -360,6 +361,26 @@ def test_the_changelog_has_every_bullet_once():
     bullets = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
     assert len(bullets) > 100
     assert sorted(set(bullets)) == sorted(bullets)
+
+
+def test_hooks_need_no_network_and_do_what_make_check_and_make_docs_do():
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local"
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+    makefile = (ROOT / "Makefile").read_text().replace("$(VENV)", ".venv/bin/python")
+    for hook in local["hooks"]:
+        command = hook["entry"].removesuffix(" --force-exclude")
+        assert re.search(rf"^\t{re.escape(command)}", makefile, re.MULTILINE), command
+
+
+def test_public_ci_runs_the_same_script_on_the_oldest_and_the_newest_python_and_may_write_nothing():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text())
+    assert job["strategy"]["matrix"]["python"] == [pythons[0], pythons[-1]]
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "secrets" not in str(workflow)
 
 
 def test_every_link_leads_to_a_file():
