@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import evaluate
@@ -191,6 +193,17 @@ def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
+
+
+@contextmanager
+def no_file_above(size):
+    """The system refuses to write more bytes into a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @torch.no_grad()

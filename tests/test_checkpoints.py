@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 from safetensors import SafetensorError
-from small import flip_a_bit, record
+from small import flip_a_bit, no_file_above, record
 from two_ranks import base, build, done, ema_of, launch, optimizer_of, train, velocity
 
 from flow_grpo.base import checksums, distributed, folders
@@ -400,6 +400,16 @@ def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
         assert json.loads((export / "config.json").read_text())["_class_name"] == "QwenImageTransformer2DModel"
         modes = {file.stat().st_mode for file in export.iterdir()}
         assert len(modes) == 1, "whoever may read config.json may read the weights"
+
+
+def test_full_weights_that_a_disk_refuses_leave_those_of_before(folder, tmp_path):
+    run = start(folder / "base", lora=False)
+    exports.save_transformer(run[0], tmp_path / "transformer")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "transformer").iterdir()}
+    with no_file_above(20_000), pytest.raises(Exception, match=r"os error 27|File too large"):
+        exports.save_transformer(run[0], tmp_path / "transformer")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "transformer").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["transformer"]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 from PIL import Image
-from small import random_images
+from small import no_file_above, random_images
 
 from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
@@ -235,6 +235,22 @@ def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, 
     assert list(first) == to_uint8(random_images(1, seed=10))[0, 0, 0].tolist()
     board.truncate(20)  # the way of evaluating has changed, so the line of epoch 20 goes
     assert [*plots.evaluations(tmp_path)] == [0, 10]
+
+
+def test_a_picture_that_a_disk_refuses_leaves_the_old_one(tmp_path, board):
+    board.log_images(random_images(2), ["a", "b"], [1.0, 0.0], epoch=0, step=0)
+    records = [{"kind": "eval", "epoch": 0, "eval/shapes": 0.5}]
+    draws = {
+        "samples.png": lambda file: dashboard.plot_samples(file.parent),
+        "reward.png": lambda file: dashboard.plot_reward(records, board.config, file),
+    }
+    for name, draw in draws.items():
+        draw(tmp_path / name)
+        before = (tmp_path / name).read_bytes()
+        with no_file_above(2000), pytest.raises(OSError, match="File too large"):
+            draw(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+    assert not [*tmp_path.glob("*.scratch-*")]
 
 
 def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a_run(tmp_path, board, capsys):

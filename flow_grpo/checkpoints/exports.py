@@ -42,20 +42,21 @@ def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) ->
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
-    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`."""
+    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`. A failure leaves the
+    folder as it was."""
     weights = fsdp_utils.full_state_dict(transformer, trainable_only=False)
     distributed.on_main(_save_transformer, transformer, Path(folder), weights)
 
 
 def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(transformer.to_json_string())
     config["_class_name"] = config["_class_name"].removeprefix("FSDP")  # fully_shard subclasses the transformer's class
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
     pattern = safetensors_reader.WEIGHTS.replace(".", "{suffix}.")
-    save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size="5GB")
-    for file in folder.glob("*.safetensors"):
-        folders.as_any_new_file(file)
+    folders.recover(folder)
+    with folders.published(folder, replaces=True) as scratch:
+        scratch.mkdir(parents=True)
+        (scratch / "config.json").write_text(json.dumps(config, indent=2))
+        save_torch_state_dict(weights, scratch, filename_pattern=pattern, max_shard_size="5GB")
 
 
 def _complete_header(file: Path, metadata: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from flow_grpo import rewards
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 
@@ -113,7 +114,8 @@ def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> bool:
             axes.legend(frameon=False, fontsize=7, handlelength=3)
             axes.yaxis.get_offset_text().set(x=1, ha="right")  # out of the title's way
             axes.set_title(name, loc="left", fontweight="bold", color=INK)
-        figure.savefig(file)
+        with folders.published(file) as scratch:
+            figure.savefig(scratch, format=file.suffix.removeprefix("."))
     return True
 
 
@@ -163,7 +165,9 @@ def plot_samples(run_dir, since: int = 0) -> None:
         rows += [[]] if i % prompts_per_row == 0 else []
         picture, caption, _ = pair[0]
         rows[-1] += [(None, wrap(caption, picture.width), ""), *((image, [], figure) for image, _, figure in pair)]
-    draw_cells(rows)[0].save(Path(run_dir, "samples.png"))
+    page, _ = draw_cells(rows)
+    with folders.published(Path(run_dir, "samples.png")) as scratch:
+        page.save(scratch, "png")
 
 
 def wrap(text: str, width: int) -> list[str]:
