@@ -237,7 +237,7 @@ def write_part(config, shapes: dict, pairs: list[dict], held_out: float, folder:
         rows = [constants | row for row in pairs if (hash_of(row["prompt"]) < held_out) == (split == "validation")]
         if rows:
             columns = {name: [row[name] for row in rows] for name in rows[0]}
-            preferences.write_pairs(folder / f"{split}_{number:05d}.parquet", columns, shapes, constants["dtype"])
+            preferences.write_pairs(file_of(folder, split, number), columns, shapes, constants["dtype"])
 
 
 def hash_of(prompt: str) -> float:
@@ -298,6 +298,24 @@ def claim(config, options: Options, folder: Path, digest: str) -> bool:
     return not complete
 
 
+def is_made(folder: Path, number: int) -> bool:
+    """Whether a part is done. One that lost rows to a reward that failed is taken away, so that it is made anew."""
+    state = folder / "unfinished" / f"part_{number:05d}.json"
+    if not state.exists():
+        return False
+    if all(row["why"] != NO_SCORE for row in folders.read_json(state)["dropped"]):
+        return True
+    state.unlink()
+    for split in preferences.SPLITS:  # the new part may have no pair for one of them
+        file_of(folder, split, number).unlink(missing_ok=True)
+    return False
+
+
+def file_of(folder: Path, split: str, number: int) -> Path:
+    """Where the pairs of a part lie."""
+    return folder / f"{split}_{number:05d}.parquet"
+
+
 def finish(config, options: Options, folder: Path, digest: str) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
@@ -310,6 +328,7 @@ def finish(config, options: Options, folder: Path, digest: str) -> None:
         raise UserError(
             f"{bad} of {total} rows are unusable ({dict(reasons)}), {pairs['train']} pairs are left to train on; "
             f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
+            + ("; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else "")
         )
     report = dict(made_by=made_by(config, options), rows=digest)
     report |= dict(pairs=pairs, reasons=dict(reasons), dropped=dropped)
@@ -337,16 +356,14 @@ def main(config, options: Options = DEFAULTS):
     held_out = held_out_below(options, rows, len(used))
     part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
+    mine = [number for number in mine if not is_made(folder, number)]
     total = sum(len(part_rows[number]) for number in mine)
     with tqdm(total=total, unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
         for number in mine:
-            state = folder / "unfinished" / f"part_{number:05d}.json"
-            if state.exists():
-                bar.update(len(part_rows[number]))
-                continue
             pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
             write_part(config, shapes, pairs, held_out, folder, number)
             dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
+            state = folder / "unfinished" / f"part_{number:05d}.json"
             folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     distributed.barrier()
     distributed.on_main(finish, config, options, folder, digest)

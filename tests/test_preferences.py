@@ -22,8 +22,10 @@ from small import MODELS, as_prompts, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.folders import LOCK
 from flow_grpo.data import image_pairs, preferences
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
@@ -282,6 +284,31 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
     reasons = json.loads((folder / "report.json").read_text())["reasons"]
     assert reasons["the reward failed"] > 0
     assert sum(map(len, open_folder(folder).values())) == 24 - sum(reasons.values()) > 0
+
+
+def test_parts_that_lost_rows_to_a_reward_are_made_anew_once_it_answers(tmp_path, monkeypatch):
+    def brightness(images, prompts, metadata):
+        if away:
+            scores = images.mean((1, 2, 3))
+            return torch.where(torch.tensor([texts.index(prompt) < 8 for prompt in prompts]), scores, torch.nan)
+        return images.mean((1, 2, 3))
+
+    away, data = [True], few_prompts(tmp_path / "data")
+    texts = [row.text for row in load_prompts(data, "train")]
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("brightness", brightness)
+    how = dict(dataset=data, reward_fn={"brightness": 1.0}, reward__max_masked_share=1.0, max_rows=16)
+    how |= dict(preferences__min_margin=0.0, sample__num_images_per_prompt=2)
+    with pytest.raises(UserError, match=r"8 of 16 rows are unusable.* makes the parts anew whose reward failed"):
+        prepare(NAME, tmp_path / "pairs", **how)
+    first = tmp_path / "pairs" / "train_00000.parquet"
+    written_at = first.stat().st_mtime_ns
+    stale = tmp_path / "pairs" / "validation_00001.parquet"
+    shutil.copy(first, stale)  # as of a part that had a pair there
+    away.clear()
+    folder = prepare(NAME, tmp_path / "pairs", **how)
+    assert files_of(folder) == files_of(prepare(NAME, tmp_path / "whole", **how))
+    assert first.stat().st_mtime_ns == written_at, "a part without losses stays"
 
 
 def interrupted(monkeypatch, owner, name):
