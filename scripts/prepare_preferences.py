@@ -146,6 +146,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
     pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, config.precision)
     fast = policies.fast_forwards(config, model.transformer)
+    decoded_together = min(config.vae_batch_size, config.sample.batch_size)  # compiled decodes are filled with copies
 
     def make(rows: list[prompts.Prompt], first: int):
         rows = [row for row in rows for _ in range(group)]
@@ -153,7 +154,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
         embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
         start = SamplingJob(model, embeds, noise, params, training_size(config))
-        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=config.vae_batch_size, fast=fast)
+        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=decoded_together, fast=fast)
         scores = pool.submit(sampled.images, rows)()
         margin, averages = config.preferences.min_margin, scores["avg"]
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, averages, group, margin)

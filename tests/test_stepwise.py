@@ -108,16 +108,16 @@ def test_what_is_decoded_together_changes_nothing(name, shallow, tmp_path):
     assert {line.get("parity/log_prob_abs_diff_max", 0.0) for line in other} == {0.0}
 
 
-def test_a_windows_other_steps_have_more_rows_to_a_forward(shallow, tmp_path, monkeypatch):
+def test_a_windows_other_steps_have_more_rows_to_a_forward_up_to_the_epochs_images(shallow, tmp_path, monkeypatch):
     """16 images of 4 steps, of which 1 and 2 are noisy; all log-probs are the update's."""
     seen, plain = [], sampling.denoise
     monkeypatch.setattr(sampling, "denoise", lambda *how: seen.append(how[2]) or plain(*how))
     how = shallow | dict(sample__num_prompts_per_epoch=4, sample__sde_window_range=(1, 3), num_epochs=1, eval_freq=0)
-    for rows in (0, 8):
+    for rows in (0, 8, 4096):
         folder = train("shapes_qwenimage", tmp_path / str(rows), **how, sample__completion_batch_size=rows)
         assert lines_of(folder, "update")[0]["parity/log_prob_abs_diff_max"] == 0
         assert lines_of(folder, "epoch")[0]["batch_occupancy"] == 1
-    assert [slots.num_forwards for slots in seen] == [4 * 4, 2 * 4 + 2 * 2]
+    assert [slots.num_forwards for slots in seen] == [4 * 4, 2 * 4 + 2 * 2, 2 * 4 + 2 * 1]
 
 
 def test_an_epochs_images_cannot_be_drawn_with_two_policies(tmp_path, monkeypatch):

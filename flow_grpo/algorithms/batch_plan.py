@@ -23,6 +23,12 @@ class BatchPlan:
     updates_per_epoch: int  # optimizer steps per inner epoch
     images_together: int = 1  # neighbours whose rows of a step share a minibatch: a group's, where a loss needs them
 
+    @property
+    def num_images(self) -> int:
+        """Scored images of an epoch, over all ranks; trunks are not."""
+        steps = self.num_trained_steps if self.num_branches > 1 else 1
+        return self.num_groups * self.group_size * self.num_branches * steps
+
 
 def num_trained_steps(config) -> int:
     """Denoising steps of an image that are trained: the window's, or `timestep_fraction` of all, never the last."""

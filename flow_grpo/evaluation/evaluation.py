@@ -138,7 +138,8 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[
         SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
         training_size(config),
     )
-    sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=config.vae_batch_size)
+    decoded_together = min(config.vae_batch_size, config.eval.batch_size)  # a compiled decode is filled with copies
+    sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
     return sampled, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
 
 

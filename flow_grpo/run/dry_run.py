@@ -45,21 +45,15 @@ def describe(
     return "\n".join(filter(None, lines))
 
 
-def _images(plan: BatchPlan) -> int:
-    """Of an epoch, trunks not counted."""
-    steps = plan.num_trained_steps if plan.num_branches > 1 else 1
-    return plan.num_groups * plan.group_size * plan.num_branches * steps
-
-
 def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
     branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches" if plan.num_branches > 1 else ""
     updates = plan.updates_per_epoch * config.train.inner_epochs
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return [
         f"an epoch on {gpus(config.dry_run)}: {plan.num_groups} prompts x {plan.group_size}{branches} = "
-        f"{_images(plan):,} images, at {training_size(config)} pixels (height x width), in {plan.batches_per_epoch} "
+        f"{plan.num_images:,} images, at {training_size(config)} pixels (height x width), in {plan.batches_per_epoch} "
         f"batches of {plan.batch_size} on each GPU; {updates} updates of {rows:,} rows each",
-        f"{config.num_epochs} epochs: {config.num_epochs * _images(plan):,} images, {config.num_epochs * updates:,} "
+        f"{config.num_epochs} epochs: {config.num_epochs * plan.num_images:,} images, {config.num_epochs * updates:,} "
         "updates",
     ]
 
@@ -93,7 +87,7 @@ def gpu(config: ConfigDict, plan: BatchPlan) -> str:
         return f"GPU: this run was not measured: it is {row.run}{settings} ({PAGE}) with {changes}"
     if row.images_per_s is None:
         return f"GPU: out of memory on a card of {row.card} ({PAGE})"
-    hours = config.num_epochs * _images(plan) / row.images_per_s / 3600 / config.dry_run
+    hours = config.num_epochs * plan.num_images / row.images_per_s / 3600 / config.dry_run
     return (
         f"GPU: {row.gib:g} GiB of each, for which the smallest card has {row.card}; {row.images_per_s:g} images/s of "
         f"one H200 or H100, so {hours:.3g} hours without evaluations and rewards with a model ({PAGE})"

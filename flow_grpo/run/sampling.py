@@ -76,15 +76,20 @@ def sample_epoch(
     """
     requests = _requests(run, epoch, noisy_steps, num_branches, noises, scouts_per_image)
     fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
-    return _samples(run, requests, fast)
+    images = run.plan.num_images * max(scouts_per_image, 1)
+    return _samples(run, requests, fast, images)
 
 
-def _samples(run: Run, requests: Iterator[Request], fast: Callable) -> Iterator[tuple[Batch, Samples]]:
+def _samples(run: Run, requests: Iterator[Request], fast: Callable, images: int) -> Iterator[tuple[Batch, Samples]]:
     config, step, sharded = run.config, run.step, fsdp_utils.is_sharded(run.model.network)
     velocity = EqualForwards(run) if sharded else run.velocity
-    batching = Batching(config.sample.batch_size, config.sample.completion_batch_size or config.sample.batch_size)
+
+    # Forwards and decodes that are not full are filled with copies, so none is larger than the epoch. That is the epoch
+    # of all ranks: a forward has one shape on any number of GPUs.
+    ode_rows = config.sample.completion_batch_size or config.sample.batch_size
+    batching = Batching(config.sample.batch_size, min(ode_rows, images))
     finished = denoise(velocity, requests, batching, run.exact, fast)
-    decoded = post_decode(run.model, finished, vae_batch_size=config.vae_batch_size)
+    decoded = post_decode(run.model, finished, vae_batch_size=min(config.vae_batch_size, images))
     while True:
         with run.board.timed("rollout"):
             requests, samples = next(decoded, (None, None))

@@ -164,7 +164,7 @@ SETTINGS = (
     Setting("sample.num_branches", 1, "Noisy branches per step of a trunk, at least 2.", min=1, max=4096,
             used_by=(PR,)),
     Setting("sample.completion_batch_size", 0,
-            "Rows per forward without a log-prob; 0 = sample.batch_size.",
+            "Rows per forward without a log-prob, at most the images of an epoch; 0 = sample.batch_size.",
             unit="rows", min=0, max=4096, used_by=(*ONLINE, DISTILL), resumable=True),
     Setting("sample.flash_ratio", 0.0, "After the noise, compute only this fraction of the forwards; 0 = all of them.",
             min=0, max=1),
