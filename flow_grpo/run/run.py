@@ -22,6 +22,7 @@ from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
@@ -82,6 +83,11 @@ class Run:
     def size(self) -> Size:
         """Of the images that are sampled and trained on."""
         return training_size(self.config)
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the rollout samples, and the update computes its log-probs anew."""
+        return SamplingParams.of(self.config.sample)
 
     @property
     def folder(self) -> Path:

@@ -16,7 +16,6 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise
 from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
-from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.run.run import Run
 from flow_grpo.weights import fsdp_utils, policies
@@ -112,7 +111,7 @@ def _requests(
     scouts_per_image: int,
 ) -> Iterator[Request]:
     """The requests of all batches in one stream, so that forwards are filled across batches."""
-    params, multiple = SamplingParams.of(run.config.sample), run.config.sample.text_multiple
+    params, multiple = run.params, run.config.sample.text_multiple
     if scouts_per_image:
         params = replace(params, flash_ratio=run.config.sample.scout_ratio)
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device

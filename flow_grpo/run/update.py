@@ -72,7 +72,7 @@ def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = No
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
     kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
     """
-    size, outcomes = run.plan.batch_size, run.plan.num_branches
+    size, outcomes, params = run.plan.batch_size, run.plan.num_branches, run.params
     row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
     latents, timesteps = rows.latents[row], rows.timesteps[row]
     scale = update_guidance(run.config) if guidance_scale is None else guidance_scale
@@ -84,8 +84,8 @@ def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = No
         velocity,
         timesteps,
         latents,
-        noise_level=run.config.sample.noise_level,
-        sde_type=run.config.sample.sde_type,
+        noise_level=params.noise_level,
+        sde_type=params.sde_type,
         prev_sample=rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1),
     )
     return SDEStep(*(part[: len(rows.log_probs)] for part in step))
