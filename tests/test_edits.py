@@ -66,6 +66,17 @@ def test_a_move_is_far_enough_along_its_line_and_adds_nothing(center, more, scor
     assert reward.grade([moved, stays, *extra], metadata) == (score, accuracy)
 
 
+@pytest.mark.parametrize(
+    ("direction", "center"),
+    [("to the left", (0.25, 0.5)), ("to the right", (0.75, 0.5)), ("up", (0.5, 0.25)), ("down", (0.5, 0.75))],
+)
+def test_the_origin_of_directions_is_the_pictures_upper_left_corner(direction, center):
+    circle = {"class": "circle", "color": "red", "center": [0.5, 0.5], "radius": 0.1}
+    moved = detection.Detection("circle", "red", center, reward.AREAS["circle"] * 0.01)
+    edit = {"object": 0, "action": "move", "to": direction}
+    assert reward.grade([moved], {"objects": [circle], "edit": edit}) == (1, 1)
+
+
 def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
     sources = {split: {prompt.sources[0] for prompt in prompts} for split, prompts in PROMPTS.items()}
     assert not sources["train"] & (sources["validation"] | sources["test"])

@@ -97,6 +97,24 @@ def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(sta
     assert logged[1] - logged[0] == pytest.approx(2.5 * own.mean().item(), rel=1e-4)
 
 
+def test_the_relative_norm_is_the_policys_velocity_over_the_references_mean_over_images(start, monkeypatch):
+    seen, plain = [], script.frozen_velocities
+    monkeypatch.setattr(script, "frozen_velocities", lambda run, rows, x_t: seen.append(x_t) or plain(run, rows, x_t))
+    run = start(train__beta=0.1, **PLAIN)
+    images = rollout(run)
+    images.advantages = images.loss_weight = torch.ones(len(images.image_numbers))
+    rows = images.take(torch.arange(4), 4)
+    move(run.parameters)
+    script.add_gradients(run, rows)
+    logged = run.meter.pop(lambda sums, maxima: (sums, maxima))["relative_velocity_norm"]
+    (x_t,) = seen
+    _, reference = plain(run, rows, x_t)
+    policy = run.velocity(x_t, rows.timesteps, rows.condition).detach()
+    expected = (policy.flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1)).mean().item()
+    assert logged == pytest.approx(expected, rel=1e-4)
+    assert abs(logged - 1) > 1e-2
+
+
 def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_were_decoded(start):
     run = start(train__diversity_weight=0.7, vae_batch_size=4)
     images, submitted = script.rollout(run, 0)

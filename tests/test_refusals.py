@@ -38,6 +38,7 @@ def url(address, **more):
 
 TRAINING = {  # a script's run -> its rows
     WINDOW: [
+        no("num_images_per_prompt is 1", "compared", sample__num_images_per_prompt=1),
         no("3 prompts", "[1, 3, 9]", sample__num_prompts_per_epoch=3, sample__num_images_per_prompt=3),
         no("sde_window_range = (0, 4)", "(0, 3)", sample__sde_window_range=(0, 4)),
         no("sde_window_size = 4", "(0, 3)", sample__sde_window_size=4),

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 import minimal_grpo
@@ -14,6 +15,7 @@ import train_qwenimage
 import train_qwenimage_distill
 import warm
 from recorded import redness
+from refused import assert_refused
 from small import ENV, FEW, ROOT, SCRIPTS, command_of, config_of, lines_of, train
 
 from flow_grpo.base.pixels import from_picture
@@ -94,6 +96,15 @@ def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, limit, 
     assert first["clip_fraction_high"] == first["clip_fraction_low"] == first["ratio_std"] == 0 < first["grad_norm"]
     assert second["ratio_std"] > 0
     assert second["clip_fraction_high"] + second["clip_fraction_low"] == share
+
+
+def test_teachers_are_looked_at_before_a_run_has_a_folder_and_weights(tmp_path):
+    rows = []
+    for teachers, words in (((), "is ()"), (("nowhere",), "nowhere/pytorch_lora_weights.safetensors")):
+        config = config_of(f"{WINDOW},distill", tmp_path / "runs", train__teachers=teachers)
+        rows.append((words, partial(train_qwenimage_distill.main, config), ["config.train.teachers", words]))
+    assert_refused(rows)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_student_comes_near_to_its_teacher_and_of_several_learns_the_mean(shallow, tmp_path):
