@@ -1,12 +1,14 @@
 """--dry_run: what is measured of a run, how large its files become, and which prompts are evaluated how often."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
 from ml_collections import ConfigDict
 from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
 
+from flow_grpo.algorithms import objectives
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
 from flow_grpo.run import dry_run, measured
@@ -73,6 +75,16 @@ def test_a_run_that_differs_from_what_was_measured_is_told_no_figures():
     assert "GiB" not in said
     config.model, config.name = "another", "mine"
     assert "was not measured" in dry_run.gpu(config, batches)
+
+
+def test_a_loss_that_is_not_stable_says_so_in_a_dry_run_and_at_the_start_of_a_run(shallow, tmp_path, capsys):
+    said = []
+    for changes in (dict(dry_run=1), dict(num_epochs=1, eval_freq=0)):
+        with suppress(SystemExit):
+            train("shapes_qwenimage_nft,awm", tmp_path, **shallow, **changes)
+        said.append("forward_objective 'awm' is not stable" in capsys.readouterr().out)
+    assert said == [True, True]
+    assert objectives.caution(config_of("shapes_qwenimage_nft").train) == ""
 
 
 def test_a_setting_that_costs_nothing_is_a_setting():

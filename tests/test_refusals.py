@@ -131,6 +131,7 @@ TRAINING = {  # a script's run -> its rows
     ],
     f"{NFT},dgpo": [
         no("dgpo", "shared_noise True", train__shared_noise=False),
+        no("dgpo", "baseline 'group', which is 'all'", sample__baseline="all"),
         no("batch_size 2", "num_images_per_prompt 4", sample__batch_size=2),
         no("1 trained steps = 4 rows", "whole groups of 4", "[1]", train__updates_per_epoch=2),
         no("old_decay_schedule 0", "updates_per_epoch 2", train__old_decay_schedule=0.0),

@@ -25,6 +25,7 @@ class Objective:
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
     check: Callable[[ConfigDict], None] | None = None  # of config; raises UserError for what it cannot be trained with
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
+    caution: str = ""  # what a run says at its start, a sentence without its name
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -65,11 +66,17 @@ def needs_moving_ratio(config: ConfigDict) -> None:
 
 
 def needs_whole_groups(config: ConfigDict) -> None:
-    """Raises UserError unless a forward holds whole groups that share their noise, and ratios can leave 1."""
+    """Raises UserError unless a forward holds whole groups that share their noise and their baseline, and ratios
+    can leave 1."""
     needs_older_policy(config)
     sample, name = config.sample, f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
         raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
+    if sample.baseline == "all":
+        raise UserError(
+            f"{name} takes config.sample.baseline 'group', which is 'all': its sigmoid is of a group's errors, each "
+            "times its advantage, and compares them only where the advantages of a group add up to 0"
+        )
     if sample.batch_size % sample.num_images_per_prompt:
         raise UserError(
             f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
@@ -86,7 +93,12 @@ OBJECTIVES = {
 FORWARD_OBJECTIVES = {
     "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
     "awm": Objective(
-        OURS + "awm", "advantage-weighted matching (arXiv:2509.25050)", reads=("clip_range",), check=needs_moving_ratio
+        OURS + "awm",
+        "advantage-weighted matching (arXiv:2509.25050)",
+        reads=("clip_range",),
+        check=needs_moving_ratio,
+        caution="is not stable: every long run on the tiny model ended with an infinite or NaN gradient, after 294 to "
+        "424 updates; set health.action, and see docs/algorithms/awm.md",
     ),
     "dgpo": Objective(
         OURS + "dgpo",
@@ -99,3 +111,12 @@ FORWARD_OBJECTIVES = {
         OURS + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
     ),
 }
+
+
+def caution(train: ConfigDict) -> str:
+    """What a run says of its loss when it starts; "" for nothing. `train` is config.train."""
+    sentences = []
+    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
+        if text := records[train[key]].caution:
+            sentences.append(f"train.{key} {train[key]!r} {text}")
+    return "; ".join(sentences)

@@ -4,6 +4,7 @@ import math
 
 from ml_collections import ConfigDict
 
+from flow_grpo.algorithms import objectives
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import gpus, quoted
@@ -41,7 +42,7 @@ def describe(
     """
     lines = [*_epochs(config, plan), *evaluations(config, evaluated), gpu(config, plan)]
     lines += [*_memory(config, family, num_extra), _cache(config, family, train, evaluated, guided)]
-    lines += [_licence(config.model), overlap(train, evaluated)]
+    lines += [_licence(config.model), overlap(train, evaluated), objectives.caution(config.train)]
     return "\n".join(filter(None, lines))
 
 

@@ -9,7 +9,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms import batch_plan
+from flow_grpo.algorithms import batch_plan, objectives
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -82,12 +82,19 @@ def start(
     if place.checkpoint:
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining(run))
-    run.board.say(dry_run.overlap(texts.train, texts.evaluated))
+    _say_cautions(run, texts)
     with explained(run.folder):
         distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
+    return run
+
+
+def _say_cautions(run: Run, texts: Prompts) -> None:
+    """Say what to keep in mind of a run's prompts and of its loss."""
+    config = run.config
+    run.board.say(dry_run.overlap(texts.train, texts.evaluated))
+    run.board.say(objectives.caution(config.train))
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
-    return run
 
 
 def _check_device(config: ConfigDict, device: torch.device) -> None:
