@@ -77,6 +77,25 @@ def test_the_origin_of_directions_is_the_pictures_upper_left_corner(direction, c
     assert reward.grade([moved], {"objects": [circle], "edit": edit}) == (1, 1)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["2:1", "1:2"])
+def test_objects_of_a_picture_that_is_no_square_stand_where_the_metadata_says(turned):
+    """Centres and radii are in sides of the square around the picture, which is twice as long as high, or turned."""
+    centers = torch.tensor([[[0.25, 0.5], [0.7, 0.5]]])
+    layout = draw_edits.Layout(
+        kind=torch.tensor([[0, 1]]),
+        color=torch.tensor([[0, 2]]),
+        center=centers.flip(2) if turned else centers,
+        radius=torch.tensor([[0.15, 0.18]]),
+        present=torch.tensor([[True, True]]),
+    )
+    square = draw_edits.render(layout)
+    picture = square[..., 16:48] if turned else square[..., 16:48, :]
+    edits = draw_edits.Edits(*torch.zeros(4, 1, dtype=torch.int64))
+    (metadata,) = draw_edits.metadata_of(layout, edits, [""])
+    (seen,) = detection.detect(picture)
+    assert [reward._stands(seen, entry) for entry in metadata["objects"]] == [True, True]
+
+
 def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
     sources = {split: {prompt.sources[0] for prompt in prompts} for split, prompts in PROMPTS.items()}
     assert not sources["train"] & (sources["validation"] | sources["test"])

@@ -2,7 +2,8 @@
 
 A prompt of dataset/edits has a picture as its source. Its metadata has the picture's "objects" and the "edit":
 {"object": 0, "action": "recolor", "to": "blue"}, without "to" for "remove", and with a direction for "move". Objects of
-a picture differ in class. Validation and test prompts are about pictures of their own.
+a picture differ in class; centres and radii are in sides of the square around it. Validation and test prompts are about
+pictures of their own.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from flow_grpo.data.shapes import COLORS, SHAPES
 
 DIRECTIONS = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}
 VALUES = {"recolor": tuple(COLORS), "remove": (None,), "move": tuple(DIRECTIONS)}  # of "to", by action
-MOVE = 0.25  # of the picture's side; how far an object of the training pictures is moved
+MOVE = 0.25  # of the picture's longer side; how far an object of the training pictures is moved
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:

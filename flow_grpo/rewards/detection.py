@@ -42,7 +42,7 @@ class Detection(NamedTuple):
     kind: str | None  # of SHAPES; None: an unknown object, not a clean shape
     color: str | None  # of COLORS; None: an unknown object
     center: tuple[float, float]  # x and y, 0 to 1, y down, in the square around the picture
-    area: float  # of the picture
+    area: float  # of the square around the picture
 
 
 def _unit_outlines() -> tuple[Tensor, Tensor]:
@@ -218,7 +218,8 @@ def _detect(images: Tensor) -> list[list[Detection]]:
 def _detections(num: int, objects: Objects, area: Tensor, kinds: Tensor, colors: Tensor) -> list[list[Detection]]:
     pictures, names = [[] for _ in range(num)], list(COLORS)
     big = (area >= SPECK_AREA).nonzero().flatten()
-    columns = (column[big].tolist() for column in (objects.picture, kinds, colors, objects.center, area))
+    of_square = objects.area / SIDE**2
+    columns = (column[big].tolist() for column in (objects.picture, kinds, colors, objects.center, of_square))
     for picture, kind, color, center, size in zip(*columns):
         clean = (SHAPES[kind], names[color - 1]) if kind >= 0 else (None, None)
         pictures[picture].append(Detection(*clean, tuple(center), size))

@@ -13,8 +13,8 @@ from flow_grpo.rewards.detection import Detection
 from flow_grpo.rewards.shapes import scorer
 
 RANGE = (0.0, 1.0)
-NEAR = 0.08  # of the picture's side, between the centres of what is taken for one object
-ASIDE = 0.1  # of the picture's side, that an object may stray from the line of its move
+NEAR = 0.08  # of the picture's longer side, between the centres of what is taken for one object
+ASIDE = 0.1  # of the picture's longer side, that an object may stray from the line of its move
 LEAST_MOVE = MOVE / 2
 SIZES = (0.8, 1.25)  # width of an object over what it was
 AREAS = {"circle": 3.142, "square": 2.0, "triangle": 1.299, "cross": 1.983}  # at a radius of 1
