@@ -59,7 +59,11 @@ def check_python(words, own_configs):
     if words[0] == "-c":
         ast.parse(words[1])
         return
-    place = next(i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-"))
+    places = [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    if not places:  # torchrun's options alone
+        assert all(word.startswith("-") for word in words), words
+        return
+    place = places[0]
     script, arguments = ROOT / words[place], [word for word in words[place + 1 :] if word != "$@"]
     assert script.is_file(), words
     source = script.read_text()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import commands
 import make_docs
+import page_names
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +20,7 @@ import split_prompts
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
-from refused import assert_refused
+from refused import assert_refused, refusal
 from safetensors.torch import load_file
 from small import ROOT, config_of, evaluated, lines_of, train
 
@@ -36,6 +37,7 @@ from flow_grpo.run.rewards import Rewards
 from flow_grpo.settings import table
 
 PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMING = [*PAGES, ROOT / "CONTRIBUTING.md"]
 INDEXES = ("reference/experiments.md", "design/checks.md", "reference/code_map.md")
 NAMED = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs" / page for page in INDEXES)))
 FOLDERS = ("config", "dataset", "scripts", "flow_grpo", "tests", "benchmarks", "tools", "docs")
@@ -64,6 +66,121 @@ def test_what_the_commands_of_pages_name_is_there(tmp_path):
         assert language in ("", "bash"), "another language needs another check"
         for words in commands.commands(text):
             commands.check(words, {"~/experiments/mine.py": own_config})
+
+
+def test_what_pages_name_in_backticks_is_there():
+    """Settings, flags, configs, variants, files, commands and Python's names; none that only older configs have."""
+    spans = [(page.name, span) for page in NAMING for span in page_names.spans(page.read_text())]
+    found = [(page, span, page_names.problem(span)) for page, span in spans]
+    assert len(found) > 2000
+    assert [row for row in found if row[2]] == []
+    named = {span for _, span, _ in found} | {span.partition("(")[0] for _, span, _ in found}
+    assert page_names.OUTSIDE - named == set(), "on no page any more"
+
+
+def test_settings_take_the_values_that_pages_give_them():
+    pairs = [(page.name, *pair) for page in NAMING for pair in page_names.values(page.read_text())]
+    assert len(pairs) > 40
+    answers = [(page, refusal(page_names.check_value, setting, value)) for page, setting, value in pairs]
+    assert [row for row in answers if row[1]] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "`sample.engine`",
+        "`config.sample.engine`",
+        "`reward.backend`",
+        "`resolution`",
+        "`process`",
+        "`8bit`",
+        "`sample.flash_ratio=high`",
+        '`config.train.step_weight = "none"`',
+        "`--guidance-scale`",
+        "`--config.train.learning_rat=1`",
+        "`,guardd`",
+        "`shapes_qwenimage,longg`",
+        "`config/grpo.py:pickscore_sd4`",
+        "`flow_grpo/run/updates.py`",
+        "`scripts/train_sd4.py`",
+        "`older_names.py`",
+        "`run.update.recompute_step(run, rows)`",
+        "`optimise_all`",
+        "`make demmo`",
+        "`python scripts/evaluate.py runs/a --guidance-scale 1`",
+    ],
+)
+def test_a_name_on_a_page_that_is_not_there_is_seen(page):
+    (span,) = page_names.spans(f"Set {page} and see.")
+    assert page_names.problem(span)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '`train.step_weight` "mean_on"',
+        '`train.step_weight` | "sqrt3", "none" or "equal"',
+        "`config.train.beta` -1",
+        "`sample.num_steps` 0",
+        '`sample.num_steps` "many"',
+    ],
+)
+def test_a_value_on_a_page_that_its_setting_does_not_take_is_seen(page):
+    assert any(refusal(page_names.check_value, *pair) for pair in page_names.values(f"Take {page} then."))
+
+
+NOT_OURS = "", ""  # said of no run: of other programs, or of how tests are written
+REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of its test, and words of it
+    "What is refused is a row of": NOT_OURS,
+    "a sentence that says what is refused needs an entry": NOT_OURS,
+    "settings that Euler's class ignores is refused": ("test_model_files.py", "UniPC"),
+    "A `score` that sets the default dtype is refused": ("test_rewards.py", "set torch's default dtype"),
+    "A source of another form": ("test_preferences.py", "def test_foreign_source_is_refused"),
+    "refuses what it cannot be trained with": ("test_refusals.py", "sde_type 'cps'"),
+    "it refuses settings whose entries do not list it": ("test_config.py", "def test_a_script_refuses_exactly"),
+    "Another schedule and a single update": ("test_refusals.py", '"old_decay_schedule 0", "which is 0.5"'),
+    "and so is `train.nft_beta`": ("test_refusals.py", "nft_beta is 0.3"),
+    "other values are refused": ("test_refusals.py", '"dgpo", "shared_noise True"'),
+    "Settings of noise, windows and ratios are refused": ("test_config.py", "def test_a_script_refuses_exactly"),
+    "a resumed run refuses other files": ("test_resume.py", '"train.teachers"])'),
+    "`train.clip_range` is refused": ("test_refusals.py", "\"objective 'dppo'\""),
+    "is no choice and is refused": ("test_refusals.py", "step_weight is ''"),
+    "a running folder is refused": ("test_folders.py", "def test_a_running_folder_is_refused"),
+    "changed data, base or reference are refused": ("test_resume.py", "def test_what_a_run_learns_from_is_the_same"),
+    "refuses to continue once an optimizer step was taken": ("test_stepwise.py", "update 1 came before its epoch"),
+    "bitsandbytes 0.50.2 refuses sharded weights": NOT_OURS,
+    "Setting one of them is refused unless yours declares": ("test_reads.py", "does_not_declare_is_refused"),
+    "An unknown setting is refused": ("test_refusals.py", "--config.sample.num_stepz=3"),
+    "A prompt of more than `text_tokens` tokens": ("test_refusals.py", '"text_tokens = 8"'),
+    "no picture is refused with its line": ("test_pictures.py", "is_refused_by_its_line"),
+    "Another value than the default of one that it does not name": ("test_reads.py", "does_not_declare_is_refused"),
+    "which the chosen loss does not read is refused": ("test_refusals.py", "kl_limit is 0.1"),
+    "it would destroy what came later": ("test_resume.py", "def test_a_run_goes_on_from_nothing_but_its_own_folder"),
+    "Any other folder than a run's is refused": ("test_refusals.py", 'resume_from="nowhere"'),
+    "If the data set, model, reference or pairs have changed": ("test_resume.py", '"preferences.path"'),
+    "A request that is refused (other 3xx and 4xx)": ("test_scoring.py", "def test_a_hostile_server_is_an_error"),
+    "what is refused (`checks`)": NOT_OURS,
+    "layers that a run does not train are refused": ("test_policies.py", "would_compute_otherwise_is_refused"),
+    "a damaged file is refused": ("test_embeddings.py", "def test_what_was_not_written_for_a_prompt_is_refused"),
+    "another pipeline class is refused": ("test_sampler.py", "holds a WanPipeline"),
+    "A second run that would resume there is refused": ("test_folders.py", "def test_a_running_folder_is_refused"),
+    "refuse damaged weights": ("test_publishing.py", "def test_damaged_weights_are_not_uploaded"),
+    "A script refuses a setting that it would ignore": ("test_config.py", "def test_a_script_refuses_exactly"),
+    "another one refuses it": ("test_config.py", "def test_a_script_refuses_exactly"),
+    "which train_*_pr.py refuses": ("test_refusals.py", "step_weight is ''"),
+}
+
+
+def test_every_sentence_that_says_what_is_refused_has_a_test():
+    sentences = []
+    for page in NAMING:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        parts = re.split(r"(?<=[.;|]) ", " ".join(text.split()))
+        sentences += [part for part in parts if re.search(r"\brefuse[sd]?\b", part)]
+    assert [text for text in sentences if not any(words in text for words in REFUSED)] == [], "no test is named"
+    assert [words for words in REFUSED if not any(words in text for text in sentences)] == [], "on no page any more"
+    tests = {file: (ROOT / "tests" / file).read_text() for file, _ in REFUSED.values() if file}
+    assert [words for words, (file, row) in REFUSED.items() if file and row not in tests[file]] == [], "gone"
 
 
 @pytest.mark.parametrize(
