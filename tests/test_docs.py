@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import commands
 import make_docs
@@ -498,6 +498,17 @@ def test_public_ci_runs_the_same_script_on_the_oldest_and_the_newest_python_and_
     assert job["steps"][-1] == {"run": ".ci/run"}
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets" not in str(workflow)
+
+
+def test_the_page_of_the_interface_declares_every_function_that_how_to_pages_import():
+    declared = re.findall(r"^(?:def|class) (\w+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    imported = set()
+    for page in (ROOT / "docs/howto").glob("own_*.md"):
+        for module, names in re.findall(r"^from (flow_grpo[\w.]*) import (.+)$", page.read_text(), re.MULTILINE):
+            members = vars(importlib.import_module(module))
+            imported |= {name for name in names.split(", ") if isinstance(members.get(name), FunctionType)}
+    assert len(imported) > 4
+    assert imported - {*declared} == set()
 
 
 def test_every_link_leads_to_a_file():

@@ -166,6 +166,32 @@ def code(file: str, *names: str) -> str:
     return "```python\n" + "\n".join(parts) + "\n```"
 
 
+def interface(file: str, *names: str) -> str:
+    """Functions and records of a Python file as a block of code: their signatures, docstrings and fields."""
+    text = (ROOT / file).read_text()
+    nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    lines = text.splitlines()
+    parts = [declaration(nodes[name], lines) for name in names]
+    module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"`{module}`\n\n<!-- not run: declarations -->\n```python\n" + "\n\n\n".join(parts) + "\n```"
+
+
+def declaration(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
+    """The lines of a function up to the end of its docstring, or of a class up to its first method."""
+    if isinstance(node, ast.ClassDef):
+        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        end = first_line(methods[0]) - 1 if methods else node.end_lineno
+        return "\n".join(lines[first_line(node) - 1 : end]).rstrip()
+    if ast.get_docstring(node):
+        return "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
+    return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]) + " ..."
+
+
+def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
+    """Where a function or a class begins, with its decorators."""
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
 MAKERS = {
     "settings": settings_tables,
     "measured": measured_runs,
@@ -176,6 +202,7 @@ MAKERS = {
     "rewards": reward_files,
     "models": model_files,
     "code": code,
+    "interface": interface,
 }
 
 
