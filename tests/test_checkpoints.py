@@ -199,6 +199,10 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     assert compare(tmp_path, stored, config) == changed
     with pytest.raises(ValueError, match=r"config.json is damaged: its 'sample' is 5, no section of settings"):
         compare(tmp_path, {"sample": 5}, config)
+    for key, value in (("num_steps", "10"), ("rewards", [3]), ("rewards", None)):
+        (tmp_path / "config.json").write_text(json.dumps({"eval": {key: value}}))
+        with pytest.raises(ValueError, match=rf"config.json is damaged: its 'eval.{key}' is "):
+            older.read(tmp_path / "config.json")
 
 
 REWARD_CHANGES = [  # a reward's settings before and after, and whether they change its scores

@@ -9,12 +9,14 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Barrier, Timer
+from typing import NamedTuple
 
 import pytest
 from safetensors import SafetensorError
 from small import config_of, train
 
 from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.base.errors import UserError
 
 NAME = "shapes_qwenimage"
 
@@ -152,5 +154,45 @@ def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, mo
     assert changed != first
     assert json.loads((tmp_path / "backup").read_text())[str(file)][-1] == first
     assert memory.stat().st_mode & 0o777 == file.stat().st_mode & 0o777
+    entry = json.loads(memory.read_text())[str(file)]
+    for damaged in (None, 3, [], ["x"], [*entry[:-1], None], {"a": 1}):
+        memory.write_text(json.dumps({str(file): damaged}))
+        assert checksums.file_digests({"a": file, "b": file}, memory) == {"a": changed, "b": changed}
     memory.write_text("[1")
     assert checksums.file_digests({"a": file, "b": file}, memory) == {"a": changed, "b": changed}
+
+
+class Kept(NamedTuple):
+    number: int
+    share: float = 0.0
+    names: dict[str, str] = {}  # noqa: RUF012
+    box: list[int] | None = None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"number": 3, "share": 1, "names": {"a": "b"}, "box": [1, 2]}', ""),
+        ('{"number": 3}', ""),
+        ("[3]", "holds no JSON object"),
+        ("{}", "is damaged: .*missing.*number"),
+        ('{"number": 3, "other": 1}', "is damaged: .*other"),
+        ('{"number": "3"}', "is damaged: number is '3'"),
+        ('{"number": true}', "is damaged: number is True"),
+        ('{"number": 1e400}', "is damaged: number is inf"),
+        (f'{{"number": 1{"0" * 400}}}', "is damaged: number is 1000"),
+        ('{"number": 3, "share": null}', "is damaged: share is None"),
+        ('{"number": 3, "names": {"a": 1}}', "is damaged: names is {'a': 1}"),
+        ('{"number": 3, "names": ["a"]}', r"is damaged: names is \['a'\]"),
+        ('{"number": 3, "box": [1, "2"]}', r"is damaged: box is \[1, '2'\]"),
+        ('{"number": 3, "names": {"a": "\\ud800"}}', "cannot be read: .*surrogates"),
+    ],
+)
+def test_a_record_has_the_types_that_it_says_or_its_file_is_damaged(text, problem, tmp_path):
+    file = tmp_path / "record.json"
+    file.write_text(text)
+    if problem:
+        with pytest.raises(UserError, match=f"{file} {problem}"):
+            folders.read_record(Kept, file)
+    else:
+        assert folders.read_record(Kept, file) == Kept(**json.loads(text))

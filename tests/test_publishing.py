@@ -18,7 +18,8 @@ from flow_grpo.base import folders
 from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.monitoring import model_card
+from flow_grpo.monitoring import model_card, provenance
+from flow_grpo.monitoring import recorded as recorded_run
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 LORA = "pytorch_lora_weights.safetensors"
@@ -60,6 +61,25 @@ def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_i
     assert [file.name for file in exported if file.stat().st_mode != like] == []
     assert "weight_norm" in (run / "report.html").read_text()
     assert len({line["weight_norm"] for line in lines_of(run, "epoch")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ({"commit": "abc"}, "| code | flow_grpo abc |"),  # of a version that noted no more
+        ({"versions": {"torch": "9"}, "gpus": ["B300"], "ranks": 2}, "flow_grpo of an unknown commit; torch 9 |"),
+        ({"gpus": 3}, "is damaged: gpus is 3"),
+        ({"versions": {"torch": None}}, "is damaged: versions is {'torch': None}"),
+        (3, ""),
+    ],
+)
+def test_a_card_of_a_run_of_another_version_has_what_that_noted(start, said, copy):
+    (copy / "run.json").write_text(json.dumps({"starts": [start]}))
+    notices = model_card.complete(copy)
+    assert said in (notices[0] if notices else (copy / "README.md").read_text())
+    assert bool(notices) == ("damaged" in said)
+    provenance.note_start(copy, recorded_run.read(copy, "").config, world_size=1, epoch=0)
+    assert provenance.last_start(copy).ranks == 1
 
 
 def test_the_card_says_what_was_trained_and_how_good_it_is(run):

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -187,6 +188,48 @@ def test_alarms_of_before_sentences_were_kept_have_their_figures(figures, said, 
     values = {f"health/{name}": value for name, value in figures.items()}
     board.log("epoch", {"health/limits_exceeded": 1.0, **values}, epoch=0, step=0)
     assert report.alarms(recorded.read(folder, "run")) == [f"run, epoch 1: {said}"]
+
+
+CELL = dict(caption="a", reward="0.1", box=[14, 14, 142, 142])
+
+
+@pytest.mark.parametrize(
+    ("cells", "problem"),
+    [
+        (3, "cells is 3"),
+        ([3], "cells is"),
+        ([{}], "missing 3 required"),
+        ([CELL | {"caption": 3}], "caption is 3"),
+        ([CELL | {"box": "all"}], "box is 'all'"),
+        ([CELL | {"box": [0, 0, 1]}], "box is .* on a page of"),
+        ([CELL | {"box": [9, 0, 3, 3]}], "box is .* on a page of"),
+        ([CELL | {"box": [0, 0, 3, 10**6]}], "box is .* on a page of"),
+    ],
+)
+def test_a_damaged_sheet_is_one_sentence(cells, problem, runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    file = folder / "images" / "eval_000004.json"
+    change_json(file, cells=[CELL])
+    report.main([str(folder)])
+    change_json(file, cells=cells)
+    with pytest.raises(UserError, match=f"{file} is damaged: .*{problem}"):
+        report.main([str(folder)])
+
+
+def test_a_picture_that_is_none_and_figures_that_no_axis_holds(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    lines = [dict(kind="epoch", epoch=epoch, step=0) | {"reward/avg": 0.5} for epoch in range(3)]
+    lines[0]["reward/avg"] = -1e308
+    lines[1]["reward/avg"] = 1e308
+    lines.append(dict(kind="epoch", epoch=10**25))
+    lines.append(dict(kind="epoch", epoch=3, step=10**400))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(recorded.read(folder, "run").records) == 3
+    report.main([str(folder)])
+    sheet = folder / "images" / "eval_000004.png"
+    sheet.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=f"{sheet} is no picture of a format"):
+        report.main([str(folder)])
 
 
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):

@@ -99,8 +99,9 @@ def _entry_of(remembered: dict[str, list], file: Path) -> list:
     """A file's size, times and digest; the digest is computed unless the rest is remembered."""
     status = file.stat()
     entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    known = remembered.get(str(file), [])
-    if known[:-1] == entry:
+    known = remembered.get(str(file))
+    is_whole = isinstance(known, list) and len(known) == 4 and isinstance(known[-1], str)
+    if is_whole and known[:-1] == entry:
         return known
     with file.open("rb") as stream:
         return [*entry, hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()]

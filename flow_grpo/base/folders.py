@@ -8,13 +8,15 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from types import UnionType
+from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import quoted
 
 LOCK, INPUTS, DIGESTS, PARENT = ".lock", "inputs.json", "digests.json", "parent.json"
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
@@ -23,6 +25,7 @@ LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
 FULL = errno.ENOSPC, errno.EDQUOT
 REFUSED = *FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE
 LFS_POINTER = b"version https://git-lfs"
+LARGEST = 2**63 - 1  # whole number in a record
 NO_WRITING = *FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP
 
 Record = TypeVar("Record")
@@ -208,7 +211,8 @@ def problem_of(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises UserError for a file that does not hold one JSON object."""
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(stored, ensure_ascii=False).encode()  # of a lone surrogate, which no file can hold, a ValueError
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(stored, dict):
@@ -216,12 +220,38 @@ def read_json(path: Path) -> dict[str, Any]:
     return stored
 
 
-def read_record(kind: Callable[..., Record], path: Path) -> Record:
+def read_record(kind: type[Record], path: Path) -> Record:
     """What a JSON file holds of a record's fields. Raises UserError for a file that no run has written."""
+    return record_of(kind, read_json(path), path)
+
+
+def record_of(kind: type[Record], fields: dict[str, Any], path: Path) -> Record:
+    """A record of fields that a JSON file holds. Raises UserError where one is missing, has no part in the record, or
+    has another type than the record says."""
     try:
-        return kind(**read_json(path))
+        record = kind(**fields)
     except TypeError as error:
         raise UserError(f"{path} is damaged: {error}") from error
+    for name, annotation in get_type_hints(kind).items():
+        value = getattr(record, name)
+        if not _has_type(value, annotation):
+            raise UserError(f"{path} is damaged: {name} is {quoted(value)}")
+    return record
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    """Whether a JSON value is what a record's annotation says."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is UnionType:
+        return any(_has_type(value, part) for part in parts)
+    if kind is dict:
+        return isinstance(value, dict) and all(_has_type(entry, parts[1]) for entry in value.values())
+    if kind is list:
+        return isinstance(value, list) and all(_has_type(entry, parts[0]) for entry in value)
+    if annotation in (int, float):
+        numbers = {int: (int,), float: (int, float)}[annotation]
+        return type(value) in numbers and not (type(value) is int and abs(value) > LARGEST)
+    return isinstance(value, annotation)
 
 
 def is_unused(folder: Path) -> bool:

@@ -120,7 +120,8 @@ def read_progress(checkpoint: Path) -> Progress:
     stored = folders.read_json(path)
     if stored.get("format") != FORMAT:
         raise UserError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
-    return Progress(**{name: stored[name] for name in Progress._fields if name in stored})
+    fields = {name: stored[name] for name in Progress._fields if name in stored}
+    return folders.record_of(Progress, fields, path)
 
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:

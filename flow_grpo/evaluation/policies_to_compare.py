@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -35,8 +35,7 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, file = table.default_config(), folder / "config.json"
-    stored = older.with_defaults(folders.read_json(file), file)
+    config, stored = table.default_config(), older.read(folder / "config.json")
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, with_error
 from flow_grpo.checkpoints import best
@@ -112,23 +112,23 @@ def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:
 
 def _branch(run: recorded.Recorded) -> list[tuple[str, str]]:
     """Which epochs of a branch are its parent's, with other settings than the card's."""
-    if not (run.folder / folders.PARENT).is_file():
+    parent = provenance.parent(run.folder)
+    if parent is None:
         return []
-    parent = folders.read_json(run.folder / folders.PARENT)
-    return [("branch", f"the first {parent['epoch']} epochs are those of {Path(parent['folder']).name}")]
+    return [("branch", f"the first {parent.epoch} epochs are those of {Path(parent.folder).name}")]
 
 
 def _made_by(run: recorded.Recorded) -> list[tuple[str, str]]:
     """Commit, versions, kind of GPU and duration of what made it, and no more of run.json."""
-    starts = provenance.starts(run.folder)
-    if not starts:
+    start = provenance.last_start(run.folder)
+    if start is None:
         return []
-    versions = ", ".join(f"{name} {number}" for name, number in starts[-1]["versions"].items())
-    changed = ", with changes" if starts[-1]["changed_files"] else ""
+    changed = ", with changes" if start.changed_files else ""
+    versions = "".join(f"; {name} {number}" for name, number in start.versions.items())
     hours = sum(line.get("time/epoch_s", 0.0) for line in run.lines("epoch")) / 3600
     return [
-        ("code", f"flow_grpo {starts[-1]['commit'] or 'of an unknown commit'}{changed}; {versions}"),
-        ("made on", f"{starts[-1]['ranks']} x {', '.join(set(starts[-1]['gpus'])) or 'CPU'}, {hours:.3g} hours"),
+        ("code", f"flow_grpo {start.commit or 'of an unknown commit'}{changed}{versions}"),
+        ("made on", f"{start.ranks} x {', '.join(sorted(set(start.gpus))) or 'CPU'}, {hours:.3g} hours"),
     ]
 
 

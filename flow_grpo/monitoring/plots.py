@@ -20,9 +20,10 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.base import folders
+from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.quoting import quoted
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 STYLE |= {"text.parse_math": False}  # a name from outside is no TeX
@@ -32,10 +33,26 @@ LINES = (  # colour, dashes and marker of the first, the second, ... run: told a
     *((BLUE, "-", "o"), (ORANGE, "--", "s"), ("#2e8b57", ":", "^"), ("#8a4fbf", "-.", "D")),
     *((INK, "-", "x"), ("#b5302f", "--", "v"), (GREY, ":", "P"), ("#0f8b8d", "-.", "*")),
 )
+MOST_EPOCHS = 10**9  # of a line that a run has written
+LARGEST = float(np.finfo(np.float32).max)  # value that is drawn: matplotlib cannot lay out an axis of larger ones
 MOST_POINTS = 200  # of a line; more are averaged
 SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"  # names that are no reward's mean
 # Of a line of metrics.jsonl: what it is of, when it was written (ISO 8601, UTC), and a sentence per alarm, a line each.
 TEXTS = ("kind", "written_at", "alarms")
+
+
+class Cell(NamedTuple):
+    """What the .json beside a contact sheet says of one of its pictures."""
+
+    caption: str
+    reward: str
+    box: list[int]  # left, top, right, bottom
+
+
+class Cells(NamedTuple):
+    """The .json beside a contact sheet."""
+
+    cells: list[dict]  # of each picture the fields of Cell
 
 
 class Sheet(NamedTuple):
@@ -59,17 +76,20 @@ def _record(line: bytes) -> dict | None:
     try:
         stored = json.loads(line.decode())
         record = {name: _value(name, value) for name, value in stored.items()}
-        return record if "kind" in record and math.isfinite(record["epoch"]) else None
+        return record if "kind" in record and 0 <= record["epoch"] <= MOST_EPOCHS else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 
 def _value(name: str, stored: Any) -> str | int | float:
+    name.encode()  # a lone surrogate, which no file can hold, is a ValueError
     if name in TEXTS:
         if not isinstance(stored, str):
             raise TypeError(f"{name} is no text")
+        stored.encode()
         return stored
-    return stored if type(stored) is int else float(stored)
+    number = float(stored)  # of a whole number that is too large an OverflowError
+    return stored if type(stored) is int else number
 
 
 class Line(NamedTuple):
@@ -86,12 +106,19 @@ def curve(records: list[dict], name: str, label: str, best_by: str = "") -> Line
     config.eval.best_by, whose standard error evaluations and tests log."""
     kind, _, figure = name.partition("/")
     error_name = f"{kind}/std_error" if figure == best_by else ""
-    points = [(line["epoch"], line[name], line.get(error_name, math.nan)) for line in records if name in line]
+    points = [
+        (line["epoch"], _drawn(line[name]), _drawn(line.get(error_name, math.nan))) for line in records if name in line
+    ]
     count, seen, epochs = Counter(epoch for epoch, *_ in points), Counter(), []
     for epoch, *_ in points:
         epochs.append(epoch + seen[epoch] / count[epoch])
         seen[epoch] += 1
     return Line(label, np.array(epochs), *np.array([rest for _, *rest in points]).T) if points else None
+
+
+def _drawn(value: float) -> float:
+    """What a curve shows of a value: a gap, NaN, where it is too large for an axis."""
+    return value if abs(value) <= LARGEST else math.nan
 
 
 def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> bool:
@@ -144,9 +171,26 @@ def evaluations(run_dir) -> dict[int, Path]:
 
 
 def panel_pictures(sheet: Path) -> list[tuple[Image.Image, str, str]]:
-    """The pictures of a contact sheet with their captions and figures."""
-    page, cells = Image.open(sheet).convert("RGB"), json.loads(sheet.with_suffix(".json").read_text())["cells"]
-    return [(page.crop(cell["box"]), cell["caption"], cell["reward"]) for cell in cells]
+    """The pictures of a contact sheet with their captions and figures. Raises UserError for a damaged sheet."""
+    try:
+        page = pictures.upright(sheet)
+    except pictures.Unreadable as error:
+        raise UserError(f"{sheet} {error}") from error
+    file = sheet.with_suffix(".json")
+    parts = []
+    for fields in folders.read_record(Cells, file).cells:
+        cell = folders.record_of(Cell, fields, file)
+        if not _is_in(page, cell.box):
+            raise UserError(f"{file} is damaged: box is {quoted(cell.box)}, on a page of {page.width} x {page.height}")
+        parts.append((page.crop(cell.box), cell.caption, cell.reward))
+    return parts
+
+
+def _is_in(page: Image.Image, box: list[int]) -> bool:
+    if len(box) != 4:
+        return False
+    left, top, right, bottom = box
+    return 0 <= left < right <= page.width and 0 <= top < bottom <= page.height
 
 
 def plot_samples(run_dir, since: int = 0) -> None:

@@ -14,18 +14,38 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import folders, shipped
+from flow_grpo.base.errors import UserError
 from flow_grpo.settings import overrides
 
 FILE, SOURCE = "run.json", "source"
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 MOST_DIFF = 2**20  # characters of changes.diff
+
+
+class Start(NamedTuple):
+    """What a model card names of an entry of run.json; another version may have noted less."""
+
+    commit: str = ""
+    changed_files: list[str] = []  # noqa: RUF012  nothing writes to it
+    versions: dict[str, str] = {}  # noqa: RUF012
+    gpus: list[str] = []  # noqa: RUF012
+    ranks: int = 1
+
+
+class Parent(NamedTuple):
+    """Where a branch comes from."""
+
+    folder: str  # the parent's
+    checkpoint: str = ""
+    epoch: int = 0  # epochs completed there
+    changed: dict[str, list] = {}  # noqa: RUF012  setting -> [there, here]; nothing writes to it
 
 
 def _git(*words: str) -> str:
@@ -78,9 +98,31 @@ def note_end(run_folder: Path) -> None:
 def starts(run_folder: Path) -> list[dict[str, Any]]:
     """The entries of run.json, oldest first; [] where there is none that can be read."""
     try:
-        return folders.read_json(run_folder / FILE)["starts"]
-    except (ValueError, KeyError):
+        entries = folders.read_json(run_folder / FILE).get("starts")
+    except UserError:
         return []
+    is_whole = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    return entries if is_whole else []
+
+
+def last_start(run_folder: Path) -> Start | None:
+    """The last entry of run.json; None where there is none. Raises UserError for a damaged one."""
+    entries = starts(run_folder)
+    if not entries:
+        return None
+    fields = {name: entries[-1][name] for name in Start._fields if name in entries[-1]}
+    return folders.record_of(Start, fields, run_folder / FILE)
+
+
+def parent(run_folder: Path) -> Parent | None:
+    """Where a branch comes from; None for any other run. Raises UserError for a damaged record."""
+    file = run_folder / folders.PARENT
+    return folders.read_record(Parent, file) if file.exists() else None
+
+
+def write_parent(run_folder: Path, parent: Parent) -> None:
+    """Note where a branch comes from."""
+    folders.write_text(run_folder / folders.PARENT, json.dumps(parent._asdict(), indent=1))
 
 
 def _own_files(config: ConfigDict) -> dict[str, Path]:

@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from flow_grpo import rewards
-from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
@@ -55,8 +54,7 @@ class Table(NamedTuple):
 
 def read(folder: Path, label: str) -> Recorded:
     """Raises UserError for what is no run's folder."""
-    path = folder / "config.json"
-    config = ConfigDict(older.with_defaults(folders.read_json(path), path))
+    config = ConfigDict(older.read(folder / "config.json"))
     since = 0
     with suppress(UserError):  # what needs a damaged record names it
         since = chosen.since if (chosen := best.read(folder)) else 0

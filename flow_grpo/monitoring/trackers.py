@@ -14,6 +14,7 @@ from PIL import Image
 
 from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import Sheet
 
 AXES = ("epoch", "step")  # of curves, without a group
@@ -109,8 +110,8 @@ KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 def origin(run_dir: Path) -> str:
     """Name of the run that a branch, or a branch of a branch, comes from; of any other run its own."""
-    while (file := run_dir / folders.PARENT).exists():
-        run_dir = Path(folders.read_json(file)["folder"])
+    while parent := provenance.parent(run_dir):
+        run_dir = Path(parent.folder)
     return run_dir.name
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
-from flow_grpo.monitoring import dashboard
+from flow_grpo.monitoring import dashboard, provenance
 from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.run import fingerprint
 from flow_grpo.run.fingerprint import Inputs
@@ -162,17 +162,18 @@ def _latest_folder(first: Path) -> Path:
 
 def _latest(folder: Path) -> Source:
     """What a run's own folder has to go on from. A branch without a checkpoint begins again from its parent."""
-    path, file = folder / "checkpoints", folder / folders.PARENT
+    path = folder / "checkpoints"
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
     if checkpoints.find(path):
         return Source(folder, path)
-    if not file.exists():
+    parent = provenance.parent(folder)
+    if parent is None:
         return Source(folder)
-    parent = folders.read_json(file)
-    if checkpoints.find(checkpoint := Path(parent["checkpoint"])) is None:
+    checkpoint = Path(parent.checkpoint)
+    if checkpoints.find(checkpoint) is None:
         raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
-    return Source(folder, checkpoint, Path(parent["folder"]))
+    return Source(folder, checkpoint, Path(parent.folder))
 
 
 def _holds(folder: Path, path: Path) -> bool:
@@ -231,8 +232,7 @@ def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
 
 def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, changed: dict | None = None) -> str:
     """Note where a branch comes from; the sentence for the user."""
-    record = dict(folder=str(parent), checkpoint=str(checkpoint), epoch=epoch, changed=changed or {})
-    folders.write_text(folder / folders.PARENT, json.dumps(record, indent=1))
+    provenance.write_parent(folder, provenance.Parent(str(parent), str(checkpoint), epoch, changed or {}))
     return f"a branch of {parent} after {epoch} epochs" + (f", with {_words(changed)}" if changed else "")
 
 

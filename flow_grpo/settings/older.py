@@ -4,11 +4,12 @@ A checkpoint whose config has a setting that is none any more is resumed only wh
 """
 
 import json
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.settings import table
@@ -58,6 +59,17 @@ def check_values(config: ConfigDict) -> None:
         for before, today in names.items():
             if value_of(config, key) == before:
                 raise UserError(f"config.{key} is {before!r}, which is now {today!r}")
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The config that a JSON file holds, brought up to date. Raises UserError for a value of another type than its
+    setting has."""
+    stored = with_defaults(folders.read_json(file), file)
+    for setting in SETTINGS:
+        value = value_of(stored, setting.key)
+        if not setting.is_like(tuple(value) if isinstance(value, list) else value):
+            raise UserError(f"{file} is damaged: its {setting.key!r} is {quoted(value)}")
+    return stored
 
 
 def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:

@@ -47,9 +47,13 @@ class Setting:
         facts += [f"{self.unit}, {limits}.".strip(", ").capitalize() if self.unit or limits else ""]
         return " ".join(filter(None, facts))
 
+    def is_like(self, value: Any) -> bool:
+        """Whether a value is of the default's type, whatever its limits."""
+        return _is_like(value, self.default)
+
     def check(self, value: Any, key: str) -> None:
         """Raises UserError, which names the value by `key`, unless the entry allows it."""
-        if not _is_like(value, self.default):
+        if not self.is_like(value):
             raise UserError(f"config.{key} is {quoted(value)}; it must be {_kind(self.default)}")
         if self.choices and value not in self.choices:
             raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}")
