@@ -88,7 +88,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     args = command_line.arguments(parser(), check_words)
 
 import torch
-from tqdm import tqdm
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.pixels import beside_sources
@@ -98,8 +97,8 @@ from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
-from flow_grpo.monitoring import recorded
-from flow_grpo.monitoring.dashboard import plain, problem_of
+from flow_grpo.monitoring import progress, recorded
+from flow_grpo.monitoring.dashboard import plain, problem_of, say
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -173,7 +172,7 @@ def rows_of(candidate, model, pool, args, split, seeds):
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
     velocity = partial(policies.predict, model, config.precision)
-    bar = partial(tqdm, leave=False, disable=None if distributed.is_main() else True)
+    bar = partial(progress.shown, say=say if distributed.is_main() else None)
     sampler = evaluation.Sampler(
         model=model,
         velocity=velocity,

@@ -77,7 +77,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from flow_grpo import rewards
 from flow_grpo.base import distributed, folders, rng
@@ -90,6 +89,8 @@ from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.evaluation.policies_to_compare import Candidate
+from flow_grpo.monitoring import progress
+from flow_grpo.monitoring.dashboard import say
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
@@ -354,18 +355,21 @@ def main(config, options: Options = DEFAULTS):
     first = prompt_of(rows[0:1][0]) if source else rows[0]
     shapes = light.row_shapes(training_size(config), config.text_tokens, first)
     used = range(min(len(rows), options.max_rows or len(rows)))
+    if distributed.is_main() and len(used) > part_size and not options.max_rows:
+        say(f"{len(used)} rows of the source are used; --max_rows={part_size} takes the first {part_size} alone")
     held_out = held_out_below(options, rows, len(used))
     part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
     mine = range(ranks.rank, len(part_rows), ranks.world_size)
     mine = [number for number in mine if not is_made(folder, number)]
     total = sum(len(part_rows[number]) for number in mine)
-    with tqdm(total=total, unit=" rows", disable=None if ranks.rank == 0 else True) as bar:
-        for number in mine:
-            pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
-            write_part(config, shapes, pairs, held_out, folder, number)
-            dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
-            state = folder / "unfinished" / f"part_{number:05d}.json"
-            folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
+    bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)
+    for number in mine:
+        pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
+        write_part(config, shapes, pairs, held_out, folder, number)
+        dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
+        state = folder / "unfinished" / f"part_{number:05d}.json"
+        folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
+    bar.close()
     distributed.barrier()
     distributed.on_main(finish, config, options, folder, digest)
     distributed.close()

@@ -18,7 +18,7 @@ from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_uint8
-from flow_grpo.monitoring import dashboard, plots, trackers
+from flow_grpo.monitoring import dashboard, plots, progress, trackers
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
 
@@ -43,7 +43,8 @@ def board(tmp_path):
 def now(monkeypatch):
     """The time that a dashboard sees, in seconds."""
     now = [100.0]
-    monkeypatch.setattr(dashboard, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (dashboard, progress):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

@@ -29,6 +29,7 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.monitoring import progress
 from flow_grpo.rewards.clients.wire import pack_image
 from flow_grpo.scoring.scorers import RewardFailed
 
@@ -341,6 +342,16 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
     reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
     assert all(reports[0][key] == reports[1][key] for key in ("pairs", "dropped"))
     assert sum(reports[0]["pairs"].values()) + len(reports[0]["dropped"]) == 20, "of the first prompts alone"
+
+
+def test_without_a_terminal_it_says_how_far_it_is_and_how_to_take_less(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
+    how = dict(dataset=few_prompts(tmp_path / "data"), sample__num_images_per_prompt=2, part_size=16)
+    prepare(NAME, tmp_path / "pairs", **how, max_rows=0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("24 rows of the source are used; --max_rows=16 ")
+    counts = [line.partition(": ")[2].partition(",")[0] for line in lines if line.endswith(" left")]
+    assert counts == ["4/24", "8/24", "12/24", "16/24", "20/24"]
 
 
 def test_two_ranks_make_the_files_of_one(tmp_path):

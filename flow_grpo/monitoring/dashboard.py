@@ -1,4 +1,4 @@
-"""Where a run's numbers, images and progress go. The only module that prints."""
+"""Where a run's numbers, images and progress go. Only it and progress.py print."""
 
 import functools
 import json
@@ -16,10 +16,8 @@ from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.quoting import in_one_line
-from flow_grpo.monitoring import provenance, report, trackers
+from flow_grpo.monitoring import progress, provenance, report, trackers
 from flow_grpo.monitoring.plots import Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
-
-LINE_EVERY_S = 60  # of what takes long, where there is no terminal
 
 
 @contextmanager
@@ -182,21 +180,7 @@ class Dashboard:
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
         """The same under a progress bar; where there is no terminal, with a line a minute."""
-        if not self.is_main:
-            return iterable
-        if sys.stderr.isatty():
-            return tqdm(iterable, desc, total, leave=False, dynamic_ncols=True)
-        return self._with_lines(iterable, desc, len(iterable) if total is None else total)
-
-    def _with_lines(self, iterable: Iterable, desc: str, total: int) -> Iterator:
-        start = last = time.perf_counter()
-        for number, item in enumerate(iterable):
-            now = time.perf_counter()
-            if now - last >= LINE_EVERY_S and number:
-                left = tqdm.format_interval((now - start) / number * (total - number))
-                self.say(f"{desc}: {number}/{total}, {left} left")
-                last = now
-            yield item
+        return progress.shown(iterable, desc, total, say=self.say if self.is_main else None)
 
     @on_main
     def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval"):
