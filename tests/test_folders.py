@@ -8,6 +8,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Barrier, Timer
 from typing import NamedTuple
 
@@ -109,6 +110,13 @@ def test_a_start_that_fails_leaves_nothing_and_what_was_written_stays(tmp_path):
         assert folder.exists() == bool(files)
     with child(lambda: folders.lock(folder)):
         pass  # another process may have it now
+
+
+def test_a_folder_of_another_owner_is_refused(tmp_path):
+    folders.check_writable(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(UserError, match="/proc cannot be written"):  # of the system, whoever runs this
+        folders.check_writable(Path("/proc"))
 
 
 def test_a_full_disk_is_known_in_any_words():

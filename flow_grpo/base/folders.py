@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -183,6 +184,14 @@ def release(folder: Path) -> None:
     """Let other processes in."""
     if file := _held.pop(folder.resolve(), None):
         file.close()
+
+
+def check_writable(folder: Path) -> None:
+    """Raises UserError unless files can be made in a folder."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
 
 
 def remove(path: Path) -> None:

@@ -81,6 +81,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
     elif checkpoint:
         _check_links(folder)
+        _check_writable(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
     inputs, notices = _inputs(config, source, epoch)
@@ -189,6 +190,14 @@ def _check_links(folder: Path) -> None:
         for other in (target, *target.parents[:2]):
             if not folder.resolve().is_relative_to(other) and _name(other):
                 raise UserError(f"config.resume_from: {path} is a link into another run's folder, {other}; remove it")
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises UserError where the run could not save, such as in a folder of another owner: now, not after the epochs
+    that would then be lost."""
+    for path in (folder / name for name in ("checkpoints", "images", provenance.SOURCE)):
+        if path.is_dir():
+            folders.check_writable(path)
 
 
 def _name(folder: Path) -> str:
