@@ -12,6 +12,7 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 from PIL import Image
+from refused import assert_refused
 from small import no_file_above, random_images
 
 from flow_grpo.base import alerts
@@ -165,6 +166,29 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch):
         monkeypatch.setitem(sys.modules, logger, None)
         with pytest.raises(ValueError, match=f"pip install {logger}"):
             trackers.check(logger)
+
+
+def test_a_wandb_that_could_not_send_a_run_is_refused_and_one_that_sends_nothing_says_so(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+
+    def check(mode, key=""):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        trackers.check("wandb")
+
+    check("offline")
+    check("disabled")
+    rows = [("no key", lambda: check("online"), ["WANDB_MODE", "'online'", "`wandb login`"])]
+    rows.append(("cut key", lambda: check("online", "abc"), ["WANDB_API_KEY", "'online'", "40"]))
+    rows.append(("misspelt", lambda: check("on-line"), ["'on-line'", "online"]))
+    assert_refused(rows)
+    assert trackers.notice("wandb", tmp_path) == ""
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert f"wandb sync {tmp_path}" in trackers.notice("wandb", tmp_path)
+    assert trackers.notice("tensorboard", tmp_path) == ""
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

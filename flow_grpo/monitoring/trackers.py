@@ -14,10 +14,12 @@ from PIL import Image
 
 from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import Sheet
 
 AXES = ("epoch", "step")  # of curves, without a group
+SENDING, NOT_SENDING = ("online", "shared", "run"), ("offline", "disabled", "dryrun")  # values of WANDB_MODE
 
 
 def grouped(record: dict[str, float]) -> dict[str, float]:
@@ -46,7 +48,7 @@ class Wandb:
             dir=run_dir,
             id=id_file.read_text(),
             resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=_wandb_mode(),
             config=public(config),
             settings=wandb.Settings(silent=True, console="off"),
             reinit="finish_previous",
@@ -122,9 +124,44 @@ def is_installed(package: str) -> bool:
 
 
 def check(logger: str) -> None:
-    """Raises UserError where the package of config.logger is missing."""
+    """Raises UserError where the package of config.logger is missing, or wandb could not send what it is to send."""
     if logger in KINDS and not is_installed(logger):
         raise UserError(f"config.logger is {logger!r}, but {logger} is not installed: pip install {logger}")
+    if logger == "wandb":
+        _check_wandb(_wandb_mode())
+
+
+def _wandb_mode() -> str:
+    return os.environ.get("WANDB_MODE") or "offline"
+
+
+def _check_wandb(mode: str) -> None:
+    """Asks nothing, and nobody: wandb would ask for its key when all weights are loaded."""
+    if mode not in (*SENDING, *NOT_SENDING):
+        raise UserError(f"WANDB_MODE is {quoted(mode)}; it may be {', '.join((*SENDING, *NOT_SENDING))}")
+    if mode in NOT_SENDING:
+        return
+    import wandb
+
+    try:
+        problem = "" if wandb.login(prompt=False, verify=False) else "wandb has no key"
+    except wandb.Error as error:
+        problem = in_one_line(error)
+    if problem:
+        raise UserError(
+            f"WANDB_MODE is {mode!r}, but {problem}: run `wandb login`, set WANDB_API_KEY, or take WANDB_MODE=offline, "
+            "whose runs `wandb sync` sends later"
+        )
+
+
+def notice(logger: str, run_dir: Path) -> str:
+    """Say that nothing is sent to wandb, although its key is set; "" where that is no surprise."""
+    if logger != "wandb" or "WANDB_MODE" in os.environ or not os.environ.get("WANDB_API_KEY"):
+        return ""
+    return (
+        "WANDB_API_KEY is set, but wandb is offline: WANDB_MODE=online sends a run as it goes, "
+        f"`wandb sync {run_dir}/wandb/offline-run-*` sends this one later"
+    )
 
 
 def open_all(run_dir: Path, config: ConfigDict) -> list[Wandb | TensorBoard]:

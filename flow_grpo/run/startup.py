@@ -89,8 +89,9 @@ def start(
 
 
 def _say_cautions(run: Run, texts: Prompts) -> None:
-    """Say what to keep in mind of a run's prompts and of its loss."""
+    """Say what to keep in mind of a run's tracker, of its prompts and of its loss."""
     config = run.config
+    run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
     run.board.say(objectives.caution(config.train))
     if evaluates(config) and run.choosing_prompts.name == "test":
