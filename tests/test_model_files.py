@@ -4,10 +4,13 @@ import json
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from refused import assert_refused
+from safetensors.torch import load_file, save_file
 from small import ROOT, as_prompts
 
 from flow_grpo.diffusers_patch import loading, model_classes, registry
@@ -57,6 +60,31 @@ def scheduler(kind="FlowMatchEulerDiscreteScheduler", **settings):
     return change
 
 
+def weights(name, change_all):
+    """A change of a model: the tensors of a file of weights."""
+
+    def change(folder):
+        (folder / name).unlink()
+        save_file(change_all(load_file(TINY / name)), folder / name)
+
+    return change
+
+
+def without_two(tensors):
+    return dict(sorted(tensors.items())[2:])
+
+
+def as_integers(tensors):
+    return {name: tensor.to(torch.int8) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+
+
+def one_narrower(tensors):
+    last = max(tensors)
+    return tensors | {last: tensors[last][:1].clone()}
+
+
+FLUX_TEXT = ROOT / registry.tiny_folder("flux") / "text_encoder"
+
 REFUSED = [  # a name, the change, and words of the sentence
     ("a pointer in place of the transformer", put(WEIGHTS), WEIGHTS, "git lfs pull"),
     ("a pointer in place of the tokenizer", put("tokenizer/tokenizer.json"), "tokenizer.json", "git lfs pull"),
@@ -64,6 +92,18 @@ REFUSED = [  # a name, the change, and words of the sentence
     ("a text encoder that is cut off", put(TEXT, (TINY / TEXT).read_bytes()[:-40]), TEXT, "831,800 of 831,840"),
     ("broken settings of the VAE", put("vae/config.json", "{"), "vae/config.json", "JSON"),
     ("no VAE", lambda folder: shutil.rmtree(folder / "vae"), "vae", "model_index.json"),
+    ("a list in place of the index", put("model_index.json", "[1]"), "model_index.json", "object"),
+    ("a VAE without two weights", weights(VAE, without_two), "vae", "AutoencoderKLQwenImage", "missing"),
+    ("a narrower VAE", weights(VAE, one_narrower), "vae", "another shape"),
+    ("a text encoder without two weights", weights(TEXT, without_two), "text_encoder", "missing"),
+    ("a narrower text encoder", weights(TEXT, one_narrower), "text_encoder", "another shape"),
+    (
+        "another text encoder's weights",
+        put(TEXT, (FLUX_TEXT / Path(TEXT).name).read_bytes()),
+        "text_encoder",
+        "missing",
+    ),
+    ("integers", weights(WEIGHTS, as_integers), WEIGHTS, "I8", "base_precision"),
     ("a variant", lambda folder: (folder / VAE).rename(folder / VAE.replace(".s", ".fp16.s")), "variant", "rename"),
     ("Heun steps", scheduler("FlowMatchHeunDiscreteScheduler"), "FlowMatchHeun", "FlowMatchEulerDiscreteScheduler"),
     ("UniPC steps", scheduler("UniPCMultistepScheduler", prediction_type="flow_prediction"), "UniPCMultistepScheduler"),
@@ -82,6 +122,12 @@ def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is
         change(folder := copy_of(tmp_path / name))
         rows.append((name, lambda folder=folder: look(folder), words))
     assert_refused(rows)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_each_model_has_the_names_and_shapes_that_its_classes_have(name, capfd):
+    look(ROOT / registry.tiny_folder(name))
+    assert capfd.readouterr() == ("", "")  # transformers' report is not shown
 
 
 def test_a_schedulers_settings_that_say_what_eulers_steps_do_are_taken(tmp_path):

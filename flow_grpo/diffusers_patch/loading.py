@@ -65,6 +65,7 @@ def _check_place(model: str, place: Path) -> None:
         raise UserError(f"config.model {quoted(model)} is no diffusers pipeline, whose folder has a {index}; {others}")
     if problem := folders.problem_of(place / index):
         raise UserError(f"config.model {quoted(model)}: its {index} {problem}")
+    folders.read_json(place / index)
 
 
 @contextmanager

@@ -6,13 +6,20 @@ Of a hub id only what an offline cache has is looked at: elsewhere the hub has t
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import diffusers
+import torch
+import transformers
+from accelerate import init_empty_weights
 from huggingface_hub import constants, try_to_load_from_cache
 
 from flow_grpo.base import folders, shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.loading import WITHOUT_WEIGHTS
 from flow_grpo.weights import safetensors_reader
@@ -41,8 +48,8 @@ def check_parts(model: str, family: type[FlowModel]) -> None:
 def check_weights(
     model: str, family: type[FlowModel], *, transformer: Path | None = None, frozen_parts: bool = True
 ) -> None:
-    """Raises UserError for weights that are missing, cut off or another model's. The transformer's names and shapes are
-    compared with its config, those of the other parts are not.
+    """Raises UserError for weights that are missing, cut off or another model's: names and shapes of each part are
+    compared with its config.
 
     Args:
         transformer: folder of weights that take the place of the model's own.
@@ -55,10 +62,10 @@ def check_weights(
     safetensors_reader.check(transformer or folder / "transformer", shapes, type(empty).__name__)
     if not frozen_parts:
         return
-    for part, library in _parts(folder).items():
+    for part, (library, kind) in _parts(folder).items():
         if part != "transformer" and library in WEIGHTS and not _is_without_weights(part):
             _check_part(folder / part)
-            _check_frozen(folder / part, library)
+            _check_frozen(folder / part, library, kind)
 
 
 def _folder_of(model: str) -> Path | None:
@@ -70,13 +77,14 @@ def _folder_of(model: str) -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _parts(folder: Path) -> dict[str, str]:
-    """Name -> library of each part that model_index.json names."""
+def _parts(folder: Path) -> dict[str, tuple[str, str]]:
+    """Name -> library and class of each part that model_index.json names."""
     index = folder / "model_index.json"
     if problem := folders.problem_of(index):
         raise UserError(f"{in_one_line(index)} {problem}")
     entries = {part: entry for part, entry in folders.read_json(index).items() if isinstance(entry, list)}
-    return {part: entry[0] for part, entry in entries.items() if len(entry) == 2 and isinstance(entry[0], str)}
+    is_part = lambda entry: len(entry) == 2 and all(isinstance(name, str) for name in entry)  # noqa: E731
+    return {part: tuple(entry) for part, entry in entries.items() if is_part(entry)}
 
 
 def _needed(family: type[FlowModel]) -> list[str]:
@@ -125,8 +133,9 @@ def _json_problem(path: Path) -> str:
     return "" if isinstance(stored, dict) else "holds no JSON object"
 
 
-def _check_frozen(folder: Path, library: str) -> None:
-    """Raises UserError for weights of a text encoder or a VAE that are not there, not whole, or quantised already."""
+def _check_frozen(folder: Path, library: str, kind: str) -> None:
+    """Raises UserError for weights of a text encoder or a VAE that are not there, not whole, quantised already, or not
+    those of its class."""
     config = folders.read_json(folder / "config.json")
     if quantisation := config.get("quantization_config"):
         kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
@@ -140,5 +149,51 @@ def _check_frozen(folder: Path, library: str) -> None:
         if problem := folders.problem_of(pickle):
             raise UserError(f"{in_one_line(pickle)} {problem}")
         return
+    shapes = {}
     for file in safetensors_reader.files_of(folder, name):
-        safetensors_reader.header_of(file)
+        shapes |= safetensors_reader.header_of(file).shapes
+    with loading.foreign(str(folder), "config.json"):
+        lacking = LACKING[library](folder, kind, shapes)
+    if lacking:
+        raise UserError(
+            f"{in_one_line(folder)} does not hold this {kind}: missing, or of another shape: "
+            f"{safetensors_reader.some_names(lacking)}"
+        )
+
+
+def _lacking_in_diffusers(folder: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """The names of a class's weights that are not stored, or in another shape. What it has no name for is ignored, as
+    diffusers does."""
+    family = getattr(diffusers, kind)
+    with init_empty_weights():
+        wanted = family.from_config(family.load_config(folder)).state_dict()
+    return sorted(name for name, weight in wanted.items() if shapes.get(name) != tuple(weight.shape))
+
+
+def _lacking_in_transformers(folder: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """As transformers itself reports it, which stores some weights by other names than the class has, and draws those
+    that it misses at random. Its loader gets weights without values."""
+    family = getattr(transformers, kind)
+    stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    how = dict(state_dict=stored, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
+    with _silent():
+        _, report = family.from_pretrained(None, config=family.config_class.from_pretrained(folder), **how)
+    return sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Transformers prints neither its report nor a bar."""
+    log = transformers.utils.logging
+    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if has_bars:
+            log.enable_progress_bar()
+
+
+LACKING = {"diffusers": _lacking_in_diffusers, "transformers": _lacking_in_transformers}

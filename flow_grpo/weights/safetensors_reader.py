@@ -20,6 +20,7 @@ from flow_grpo.weights import quantisation
 WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
 INDEX = ".index.json"  # behind the name of the only file
 READERS = 4  # threads; a layer in full precision is in memory for each
+FLOATS = "F", "BF"  # the first letters of safetensors' names of kinds of floats
 SHOWN = 3  # names in a sentence
 FOREIGN = {  # a pattern of weights' names -> who writes such
     r"\.(absmax|nested_absmax|quant_map|SCB|quant_state\..+)$": "quantised by bitsandbytes",
@@ -36,14 +37,17 @@ class Header(NamedTuple):
 
     metadata: dict[str, str]
     shapes: dict[str, tuple[int, ...]]  # by name
+    dtypes: dict[str, str]  # by name, as safetensors writes them, such as "BF16"
 
 
 def header_of(file: Path) -> Header:
     """The header of a file, which says how long the file is. Raises UserError for a file that is not whole."""
     try:
         with safe_open(file, framework="pt") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-            return Header(tensors.metadata() or {}, shapes)
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            dtypes = {name: part.get_dtype() for name, part in slices.items()}
+            return Header(tensors.metadata() or {}, shapes, dtypes)
     except (SafetensorError, OSError) as error:
         problem = folders.problem_of(file) or _how_much_is_missing(file)
         problem = problem or f"cannot be read as safetensors: {in_one_line(error)}"
@@ -86,17 +90,23 @@ def check(folder: Path, wanted: dict[str, tuple[int, ...]], what: str) -> list[P
     """The files of a transformer's folder, whose headers alone are read. Raises UserError unless these hold weights of
     the `wanted` names and shapes. `what`: the transformer's class."""
     files = files_of(folder, WEIGHTS)
-    stored, file_of = {}, {}
+    stored, dtypes, file_of = {}, {}, {}
     for file in files:
-        shapes = header_of(file).shapes
-        stored |= shapes
-        file_of |= dict.fromkeys(shapes, file)
+        header = header_of(file)
+        stored |= header.shapes
+        dtypes |= header.dtypes
+        file_of |= dict.fromkeys(header.shapes, file)
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unexpected:
         raise UserError(f"{in_one_line(folder)} does not hold this {what}: {_difference(missing, unexpected)}")
     for name, shape in stored.items():
         if shape != wanted[name]:
             raise UserError(f"{name} is {list(shape)} in {file_of[name]}, {list(wanted[name])} in the model")
+        if not dtypes[name].startswith(FLOATS):
+            raise UserError(
+                f"{name} is of {dtypes[name]} in {in_one_line(file_of[name])}, quantised without its scales; "
+                "config.base_precision quantises published weights while loading"
+            )
     return files
 
 
@@ -109,10 +119,10 @@ def _difference(missing: list[str], unexpected: list[str]) -> str:
                 "as save_pretrained writes them, and config.base_precision quantises while loading"
             )
     problems = {"missing": missing, "unexpected": unexpected}
-    return "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+    return "; ".join(f"{kind}: {some_names(names)}" for kind, names in problems.items() if names)
 
 
-def _some(names: list[str]) -> str:
+def some_names(names: list[str]) -> str:
     """The first names, and how many others there are."""
     others = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {others} more" if others > 0 else "")
@@ -131,7 +141,7 @@ def files_of(folder: Path, name: str) -> list[Path]:
         raise UserError(f"{in_one_line(folder)} has no {name}{_what_is_there(folder, name)}")
     if absent:
         files = f"of the {len(names)} files that {index.name} names, {len(absent)}"
-        raise UserError(f"{in_one_line(folder)} has no {_some(absent)} ({files})")
+        raise UserError(f"{in_one_line(folder)} has no {some_names(absent)} ({files})")
     return [folder / file for file in sorted(names)]
 
 
@@ -163,4 +173,4 @@ def _what_is_there(folder: Path, name: str) -> str:
         return f" and no {name}{INDEX} for its {len(shards)} parts ({shards[0]}): fetch the index, too"
     if pickled:
         return f" but {pickled[0]}: load the model in diffusers and save it by save_pretrained"
-    return f"; it has {_some(others)}" if others else ": its download is not whole; fetch it again"
+    return f"; it has {some_names(others)}" if others else ": its download is not whole; fetch it again"
