@@ -1,7 +1,6 @@
 """Models as they lie on people's disks: what is said of each before any weight is loaded."""
 
 import json
-import logging
 import os
 import shutil
 from functools import partial
@@ -116,8 +115,7 @@ REFUSED = [  # a name, the change, and words of the sentence
 ]
 
 
-def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is_not(tmp_path, caplog):
-    logging.getLogger("transformers").addHandler(caplog.handler)
+def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is_not(tmp_path):
     look(copy_of(tmp_path / "whole"))
     rows = []
     for name, change, *words in REFUSED:
