@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import noise_levels
 import pytest
 import torch
 import warm
@@ -200,6 +201,15 @@ def test_noise_levels_go_through_the_sampled_ones(name, num_steps):
     assert len(levels) == 1000
     every = len(levels) // num_steps
     torch.testing.assert_close(levels[::every], model.schedule(num_steps, size).timesteps, rtol=0, atol=0.01)
+
+
+def test_the_median_of_dpos_noise_levels_lies_within_the_sampled_sigmas_of_each_published_model():
+    rows = noise_levels.of_published_models()
+    assert {registry.published(row.model).model for row in rows} == {*registry.names()}
+    for row in rows:
+        low, median, high = row.trained
+        assert 0 < low < median < high < 1, row.model
+        assert row.sampled[-1] < median < row.sampled[0], row.model
 
 
 def test_noise_levels_of_weights_with_sigmas_of_their_own_lie_between_these(tmp_path):

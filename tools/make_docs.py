@@ -13,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import noise_levels
+
 from config import dpo, grpo, nft
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
@@ -132,6 +134,18 @@ def measured_runs() -> str:
     return table(head, rows)
 
 
+def dpo_noise_levels() -> str:
+    """Noise levels that DPO draws and the sigmas that are sampled; models that share them share a row."""
+    models: dict[tuple, list[str]] = {}
+    for row in noise_levels.of_published_models():
+        trained = " / ".join(f"{sigma:.2f}" for sigma in row.trained)
+        sampled = " ".join(f"{sigma:.2f}" for sigma in row.sampled)
+        key = (str(row.size), row.shift, trained, sampled)
+        models.setdefault(key, []).append(f"`{row.model}`")
+    rows = [[", ".join(hub_ids), *figures] for figures, hub_ids in models.items()]
+    return table(["model", "size", "shift", "DPO trains at: 5 % / median / 95 %", "sampled steps"], rows)
+
+
 def settings_tables() -> str:
     head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
     for section, title in settings.SECTIONS.items():
@@ -201,6 +215,7 @@ MAKERS = {
     "variants": variants,
     "rewards": reward_files,
     "models": model_files,
+    "noise_levels": dpo_noise_levels,
     "code": code,
     "interface": interface,
 }
