@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -308,18 +309,30 @@ def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(sto
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
     rows = {
         "rslora": (folder("rslora", use_rslora=True), "use_rslora", "merge_and_unload"),
+        "dora": (folder("dora", use_dora=True), "use_dora", "merge_and_unload"),
         "lokr": (folder("lokr", peft_type="LOKR"), "LOKR"),
         "pissa": (folder("pissa", init_lora_weights="pissa"), "pissa"),
         "rank": (folder("rank", r=8), lora_files.PEFT_CONFIG, "'r': 8", "rank 4"),
         "alone": (folder("alone", lambda made: (made / lora_files.PEFT_CONFIG).unlink()), "alpha", "does not exist"),
         "pointer": (folder("pointer", lambda made: (made / lora_files.PEFT_FILE).write_text(pointer)), "git lfs pull"),
         "config": (folder("config", lambda made: (made / lora_files.PEFT_CONFIG).write_text(pointer)), "git lfs pull"),
-        "above": (folder("above/lora").parent, f"above/lora/{lora_files.PEFT_FILE} does"),
+        "above": (folder("above/lora").parent, f"there is {tmp_path}/above/lora/{lora_files.PEFT_FILE}"),
         "two": (two, "a.safetensors, b.safetensors"),
         "hub id": ("someone/style", "hf download someone/style --local-dir"),
         "nothing": (tmp_path / "nothing", "does not exist"),
     }
     assert_refused([(name, lambda path=path: lora_files.check(path), words) for name, (path, *words) in rows.items()])
+    find = lambda: policies_to_compare.find(str(rows["above"][0]), table.default_config(), "best")  # noqa: E731
+    assert_refused([("by evaluate", find, [rows["above"][1]])])
+
+
+def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    if os.access(closed, os.X_OK):
+        pytest.skip("root may look into every folder")
+    find = lambda: policies_to_compare.find(str(closed), table.default_config(), "best")  # noqa: E731
+    assert_refused([("find", lambda: lora_files.find(closed), [closed]), ("evaluate", find, [closed])])
 
 
 def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):

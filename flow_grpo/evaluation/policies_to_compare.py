@@ -48,6 +48,14 @@ def run_config(folder: Path) -> ConfigDict:
 def find(name: str, config: ConfigDict, weights: str) -> Candidate:
     """What a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a LoRA of
     config.model. Raises UserError for what cannot be evaluated."""
+    try:
+        return _found(name, config, weights)
+    except OSError as error:  # a folder that nobody may look into
+        raise UserError(f"{name!r} cannot be read: {error.strerror}") from error
+
+
+def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
+    """As `find` says. Raises OSError, too."""
     folder = Path(shipped.find(name))
     if is_run(folder):
         return _of_run(name, folder, weights)
@@ -62,7 +70,7 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
         return Candidate(name, "base", config, None, None)
     what = "does not exist" if not folder.exists() else "is none of these"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
-    raise UserError(f"{name!r} {what}: {kinds}")
+    raise UserError(f"{name!r} {what}: {kinds}{lora_files.what_is_there(folder)}")
 
 
 def _of_run(name: str, folder: Path, weights: str) -> Candidate:

@@ -51,7 +51,14 @@ class Adapter(NamedTuple):
 def find(path: Path | str) -> Path:
     """The file of a LoRA: the path itself, or in a folder diffusers' file, peft's, or else the only one. Raises
     UserError where there is none or several."""
-    folder = Path(path)
+    try:
+        return _found(Path(path))
+    except OSError as error:  # a folder that nobody may look into
+        raise UserError(f"{in_one_line(path)} cannot be read: {error.strerror}") from error
+
+
+def _found(folder: Path) -> Path:
+    """As `find` says. Raises OSError, too."""
     if folder.is_file():
         return folder
     for name in (FILE, PEFT_FILE):
@@ -63,7 +70,7 @@ def find(path: Path | str) -> Path:
     if files:
         names = ", ".join(file.name for file in files[:3])
         raise UserError(f"{in_one_line(folder)} holds {len(files)} LoRA files ({names}): name one of them")
-    raise UserError(f"{in_one_line(folder / FILE)} does not exist{_what_is_there(folder)}")
+    raise UserError(f"{in_one_line(folder / FILE)} does not exist{what_is_there(folder)}")
 
 
 def is_lora(path: Path | str) -> bool:
@@ -93,15 +100,15 @@ def _is_pefts(file: Path) -> bool:
     return file.name == PEFT_FILE or (file.name != FILE and file.with_name(PEFT_CONFIG).is_file())
 
 
-def _what_is_there(folder: Path) -> str:
+def what_is_there(folder: Path) -> str:
     """What may have been meant by a path without a LoRA file, as the rest of a sentence."""
     if shipped.is_hub_id(str(folder)):
         return f"; `hf download {folder} --local-dir FOLDER` fetches it from the hub, and FOLDER is then its path"
     inside = [file for name in (FILE, PEFT_FILE) for file in sorted(folder.glob(f"*/{name}"))]
     if inside:
-        return f", but {in_one_line(inside[0])} does"
+        return f"; there is {in_one_line(inside[0])}"
     pickled = [name for name in ("adapter_model.bin", "pytorch_lora_weights.bin") if (folder / name).is_file()]
-    return f", but {pickled[0]}: save it as safetensors (safe_serialization=True)" if pickled else ""
+    return f"; there is {pickled[0]}: save it by safe_serialization=True" if pickled else ""
 
 
 def read(path: Path | str) -> Adapter:
@@ -159,16 +166,20 @@ def check_targets(path: Path | str, adapter: Adapter, targets: tuple[str, ...]) 
         )
 
 
+def _way_out(file: Path) -> str:
+    return PEFT_WAY_OUT if _is_pefts(file) else WAY_OUT
+
+
 def _rank(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:
     """Raises UserError unless each layer has an A and a B, by diffusers' names, and all are of one rank."""
     file, layers = in_one_line(path), {match[1] for name in shapes if (match := NAME.fullmatch(name))}
     pairs = {f"transformer.{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
     if not pairs or shapes.keys() != pairs:
         wrong = ", ".join(sorted(shapes.keys() ^ pairs)[:3]) or "no weight"
-        raise UserError(f"{file} is no LoRA of a diffusers transformer, or not whole ({wrong}): {WAY_OUT}")
+        raise UserError(f"{file} is no LoRA of a diffusers transformer, or not whole ({wrong}): {_way_out(path)}")
     ranks = {shape[0 if ".lora_A." in name else 1] if len(shape) == 2 else 0 for name, shape in shapes.items()}
     if len(ranks) != 1 or 0 in ranks:
-        raise UserError(f"{file} has layers of ranks {sorted(ranks)}; one rank above 0 is supported: {WAY_OUT}")
+        raise UserError(f"{file} has layers of ranks {sorted(ranks)}; one rank above 0 is supported: {_way_out(path)}")
     return ranks.pop()
 
 
@@ -196,9 +207,9 @@ def _peft_settings(file: Path) -> dict[str, Any]:
 
 def _alpha(file: Path, settings: dict[str, Any], rank: int) -> float:
     """Raises UserError where diffusers or peft would scale by more than alpha / rank."""
-    place, way_out = f"{in_one_line(file)}: its header", WAY_OUT
+    place = f"{in_one_line(file)}: its header"
     if _is_pefts(file):
-        place, way_out = in_one_line(file.with_name(PEFT_CONFIG)), PEFT_WAY_OUT
+        place = in_one_line(file.with_name(PEFT_CONFIG))
     stored, alpha = quoted({key: settings.get(key) for key in ("r", "lora_alpha")}), settings.get("lora_alpha")
     if settings.get("r") != rank or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         raise UserError(f"{place} has {stored}, its weights have rank {rank}")
@@ -211,5 +222,5 @@ def _alpha(file: Path, settings: dict[str, Any], rank: int) -> float:
         if key not in HEEDED and not is_off and value != plain.get(key):
             strange[key] = value
     if strange:
-        raise UserError(f"{place} has {quoted(strange)}, which is not supported: {way_out}")
+        raise UserError(f"{place} has {quoted(strange)}, which is not supported: {_way_out(file)}")
     return alpha
