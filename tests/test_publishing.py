@@ -145,6 +145,67 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     assert "| branch | the first 2 epochs are those of old |" in text
 
 
+HOSTILE = "<script>x</script>", "[y](javascript:z)", "![y][z]", "a\n\n# Head\n---", "`|` ``|", "*b* ~~b~~ $b$ _b_", "\\"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_card_shows_the_letters_of_a_foreign_run_and_none_of_them_as_markup(text, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / text.replace("/", "_"))
+    config = json.loads((folder / "config.json").read_text())
+    config["reward_fn"][text] = 1.0
+    config["lora"]["targets"] = [text]
+    config |= dict(model=text, dataset=f"/x/{text}", method=text, algorithm=text)
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [line | {f"test/{text.replace('/', '_')}": 0.5} for line in lines_of(folder)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = dict(commit=text, versions={text: text}, gpus=[text], ranks=1)
+    (folder / "run.json").write_text(json.dumps({"starts": [start]}))
+    assert model_card.complete(folder) == []
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.base_model is None
+    assert any(tag.startswith("flow-grpo-") and "\n" not in tag for tag in card.data.tags)
+    prose = re.sub(r"```python\n.*?\n```", "", card.text, flags=re.DOTALL)
+    links = ["](samples.png)", "](reward.png)"]
+    assert [link for link in re.findall(r"(?<!\\)\][(\[][^)]*\)?", prose) if link not in links] == []
+    assert not re.search(r"<|(?<![\\\w])[*~$]|(?<!\\)\b_|^# Head|^---$", prose, re.MULTILINE)
+    columns = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in prose.splitlines() if line.startswith("|")]
+    assert {*columns} <= {3, 4}
+    headings = ["Load it", "Training", "Licence"]
+    assert re.findall(r"^## (.*)", card.text, re.MULTILINE) == headings
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("Qwen/Qwen-Image_2 [v1] #3", "Qwen/Qwen-Image_2 [v1] #3"),
+        ("a\n# b\x1b[1m", "a # b?[1m"),
+        ("<b> & &lt;", "&lt;b&gt; &amp; &amp;lt;"),
+        ("_a_b_ __", r"\_a_b\_ \_\_"),
+        ("[a](b) [a][b] [a]", r"[a\](b) [a\][b] [a]"),
+        (r"a\`|", r"a\\\`\|"),
+        ("https://a www.a.b c@d", r"https:\//a www\.a.b c\@d"),
+        (0.5, "0.5"),
+    ],
+)
+def test_a_value_on_a_card_is_escaped_where_markdown_would_read_it_as_more_than_letters(value, shown):
+    assert model_card.markdown(value) == shown
+    code = model_card.code_span("a`|b")
+    assert model_card.markdown(code) == code == "`a'\\|b`"
+
+
+def test_a_card_links_to_the_hub_only_what_may_be_there(copy):
+    config = json.loads((copy / "config.json").read_text())
+    links = {}
+    for model in ("me/model_", "/absent/private/model", "../absent/model", f"{copy.parent}/absent", "flow_grpo/absent"):
+        (copy / "config.json").write_text(json.dumps(config | {"model": model}))
+        model_card.complete(copy)
+        card = ModelCard.load(copy / "README.md")
+        links[model] = card.data.base_model, re.findall(r"\]\(https:.*?\)", card.text), "private" in card.text
+    linked = "me/model_", [r"](https://huggingface.co/me/model\_)"], False
+    assert links.pop("me/model_") == linked
+    assert {*map(str, links.values())} == {"(None, [], False)"}
+
+
 def push(run, *words, hub=None):
     args = push_to_hub.parser().parse_args([str(run), "--repo", "me/red", *words])
     push_to_hub.main(args, hub or HfApi(endpoint="http://127.0.0.1:1"))

@@ -1,12 +1,14 @@
 """The model card beside a run's weights, which lets others use them. It is made from the run's folder, after training
 or later."""
 
+import html
 import re
 import shutil
 from pathlib import Path
 
 import jinja2
 from huggingface_hub import ModelCardData
+from markupsafe import Markup
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
@@ -18,6 +20,9 @@ from flow_grpo.monitoring import provenance, recorded
 from flow_grpo.settings import table
 
 PICTURES = ("samples.png", "reward.png")
+# What Markdown would read as more than letters: an end of a link's text only where its address follows, an underscore
+# only at the edge of a word, and what begins an address that becomes a link by itself.
+MARKUP = re.compile(r"[\\`*~$|@]|\](?=[(\[])|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.", re.IGNORECASE)
 
 
 def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
@@ -37,10 +42,15 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
     for name in PICTURES:
         if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
             shutil.copy(run.folder / name, folder)
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters["cell"] = lambda value: re.sub(r"\s+", " ", str(value)).replace("|", "\\|")
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        finalize=markdown,
+    )
+    environment.filters["code"] = code_span
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
-    config, is_hub_id = run.config, not Path(shipped.find(run.config.model)).exists()
+    config, is_hub_id = run.config, shipped.is_hub_id(run.config.model)
     keeps_path = is_hub_id or config.model.startswith("flow_grpo/assets/")  # of any other folder the card has the name
     base = config.model if keeps_path else Path(config.model).name
     text = environment.from_string(template.read_text()).render(
@@ -48,7 +58,7 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
         place=place,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=base,
-        base_address=f"https://huggingface.co/{base}" if is_hub_id else None,
+        is_hub_id=is_hub_id,
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         config=config,
@@ -57,6 +67,21 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
         settings=public_settings(run),
     )
     (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")
+
+
+def markdown(value: object) -> str:
+    """A value as Markdown that shows its letters in one line, with no HTML, link or heading of its own; what a filter
+    has already marked as safe stays. A run's folder may be somebody else's."""
+    if isinstance(value, Markup):
+        return value
+    text = html.escape(in_one_line(value), quote=False)
+    return MARKUP.sub(lambda match: "\\" + match[0], text)
+
+
+def code_span(value: object) -> Markup:
+    """A value as code in a cell of a table, where a backslash hides a vertical line alone."""
+    text = in_one_line(value).replace("`", "'").replace("|", "\\|")
+    return Markup(f"`{text}`")
 
 
 def algorithm(config: ConfigDict) -> str:
@@ -141,9 +166,9 @@ def public_settings(run: recorded.Recorded) -> list[tuple[str, str]]:
 
 def front_matter(run: recorded.Recorded) -> str:
     """The card's data for the hub, as YAML."""
-    tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{run.config.algorithm}"]
+    tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
     return ModelCardData(
-        base_model=None if Path(shipped.find(run.config.model)).exists() else run.config.model,
+        base_model=run.config.model if shipped.is_hub_id(run.config.model) else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=tags + (["lora"] if run.config.lora.rank else []),
