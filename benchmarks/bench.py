@@ -46,7 +46,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.monitoring import model_card
 from flow_grpo.run import loop, update
-from flow_grpo.settings import config_files
+from flow_grpo.settings import command_line, config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts", "tools"))
 
@@ -289,4 +289,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    main(command_line.arguments(parser()))

@@ -31,6 +31,7 @@ from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
+from flow_grpo.settings import command_line
 from flow_grpo.settings.table import BY_KEY
 from flow_grpo.weights import policies
 
@@ -189,6 +190,6 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="see whether it runs, on any machine")
     parser.add_argument("--attention", choices=BY_KEY["attention"].choices, default="", help="as config.attention")
     parser.add_argument("--all-blocks", action="store_true", help="forwards through all 60 blocks, and no steps")
-    args = parser.parse_args()
+    args = command_line.arguments(parser)
     for line in measure(args.tiny, args.attention, args.all_blocks):
         sys.stdout.write(json.dumps(line) + "\n")

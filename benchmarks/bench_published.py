@@ -17,7 +17,7 @@ import torch
 
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.settings import config_files
+from flow_grpo.settings import config_files, terminal
 from flow_grpo.weights import policies
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
@@ -72,4 +72,5 @@ def measure() -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    terminal.protect()
     print(json.dumps({f"published/{name}": value for name, value in measure().items()}))

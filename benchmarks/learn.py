@@ -22,6 +22,7 @@ import torch
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring.plots import read_metrics
+from flow_grpo.settings import command_line
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1, 2, 3)
@@ -190,6 +191,6 @@ def main(args) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(parser().parse_args()) > 0)
+        sys.exit(main(command_line.arguments(parser())) > 0)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"learn.py: {error}") from error

@@ -29,6 +29,7 @@ from transformers import CLIPImageProcessor, CLIPProcessor
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.settings import command_line
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 PORTS = 18087, 18088  # of the servers of one reward
@@ -251,4 +252,4 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # through the blocks that end what it has started
-    main(parser().parse_args())
+    main(command_line.arguments(parser()))

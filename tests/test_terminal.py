@@ -1,5 +1,6 @@
 """No command ends because of who reads what it prints."""
 
+import re
 import subprocess
 import sys
 
@@ -39,3 +40,19 @@ def test_python_without_docstrings_is_one_sentence():
     assert done.returncode == 2, done.stderr
     assert "without -OO" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+COMMANDS = [
+    path
+    for folder in ("scripts", "tools", "benchmarks", "flow_grpo/monitoring")
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if 'if __name__ == "__main__":' in path.read_text()
+]
+UNPROTECTED = "minimal_grpo.py"  # an hour's reading, kept to what the algorithm needs
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_each_command_protects_its_streams_before_it_prints(path):
+    """By the functions that read a command line, or by itself."""
+    lines = path.read_text().split('if __name__ == "__main__":', 1)[1]
+    assert re.search(r"command_line\.(parse|arguments)\(|terminal\.protect\(\)", lines) or path.name == UNPROTECTED

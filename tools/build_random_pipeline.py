@@ -55,6 +55,7 @@ from transformers import (
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
+from flow_grpo.settings import command_line
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
@@ -353,5 +354,5 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=BUILDERS)
     parser.add_argument("folder")
     parser.add_argument("--published", action="store_true", help="Qwen-Image has no other size here, and takes 57 GB")
-    args = parser.parse_args()
+    args = command_line.arguments(parser)
     build(args.model, args.folder, args.published)

@@ -38,6 +38,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.settings import command_line
 
 RESOLUTION, TEXT_DIM = 64, 64
 SIZE = Size(RESOLUTION, RESOLUTION)
@@ -307,4 +308,4 @@ def main(args) -> None:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    main(command_line.arguments(parser()))

@@ -43,6 +43,7 @@ from flow_grpo.diffusers_patch.models.qwenimage_edit import ImageProcessor, Qwen
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.rewards import edits as edits_reward
+from flow_grpo.settings import command_line
 
 PIXELS = RESOLUTION**2  # of a source
 TINY_QWENIMAGE = Path(shipped.find("flow_grpo/assets/tiny_qwenimage"))
@@ -173,4 +174,4 @@ def main(args) -> None:
 
 
 if __name__ == "__main__":
-    main(parser().parse_args())
+    main(command_line.arguments(parser()))

@@ -18,6 +18,7 @@ from flow_grpo.base import rng
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES
 from flow_grpo.data.shapes import COLORS, SHAPES
+from flow_grpo.settings import command_line
 
 WORDINGS = {
     "recolor": ("make the {object} {to}", "change the {object} to {to}"),
@@ -141,4 +142,4 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    write(parser.parse_args().folder)
+    write(command_line.arguments(parser).folder)

@@ -23,7 +23,7 @@ from flow_grpo.base.quoting import markdown_table
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.run import measured
 from flow_grpo.settings import table as settings
-from flow_grpo.settings import unknown
+from flow_grpo.settings import terminal, unknown
 from flow_grpo.settings.setting import Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
@@ -236,6 +236,7 @@ def pages() -> list[Path]:
 
 
 if __name__ == "__main__":
+    terminal.protect()
     for page in pages():
         old = page.read_text()
         if (new := made(old)) != old:
