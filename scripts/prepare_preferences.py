@@ -158,7 +158,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
         sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=decoded_together, fast=fast)
         scores = pool.submit(sampled.images, rows)()
         margin, averages = config.preferences.min_margin, scores["avg"]
-        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, averages, group, margin)
+        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, pool.weights, group, margin)
         usable, comparable = pairs.loss_weight.bool(), averages.view(-1, group).isfinite().sum(1) > 1
         why_not = [NO_PREFERENCE if enough else NO_SCORE for enough in comparable.tolist()]
         reasons = [None if keep else why for keep, why in zip(usable.tolist(), why_not)]

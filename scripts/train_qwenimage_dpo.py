@@ -96,13 +96,15 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
     for batch, samples in sampling.sample_epoch(run, epoch, lambda _: range(0)):
         submitted.append(rewards.submit(run, samples, batch))
         images |= dict(zip(batch.image_numbers, zip(samples.latents, batch.prompts)))
-    scores, numbers = rewards.wait(run, epoch, submitted).scores["avg"], sorted(images)
+    scores = rewards.wait(run, epoch, submitted).scores
+    numbers = sorted(images)
     latents, prompts = zip(*(images[number] for number in numbers))
     return preferences.best_and_worst(
         torch.stack(latents),
         run.embed(prompts),
         numbers,
-        distributed.local_rows(scores),
+        {name: distributed.local_rows(values) for name, values in scores.items()},
+        run.config.reward_fn.to_dict(),
         group=run.plan.group_size,
         margin=run.config.preferences.min_margin,
     )

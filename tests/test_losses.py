@@ -295,8 +295,20 @@ def test_rewards_that_differ_by_rounding_alone_teach_nothing_where_their_sum_can
     groups = torch.zeros(24, dtype=torch.long)
     weights = {"a": 1.0, "b": weight}
     assert torch.equal(combined_advantages(rewards, weights, groups, "sum"), torch.zeros(24))
+    assert not has_signal(rewards, weights, groups, "sum").any()
     rewards["a"][::2] *= 1.0001
     assert combined_advantages(rewards, weights, groups, "sum").abs().min() > 0.9
+    assert has_signal(rewards, weights, groups, "sum").all()
+
+
+@pytest.mark.parametrize(("aggregation", "teaches"), [("sum", False), ("gdpo", True)])
+def test_rewards_that_cancel_teach_something_where_each_counts_by_itself(aggregation, teaches):
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    a = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0])
+    rewards = {"a": a, "b": 2 * a}
+    weights = {"a": 1.0, "b": -0.5}
+    signal = has_signal(rewards, weights, groups, aggregation)
+    assert signal.tolist() == [teaches] * 4 + [False] * 2
 
 
 TWO = {"a": REWARDS, "b": REWARDS.flip(0) * 100}
@@ -328,7 +340,9 @@ def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_ne
 def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():
     rewards = {"a": torch.tensor([1.0, 1, 2, 2]), "b": torch.tensor([5.0, 5, 5, 6]), "c": torch.tensor([1.0, 2, 3, 4])}
     groups = torch.tensor([0, 0, 1, 1])
-    assert has_signal(rewards, {"a": 1.0, "b": 1.0}, groups).tolist() == [False, False, True, True]
+    for aggregation in ("sum", "gdpo"):
+        signal = has_signal(rewards, {"a": 1.0, "b": 1.0}, groups, aggregation)
+        assert signal.tolist() == [False, False, True, True]
     assert has_signal(rewards, {"a": 1.0}, groups).tolist() == [False] * 4
     assert has_signal(rewards, {"c": 1.0}, groups).tolist() == [True] * 4
     share = 1 - has_signal({"a": REWARDS}, {"a": 1.0}, GROUPS).float().mean()

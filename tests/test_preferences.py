@@ -154,7 +154,8 @@ def test_best_and_worst_of_each_group():
     latents = torch.arange(8.0).view(8, 1, 1)
     embeds = Condition(torch.arange(8.0).view(8, 1, 1))
     scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.25, 0.25, 0.375, 0.25])
-    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), scores, 4, margin=0.125)
+    rewards = {"avg": scores, "a": scores}
+    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), rewards, {"a": 1.0}, 4, margin=0.125)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.loss_weight.tolist() == [1, 0]
@@ -168,7 +169,22 @@ def test_group_that_differs_by_rounding_alone_makes_no_pair():
     missing = torch.tensor(torch.nan)
     scores = torch.stack([score, above, score, missing, score, above + 1, score, missing])
     latents = torch.zeros(8, 1, 1)
-    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), scores, 4, margin=0.0)
+    rewards = {"avg": scores, "a": scores}
+    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, {"a": 1.0}, 4, margin=0.0)
+    assert pairs.loss_weight.tolist() == [0, 1]
+
+
+def test_group_whose_weighted_rewards_cancel_makes_no_pair():
+    """Their sum is rounding: small beside each reward, but not beside the sum. The second group's differ by more."""
+    weights = {"a": 1.0, "b": -0.3}
+    level = torch.full((8,), 85.3)
+    rewards = {"a": level.clone(), "b": level / 0.3}
+    rewards["a"][::2] *= 1 + 2e-7
+    rewards["a"][5] += 0.01
+    rewards["avg"] = sum(weight * rewards[name] for name, weight in weights.items())
+    latents = torch.zeros(8, 1, 1)
+    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, weights, 4, margin=0.0)
+    assert rewards["avg"][:4].unique().numel() > 1
     assert pairs.loss_weight.tolist() == [0, 1]
 
 

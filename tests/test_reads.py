@@ -58,7 +58,7 @@ AT_THEIR_DEFAULT = {
     table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
     table.DPO: SAMPLER
     | {"train.teachers", "sample.baseline", "sample.completion_batch_size"}
-    | {"train.beta", "train.reference_guidance_scale"},
+    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
     table.DISTILL: PLAN
     | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone

@@ -15,6 +15,7 @@ import torch
 import train_qwenimage
 import train_qwenimage_nft
 from brightness import brightness
+from ml_collections import ConfigDict
 from recorded import assert_same
 from small import ENV, ROOT, as_prompts, config_of, lines_of, random_images, stored, train
 from test_scoring import listening, settings
@@ -318,7 +319,9 @@ def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
     """Two trunks, three steps, two branches: first steps differ by 2 and by 4, one of the last two is flat."""
     scores = torch.tensor([[[1.0, 3.0], [0.0, 9.0], [5.0, 5.0]], [[0.0, 4.0], [0.0, 9.0], [1.0, 2.0]]])
     groups = torch.arange(6).view(2, 3, 1).expand(scores.shape)
-    figures = run_rewards.step_figures(run_rewards.Rewards({"avg": scores.flatten()}, groups.flatten(), scores.shape))
+    config = ConfigDict(dict(reward_fn={"a": 1.0}, train=dict(reward_aggregation="sum")))
+    by_name = {"avg": scores.flatten(), "a": scores.flatten()}
+    figures = run_rewards.step_figures(run_rewards.Rewards(by_name, groups.flatten(), scores.shape), config)
     assert figures == {
         "reward/first_step_group_std": 1.5,
         "reward/first_step_zero_std_share": 0.0,
@@ -326,7 +329,22 @@ def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
         "reward/last_step_zero_std_share": 0.5,
     }
     of_images = run_rewards.Rewards({"avg": torch.zeros(4)}, torch.arange(4), torch.Size([4]))
-    assert run_rewards.step_figures(of_images) == {}
+    assert run_rewards.step_figures(of_images, config) == {}
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("sum", 1.0), ("gdpo", 0.5)])
+def test_the_share_of_flat_groups_counts_what_training_takes_for_flat(aggregation, share):
+    """The first group's weighted sums are rounding; with "gdpo" its rewards count one by one. The second one is flat,
+    and an image without a reward counts nothing."""
+    config = ConfigDict(dict(reward_fn={"a": 1.0, "b": -0.3}, train=dict(reward_aggregation=aggregation)))
+    a = torch.tensor([85.1, 85.2, 85.3, 5.0, 5.0, 7.0])
+    scores = {"a": a, "b": a / 0.3 * torch.tensor([1 + 2e-7, 1, 1, 1, 1, 1])}
+    scores["b"][5] = torch.nan
+    scores["avg"] = scores["a"] - 0.3 * scores["b"]
+    rewards = run_rewards.Rewards(scores, torch.tensor([0, 0, 0, 1, 1, 1]), torch.Size([6]))
+    figures = run_rewards.spread_figures(rewards, torch.ones(6, dtype=torch.bool), config)
+    assert scores["avg"][:3].unique().numel() > 1
+    assert figures == {"reward/group_std": 0.0, "reward/zero_std_share": share}
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])

@@ -25,16 +25,39 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
 
 
-def groups_that_differ(values: Tensor) -> Tensor:
-    """Return which groups have rewards that differ by more than rounding, [G] bool, by the rule of `group_stats`.
+def stats_of_sum(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> GroupStats:
+    """Mean and std of the weighted sum in each group; std 0 where the sums differ by the terms' rounding alone.
+
+    Terms that cancel leave their rounding, which is small beside each of them, but not beside their sum.
+    """
+    terms = [weight * rewards[name].double() for name, weight in weights.items()]
+    stats = group_stats(sum(terms), groups)
+    sizes = group_stats(sum(term.abs() for term in terms), groups).mean
+    return stats._replace(std=stats.std.where(stats.std > FLAT * sizes, 0.0))
+
+
+def groups_with_signal(
+    rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str = "sum"
+) -> Tensor:
+    """Return in which groups there is something to learn, [G] bool: their weighted sums differ by more than rounding,
+    with "gdpo" at least one of the rewards that count."""
+    if aggregation == "sum":
+        return stats_of_sum(rewards, weights, groups).std > 0
+    return torch.stack([group_stats(rewards[name], groups).std > 0 for name in weights]).any(0)
+
+
+def neighbours_with_signal(rewards: dict[str, Tensor], weights: dict[str, float], group_size: int) -> Tensor:
+    """Return `groups_with_signal` of groups of neighbours, [G] bool. An image that lacks a reward (NaN) does not count.
 
     Args:
-        values: [G, S], NaN where an image has no reward.
+        rewards: name -> [G * group_size].
     """
-    means = values.double().nanmean(1, keepdim=True)
-    known = values.double().where(values.isfinite(), means)
-    groups = torch.arange(len(values)).repeat_interleave(values.shape[1])
-    return group_stats(known.flatten(), groups).std > 0
+    scored = torch.stack([rewards[name].isfinite() for name in weights]).all(0)
+    groups = torch.arange(len(scored)) // group_size
+    differs = torch.zeros(len(scored) // group_size, dtype=torch.bool)
+    scored_rewards = {name: rewards[name][scored] for name in weights}
+    differs[groups[scored].unique()] = groups_with_signal(scored_rewards, weights, groups[scored])
+    return differs
 
 
 def combined_advantages(
@@ -48,20 +71,11 @@ def combined_advantages(
             drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
     """
     if aggregation == "sum":
-        terms = [weight * rewards[name].double() for name, weight in weights.items()]
-        return _advantages_of_sum(terms, groups, global_std).float()
+        total = sum(weight * rewards[name].double() for name, weight in weights.items())
+        differs = has_signal(rewards, weights, groups)
+        return group_advantages(total, groups, global_std).where(differs, 0.0).float()
     total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
-
-
-def _advantages_of_sum(terms: list[Tensor], groups: Tensor, global_std: bool) -> Tensor:
-    """Advantages of weighted rewards' sum, [B] float64; 0 in a group whose sums differ by the terms' rounding alone."""
-    total = sum(terms)
-    stats = group_stats(total, groups)
-    # Terms that cancel leave their rounding, which is small beside each of them, but not beside their sum.
-    sizes = group_stats(sum(term.abs() for term in terms), groups).mean
-    differs = stats.std > FLAT * sizes
-    return group_advantages(total, groups, global_std).where(differs[stats.group], 0.0)
 
 
 def best_and_worst(values: Tensor, num: int) -> Tensor:
@@ -72,10 +86,12 @@ def best_and_worst(values: Tensor, num: int) -> Tensor:
     return torch.cat([order[:, : num - num // 2], order[:, values.shape[1] - num // 2 :]], 1)
 
 
-def has_signal(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> Tensor:
-    """[B] bool: False in groups in which every reward that counts is the same for all, so that nothing is learned."""
-    stds = [group_stats(rewards[name], groups) for name in weights]
-    return torch.stack([stats.std[stats.group] > 0 for stats in stds]).any(0)
+def has_signal(
+    rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str = "sum"
+) -> Tensor:
+    """Return `groups_with_signal` for each image, [B] bool."""
+    _, group = groups.unique(return_inverse=True)
+    return groups_with_signal(rewards, weights, groups, aggregation)[group]
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, eps: float = 1e-4) -> Tensor:

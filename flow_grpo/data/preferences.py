@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms.advantages import groups_that_differ
+from flow_grpo.algorithms.advantages import neighbours_with_signal
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -78,20 +78,29 @@ def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Ite
         yield [pairs.take(part, total, inner_epoch) for part in parts]
 
 
-def best_and_worst(latents: Tensor, condition: Condition, images: range, scores: Tensor, group: int, margin: float):
-    """Of B images in whole groups of neighbours, a pair per group, of weight 1 where the rewards differ by over
+def best_and_worst(
+    latents: Tensor,
+    condition: Condition,
+    images: range,
+    rewards: dict[str, Tensor],
+    weights: dict[str, float],
+    group: int,
+    margin: float,
+) -> Pairs:
+    """Make a pair of each group of neighbours among B images, of weight 1 where the weighted rewards differ by over
     `margin` and by more than rounding, else 0.
 
     Args:
         latents: [B, ...]; condition has B rows.
-        scores: [B] f32 on the CPU; NaN where an image has none.
         images: their numbers.
+        rewards: name -> [B] f32 on the CPU, "avg" among them; NaN where an image has none.
+        weights: config.reward_fn, whose sum is "avg".
     """
-    scores = scores.view(-1, group)
+    scores = rewards["avg"].view(-1, group)
     high, low = scores.nan_to_num(-torch.inf), scores.nan_to_num(torch.inf)  # an image without a score is neither
     best, worst, first = high.amax(1), low.amin(1), torch.arange(0, scores.numel(), group)
     winners, losers = first + high.argmax(1), first + low.argmin(1)
-    differs = (best - worst > margin) & groups_that_differ(scores)
+    differs = (best - worst > margin) & neighbours_with_signal(rewards, weights, group)
     on_device = lambda index: index.to(latents.device)  # noqa: E731
     return Pairs(
         latents[on_device(winners)],

@@ -5,9 +5,17 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
+from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_stats, has_signal
+from flow_grpo.algorithms.advantages import (
+    best_and_worst,
+    combined_advantages,
+    group_stats,
+    groups_with_signal,
+    has_signal,
+    stats_of_sum,
+)
 from flow_grpo.base import distributed
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
@@ -125,14 +133,15 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     for name, share in run.pool.masked_shares(rewards.scores).items():
         run.epoch_metrics[f"reward/{name}_masked_share"] = share
     for name, values in rewards.scores.items():
-        valid, prefix = values.isfinite(), "" if name == "avg" else f"{name}_"
-        values, stats = values[valid], group_stats(values[valid], rewards.groups[valid])
-        run.epoch_metrics |= {
-            f"reward/{name}": values.double().mean().item(),
-            f"reward/{prefix}group_std": stats.std.mean().item(),
-            f"reward/{prefix}zero_std_share": (stats.std == 0).float().mean().item(),
-        }
-    run.epoch_metrics |= step_figures(rewards)
+        valid = values.isfinite()
+        run.epoch_metrics[f"reward/{name}"] = values[valid].double().mean().item()
+        if name != "avg":
+            stats = group_stats(values[valid], rewards.groups[valid])
+            run.epoch_metrics[f"reward/{name}_group_std"] = stats.std.mean().item()
+            run.epoch_metrics[f"reward/{name}_zero_std_share"] = (stats.std == 0).float().mean().item()
+    everywhere = torch.ones(len(rewards.groups), dtype=torch.bool)
+    run.epoch_metrics |= spread_figures(rewards, everywhere, run.config)
+    run.epoch_metrics |= step_figures(rewards, run.config)
     run.epoch_metrics["images"] = run.board.latest.get("images", 0) + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
@@ -140,20 +149,36 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
 
 
-def step_figures(rewards: Rewards) -> dict[str, float]:
+def spread_figures(rewards: Rewards, rows: Tensor, config: ConfigDict, prefix: str = "") -> dict[str, float]:
+    """Spread within groups of the weighted sum of rewards, and the share of groups that teach nothing.
+
+    Args:
+        rows: [all] bool, the images that are looked at; those that lack a reward are left out.
+    """
+    weights = config.reward_fn.to_dict()
+    rows = rows & rewards.scores["avg"].isfinite()
+    groups = rewards.groups[rows]
+    scores = {name: rewards.scores[name][rows] for name in weights}
+    signal = groups_with_signal(scores, weights, groups, config.train.reward_aggregation)
+    return {
+        f"reward/{prefix}group_std": stats_of_sum(scores, weights, groups).std.mean().item(),
+        f"reward/{prefix}zero_std_share": signal.logical_not().float().mean().item(),
+    }
+
+
+def step_figures(rewards: Rewards, config: ConfigDict) -> dict[str, float]:
     """Spread of branches within their groups at the first and at the last trained step: late branches, which share most
     of their denoising, score alike first. Empty where an image has one outcome."""
     if len(rewards.shape) == 1:
         return {}
-    values = rewards.scores["avg"].view(-1, *rewards.shape[1:])
-    groups = rewards.groups.view(values.shape)
+    num_steps = rewards.shape[1]
+    step_of_row = torch.arange(num_steps)[:, None].expand(rewards.shape[1:]).flatten()
+    step_of_row = step_of_row.repeat(len(rewards.groups) // len(step_of_row))
     figures = {}
-    for name, step in (("first", 0), ("last", -1)):
-        valid = values[:, step].isfinite()
-        if valid.any():
-            std = group_stats(values[:, step][valid], groups[:, step][valid]).std
-            figures[f"reward/{name}_step_group_std"] = std.mean().item()
-            figures[f"reward/{name}_step_zero_std_share"] = (std == 0).float().mean().item()
+    for name, step in (("first", 0), ("last", num_steps - 1)):
+        rows = step_of_row == step
+        if rewards.scores["avg"][rows].isfinite().any():
+            figures |= spread_figures(rewards, rows, config, f"{name}_step_")
     return figures
 
 
@@ -172,6 +197,6 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
         scores, weights, groups, config.train.reward_aggregation, config.sample.global_std
     )
     if config.train.filter_groups:
-        loss_weight[scored] *= has_signal(scores, weights, groups)
+        loss_weight[scored] *= has_signal(scores, weights, groups, config.train.reward_aggregation)
     loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
     return rewards.local(values, run.device), rewards.local(loss_weight, run.device)
