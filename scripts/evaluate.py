@@ -10,6 +10,7 @@ scores what its own test scored, to the last digit on a CPU. The output folder h
 sheet for each row of the table. docs/design/evaluation.md has examples.
 """
 
+import argparse
 import html
 import itertools
 import json
@@ -18,14 +19,15 @@ from functools import partial
 from pathlib import Path
 
 import yaml
+from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import shipped
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.size import Size, training_size
-from flow_grpo.settings import command_line
-from flow_grpo.settings.table import BY_KEY, check_values, default_config
+from flow_grpo.settings import command_line, unknown
+from flow_grpo.settings.table import BY_KEY, check_values, default_config, flat, value_of
 
 
 def parser():
@@ -42,7 +44,7 @@ def parser():
     add("--rewards", nargs="+", type=reward_and_weight, help="NAME or NAME=WEIGHT; default: the first run's")
     add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
-    add("--sizes", type=Size.parse, nargs="+", help="768x512, height first, or 512; a row of the table for each")
+    add("--sizes", type=size, nargs="+", help="768x512, height first, or 512; a row of the table for each")
     add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
     add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
     add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
@@ -52,17 +54,56 @@ def parser():
 def reward_and_weight(text):
     """Of NAME=WEIGHT, or of NAME, whose weight is None."""
     name, _, weight = text.partition("=")
-    return name, float(weight) if weight else None
+    try:
+        return name, float(weight) if weight else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"the weight of {quoted(text)} is no number") from error
+
+
+def size(text):
+    try:
+        return Size.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_flags(args):
+    """Raises UserError for a flag that is empty, or says something twice."""
+    for name in ("model", "prompts", "out"):
+        if getattr(args, name) == "":
+            raise UserError(f"--{name} is empty")
+    names = [name for name, _ in args.rewards or ()]
+    keys = [text.partition("=")[0] for text in args.set]
+    listed = {"--rewards": names, "--set": keys, "--seeds": args.seeds, "--guidance-scales": args.guidance_scales}
+    listed |= {"--sizes": args.sizes, "--best-of": args.best_of}
+    for flag, values in listed.items():
+        if values and len(set(values)) < len(values):
+            raise UserError(f"{flag} names a value twice: {', '.join(map(str, values))}")
+
+
+def set_value(config, text):
+    """Put the KEY=VALUE of --set into a config. Raises UserError for what is no setting, or no value of its type."""
+    key, has_value, value = text.partition("=")
+    if not has_value:
+        raise UserError(f"--set {quoted(text)} has no value: write KEY=VALUE")
+    try:
+        before = value_of(config, key)
+    except (KeyError, TypeError) as error:
+        raise UserError(unknown.answer(key, flat(config), f"{quoted(key)} (--set)")) from error
+    if isinstance(before, ConfigDict) and key not in BY_KEY:
+        raise UserError(
+            f"--set {quoted(text)} names a section: name one of its settings, such as {key}.{next(iter(before))}"
+        )
+    try:
+        config.update_from_flattened_dict({key: yaml.safe_load(value)})
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
 
 
 def override(config, args):
     config.eval.num_prompts = config.eval.num_prompts if args.num_prompts is None else args.num_prompts
     for text in args.set:
-        key, _, value = text.partition("=")
-        try:
-            config.update_from_flattened_dict({key: yaml.safe_load(value)})
-        except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
+        set_value(config, text)
     if args.rewards:
         for name, _ in args.rewards:
             if "." in name:  # which a ConfigDict does not take as a key
@@ -75,10 +116,15 @@ def override(config, args):
 def check_words(args):
     """Raises UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
     for name in args.policies:
-        if not Path(shipped.find(name)).exists() and not shipped.is_hub_id(name):
+        try:
+            is_there = Path(shipped.find(name)).exists()
+        except OSError as error:  # a name that is too long, or a folder that nobody may look into
+            raise UserError(f"{quoted(name)}: {error.strerror}") from error
+        if not is_there and not shipped.is_hub_id(name):
             raise UserError(f"{name!r} is neither a folder nor a hub id")
     for model in filter(None, [args.model, *args.policies]):
         shipped.check_connection(model)
+    check_flags(args)
     override(default_config(), args)
     if args.rewards and not any((Path(name) / "config.json").is_file() for name in args.policies):
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
@@ -136,8 +182,6 @@ def check(args, compared, config, split, seeds):
         raise UserError(
             "there is no prompt to evaluate: --num-prompts, or the run's eval.num_prompts, must be 1 or more"
         )
-    if len(set(seeds)) != len(seeds):
-        raise UserError(f"--seeds names a value twice: {seeds}")
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
     checks.drop_unused_rewards(config)
@@ -145,6 +189,8 @@ def check(args, compared, config, split, seeds):
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], split.prompts)
     for scale in args.guidance_scales or ():
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
+    if args.model and all(candidate.weights != "LoRA" for candidate in compared):
+        raise UserError(f"--model {quoted(args.model)} is the base of LoRA folders, and none of the policies is one")
     families = []
     for candidate in compared:
         check_values(candidate.config)
@@ -153,6 +199,7 @@ def check(args, compared, config, split, seeds):
         light = families[-1].without_weights(candidate.config.model)
         light.check(split.prompts, candidate.config.text_tokens)
         light.check_sources(split.prompts)
+        light.check_steps(candidate.config.eval.num_steps, "eval.num_steps (--set)")
         for size in sizes_of(args, candidate.config):
             BY_KEY["height"].check(size.height, "the height (--sizes)")
             BY_KEY["width"].check(size.width, "the width (--sizes)")
@@ -292,6 +339,7 @@ def as_json(row, scores):
 
 
 def main(args):
+    check_flags(args)
     compared, common = configured(args)
     split, seeds = chosen_prompts(args, common), args.seeds or list(range(common.eval.noises_per_prompt))
     families = check(args, compared, common, split, seeds)

@@ -42,29 +42,47 @@ def flags(words: list[str]) -> tuple[Options, list[str]]:
     """The script's own flags, and the other words of the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in DEFAULTS._asdict().items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+        parser.add_argument(f"--{name}", type=type(default), default=argparse.SUPPRESS)
     known, others = parser.parse_known_args(words)
+    if getattr(known, "source", None) == "":
+        parser.error("--source is empty: it names a folder")
     return Options(**vars(known)), others
 
 
-def plan(config, world_size: int, source: str) -> None:
-    """Raises UserError for a config without a folder to write, or whose batches hold no whole groups."""
+def check_options(options: Options) -> None:
+    """Raises UserError for a flag's value that nothing can be made with."""
+    if options.max_rows < 0:
+        raise UserError(f"--max_rows is {options.max_rows}; it must be 1 or more, or 0 for all rows")
+    if options.part_size < 1:
+        raise UserError(f"--part_size is {options.part_size}; it must be 1 or more")
+    if not 0 <= options.validation_share < 1:  # NaN compares false too
+        raise UserError(f"--validation_share is {options.validation_share}; it must be from 0 to below 1")
+    if not 0 <= options.max_dropped_share <= 1:
+        raise UserError(f"--max_dropped_share is {options.max_dropped_share}; it must be from 0 to 1")
+
+
+def plan(config, world_size: int, options: Options) -> None:
+    """Raises UserError for a flag that cannot be meant, a config without a folder to write, or batches that hold no
+    whole groups."""
+    check_options(options)
     if config.dry_run:
         raise UserError("--dry_run is for training: a folder of pairs is not planned")
     if not config.preferences.path:
         raise UserError("config.preferences.path is empty: it names the folder to write")
-    if not source and config.sample.batch_size % config.sample.num_images_per_prompt:
+    if not options.source and config.sample.batch_size % config.sample.num_images_per_prompt:
         raise UserError("config.sample.batch_size must be a multiple of config.sample.num_images_per_prompt")
 
 
-def preparing(source: str) -> checks.Script:
+def preparing(options: Options) -> checks.Script:
     """What this script asks of a config."""
-    return checks.Script(table.DPO, checks.check_groups, partial(plan, source=source), lambda config: not source)
+    return checks.Script(
+        table.DPO, checks.check_groups, partial(plan, options=options), lambda config: not options.source
+    )
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     options, words = flags(sys.argv[1:])
-    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options.source), words)
+    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options), words)
 
 import hashlib
 import json
@@ -114,9 +132,9 @@ Make = Callable[[list, int], Made]  # of rows of the source, and the number of t
 Check = Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too many of a part's scores are missing
 
 
-def check(config, source: str):
+def check(config, options: Options):
     """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    script = preparing(source)
+    source, script = options.source, preparing(options)
     checks.check(config, script)
     script.plan(config, 1)
     load_weights.check(config, family := model_classes.resolve(config))
@@ -131,6 +149,7 @@ def check(config, source: str):
             f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
             "is no adapter to merge"
         )
+    light.check_steps(config.sample.num_steps, "config.sample.num_steps")
     check_rewards(config.reward_fn, (), config.reward)
     rows = prompts.load_prompts(config.dataset, "train")
     rewards.check_prompts(config.reward_fn, rows)
@@ -339,7 +358,7 @@ def finish(config, options: Options, folder: Path, digest: str) -> None:
 
 
 def main(config, options: Options = DEFAULTS):
-    light, rows = check(config, options.source)
+    light, rows = check(config, options)
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path).absolute()
     quantisation.check_device(config, ranks.device)
     model_files.check_weights(config.model, type(light))

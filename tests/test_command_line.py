@@ -72,9 +72,13 @@ def test_a_data_set_has_to_be_there_where_a_script_reads_it():
     words = ["--config=config/dpo.py:shapes_qwenimage_dpo", "--config.dataset=nowhere"]
     parse = lambda script, *more: command_line.parse(DEFAULT, script, [*words, *more])  # noqa: E731
     assert parse(checks.DPO, "--config.eval_freq=0").dataset == "nowhere"
-    assert parse(prepare_preferences.preparing("images")).dataset == "nowhere"
+    assert parse(prepare_preferences.preparing(prepare_preferences.Options(source="images"))).dataset == "nowhere"
     online = "--config.eval_freq=0", "--config.preferences.path="
-    for script, *more in [(checks.DPO,), (checks.DPO, *online), (prepare_preferences.preparing(""),)]:
+    for script, *more in [
+        (checks.DPO,),
+        (checks.DPO, *online),
+        (prepare_preferences.preparing(prepare_preferences.DEFAULTS),),
+    ]:
         with pytest.raises(SystemExit):
             parse(script, *more)
 

@@ -144,6 +144,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "Settings of noise, windows and ratios are refused": ("test_config.py", "def test_a_script_refuses_exactly"),
     "a resumed run refuses other files": ("test_resume.py", '"train.teachers"])'),
     "`train.clip_range` is refused": ("test_refusals.py", "\"objective 'dppo'\""),
+    "A flag that is empty, has a value twice": ("test_evaluation.py", '"--out is empty"'),
     "is no choice and is refused": ("test_refusals.py", "step_weight is ''"),
     "a running folder is refused": ("test_folders.py", "def test_a_running_folder_is_refused"),
     "changed data, base or reference are refused": ("test_resume.py", "def test_what_a_run_learns_from_is_the_same"),

@@ -14,6 +14,7 @@ import evaluate
 import pytest
 import torch
 import warm
+from PIL import Image
 from recorded import EPOCHS
 from refused import assert_refused
 from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
@@ -21,6 +22,7 @@ from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bi
 from flow_grpo import rewards
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due, remaining
@@ -336,6 +338,7 @@ def test_two_ranks_write_what_one_writes(runs, tmp_path):
     assert not (tmp_path / "two-2").exists()
 
 
+TINY_EDIT = "flow_grpo/assets/tiny_qwenimage_edit"
 REFUSED = [  # the arguments, and words of the sentence
     ("{run} --rewards shapse", "'shapse'", "nearest: shapes"),
     ("runs/nowhere/at_all", "'runs/nowhere/at_all'"),
@@ -353,6 +356,18 @@ REFUSED = [  # the arguments, and words of the sentence
     ("{run} --set eval.num_prompts=0", "no prompt to evaluate"),
     ("{run} --sizes 1000000", "--sizes", "8192"),
     ("{run} --rewards ../shapes", "'../shapes'", "nearest"),
+    ("{run} --rewards shapes=1 shapes=2", "--rewards", "twice"),
+    ("{run} --sizes 64 64x64", "--sizes", "twice"),
+    ("{run} --guidance-scales 1 1.0", "--guidance-scales", "twice"),
+    ("{run} --best-of 1 1", "--best-of", "twice"),
+    ("{run} --set eval.num_steps=4 eval.num_steps=5", "--set", "twice", "eval.num_steps"),
+    ("{run} --set eval.num_stepss=4", "'eval.num_stepss'", "nearest: config.eval.num_steps"),
+    ("{run} --set eval.num_steps", "no value", "KEY=VALUE"),
+    ("{run} --set reward={{}}", "'reward={}'", "section"),
+    ("{run} --model {run}", "--model", "LoRA"),
+    ("{run} --out=", "--out is empty"),
+    ("{own_sigmas} --rewards jpeg_compressibility", "eval.num_steps (--set) is 10", "4 steps"),
+    (f"{TINY_EDIT} --rewards jpeg_compressibility --set text_tokens=40 --prompts {{aspects}}", "sources", "shape"),
     ("{run} --prompts {long} --rewards jpeg_compressibility", "text_tokens = 20"),
 ]
 
@@ -366,6 +381,15 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
     for name, source in (("damaged", runs[4]), ("damaged_weights", runs[0])):
         places[name] = shutil.copytree(source, tmp_path / name)
         flip_a_bit(exported(tmp_path / name / "best"))
+
+    places["own_sigmas"] = shutil.copytree(registry.tiny_folder("qwenimage_21"), tmp_path / "own_sigmas")
+    change_json(places["own_sigmas"] / "model_index.json", sample_sigmas=[1.0, 0.9, 0.7, 0.4])
+    places["aspects"] = tmp_path / "aspects.jsonl"
+    places["aspects"].write_text("")
+    for side in (64, 256):
+        Image.new("RGB", (side, 64)).save(tmp_path / f"{side}.png")
+        with places["aspects"].open("a") as file:
+            file.write(json.dumps({"prompt": "make it blue", "sources": [f"{side}.png"]}) + "\n")
 
     monkeypatch.setattr(evaluate.policies_to_compare, "load", None)  # to call it is a TypeError
     call = lambda words: lambda: evaluated(tmp_path, *words.format(**places).split())  # noqa: E731

@@ -212,6 +212,13 @@ def test_the_median_of_dpos_noise_levels_lies_within_the_sampled_sigmas_of_each_
         assert row.sampled[-1] < median < row.sampled[0], row.model
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_single_step_goes_from_noise_to_the_image(name):
+    """diffusers stretches Qwen-Image's last sigma to its terminal one, which of a single step is 0 / 0."""
+    model = MODELS[name].without_weights(registry.tiny_folder(name))
+    assert model.schedule(1, SIZE).sigmas.tolist() == [1.0, 0.0]
+
+
 def test_noise_levels_of_weights_with_sigmas_of_their_own_lie_between_these(tmp_path):
     folder = shutil.copytree(registry.tiny_folder("qwenimage_21"), tmp_path / "model")
     change_json(folder / "model_index.json", sample_sigmas=[1.0, 0.9, 0.3, 0.2])

@@ -18,7 +18,7 @@ import torch
 import warm
 from PIL import Image
 from refused import assert_refused
-from small import MODELS, as_prompts, few_prompts, loaded, prepare
+from small import MODELS, as_prompts, change_json, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
@@ -521,6 +521,30 @@ def with_damaged_page(folder):
 def in_a_folder_below(folder):
     (folder / "data").mkdir()
     rows_with()(folder / "data")
+
+
+ODD_FLAGS = [  # options of the script, and words of the sentence
+    (dict(max_rows=-1), "--max_rows is -1"),
+    (dict(part_size=0), "--part_size is 0"),
+    (dict(part_size=-8), "--part_size is -8"),
+    (dict(validation_share=1.0), "--validation_share is 1.0"),
+    (dict(validation_share=float("nan")), "--validation_share is nan"),
+    (dict(max_dropped_share=-0.1), "--max_dropped_share is -0.1"),
+    (dict(max_dropped_share=float("inf")), "--max_dropped_share is inf"),
+]
+
+
+def test_flag_that_nothing_can_be_made_with_is_refused(tmp_path):
+    def preparing(**options):
+        return lambda: prepare(NAME, tmp_path / "pairs", **options)
+
+    own_sigmas = shutil.copytree(registry.tiny_folder("qwenimage_21"), tmp_path / "own_sigmas")
+    change_json(own_sigmas / "model_index.json", sample_sigmas=[1.0, 0.9, 0.7])
+    steps = preparing(model=str(own_sigmas), reward_fn={"jpeg_compressibility": 1.0})
+    rows = [(words, preparing(**options), [words]) for options, words in ODD_FLAGS]
+    assert_refused([*rows, ("steps", steps, ["config.sample.num_steps is 4", "3 steps"])])
+    with pytest.raises(SystemExit):
+        prepare_preferences.flags(["--source="])
 
 
 FOREIGN = {  # what writes a source that is none, and words of the sentence
