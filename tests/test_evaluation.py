@@ -24,6 +24,7 @@ from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
+from flow_grpo.monitoring import recorded as recorded_run
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due, remaining
 from flow_grpo.settings.table import default_config
@@ -71,6 +72,36 @@ def test_since_when_evaluations_compare_survives_a_kill_before_the_next_one(tmp_
     stored = checkpoints.save(tmp_path / "run", {"a": torch.ones(1)}, progress, config={})
     since = checkpoints.read_progress(stored).evaluations_since
     assert best.restore(tmp_path, stored, replace(other, epoch=7, since=since))[:2] == (None, 5)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_without_a_best_knows_from_its_checkpoint_that_it_evaluates_in_another_way_now(damaged, tmp_path):
+    if damaged:
+        write(tmp_path, 3, "checkpoint")
+        write(tmp_path, 3)
+        for folder in (tmp_path, tmp_path / "checkpoint"):
+            (folder / "best" / "weights").write_text("others")
+    before = best.of_settings(json.loads(json.dumps(best.settings_of(record(5)))), tmp_path)
+    assert best.restore(tmp_path, tmp_path / "checkpoint", record(5, num_steps=9), before)[:2] == (None, 5)
+    assert best.restore(tmp_path, tmp_path / "checkpoint", record(7, since=5), before)[:2] == (None, 5)
+    assert best.restore(tmp_path, tmp_path / "checkpoint", record(7, since=2))[:2] == (None, 2)  # of an older version
+
+
+def test_a_checkpoint_says_how_its_run_evaluates_and_the_record_of_a_run_since_when(recorded, tmp_path):
+    folder = shutil.copytree(recorded("window").folder, tmp_path / "run")
+    chosen = best.read(folder)
+    newest = checkpoints.find(folder / "checkpoints")
+    stored = checkpoints.read_progress(newest).evaluation
+    assert best.of_settings(stored, newest).comparable(chosen)
+    assert_refused([("", lambda: best.of_settings(stored | {"inputs": 3}, newest), ["inputs is 3"])])
+    change_json(newest / "progress.json", evaluations_since=1)
+    assert recorded_run.read(folder, "").evaluations_since == 1
+    shutil.rmtree(folder / "best")
+    assert recorded_run.read(folder, "").evaluations_since == 1
+    (newest / "progress.json").write_text("")
+    write(folder, 2)
+    change_json(folder / "best" / best.FILE, since=2)
+    assert recorded_run.read(folder, "").evaluations_since == 2
 
 
 def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():

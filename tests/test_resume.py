@@ -18,7 +18,7 @@ from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, trai
 from two_ranks import done, launch
 
 from flow_grpo import rewards
-from flow_grpo.base import folders
+from flow_grpo.base import checksums, folders
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import health, model_card, recorded, trackers
 from flow_grpo.run import fingerprint, resume
@@ -302,6 +302,10 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
 
 
 def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlier_figures(how, tmp_path, capsys):
+    newest = tmp_path / NEWEST
+    for folder in (tmp_path / RUN, newest):  # it knows so without its best policy, too
+        shutil.rmtree(folder / best.NAME)
+    checksums.write(newest)
     folder = train(NAME, "runs", **how | dict(num_epochs=3, resume_from="latest", eval__num_steps=4))
     assert best.read(folder).since == 2
     assert " last, " in (said := capsys.readouterr().out)

@@ -10,12 +10,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 
 NAME, FILE = "best", "evaluation.json"
 STATE = "checkpoint"  # folder of the training state, where config.health.action is roll_back
+RESULTS = "value", "figures"  # what an evaluation has come to; the rest says how and when it was made
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,17 @@ class Evaluation:
         return alike and all(getattr(self, name) == getattr(other, name) for name in names)
 
 
+def settings_of(evaluation: Evaluation) -> dict[str, Any]:
+    """How evaluations are made, for a checkpoint, whose run may have no best one when it goes on."""
+    return {name: value for name, value in asdict(evaluation).items() if name not in RESULTS}
+
+
+def of_settings(settings: dict[str, Any], path: Path) -> Evaluation:
+    """An evaluation without results that `settings_of` describes. Raises UserError, which names the file at `path`,
+    for what is none."""
+    return folders.record_of(Evaluation, settings | {"value": math.nan, "figures": {}}, path)
+
+
 def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
     """Whether it is the best so far. The first of equals stays; NaN and infinities never are."""
     return math.isfinite(evaluation.value) and (best is None or evaluation.value > best.value)
@@ -70,20 +83,30 @@ def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]
         distributed.on_main(_describe, tmp, evaluation)
 
 
-def restore(run_folder: Path, checkpoint: Path, wanted: Evaluation) -> tuple[Evaluation | None, int, str]:
+def restore(
+    run_folder: Path, checkpoint: Path, wanted: Evaluation, before: Evaluation | None = None
+) -> tuple[Evaluation | None, int, str]:
     """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
 
     Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one. One that was
     measured otherwise than `wanted`, an evaluation of the resumed run, is set aside. `wanted.since` is what the
     checkpoint says; a best evaluation that is there may be of an older version, whose checkpoints did not say it.
 
+    Args:
+        before: how evaluations were made until the checkpoint, whether or not a best one is there; None where an
+            older version wrote the checkpoint.
+
     Returns:
         The best, epochs completed at the first evaluation that can be compared with those to come, and what to tell
         the user, "" for nothing.
     """
     best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
+    if before and not before.comparable(wanted):
+        since = wanted.epoch
+    else:
+        since = max(wanted.since, best.since if best else 0)
     if best is None or best.comparable(wanted):
-        return best, max(wanted.since, best.since if best else 0), notice
+        return best, since, notice
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
     notice = f"the best policy so far was evaluated in another way than config.eval asks for; it is now in {aside}"
     return None, wanted.epoch, notice

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.quoting import with_error
-from flow_grpo.checkpoints import best
+from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import older, table
 
@@ -55,10 +55,20 @@ class Table(NamedTuple):
 def read(folder: Path, label: str) -> Recorded:
     """Raises UserError for what is no run's folder."""
     config = ConfigDict(older.read(folder / "config.json"))
-    since = 0
+    return Recorded(label, folder, config, plots.read_metrics(folder), _evaluations_since(folder))
+
+
+def _evaluations_since(folder: Path) -> int:
+    """Epochs completed at the first evaluation that can be compared with later ones: what the newest checkpoint says,
+    or best/, of which a run may have only one."""
+    since = [0]
     with suppress(UserError):  # what needs a damaged record names it
-        since = chosen.since if (chosen := best.read(folder)) else 0
-    return Recorded(label, folder, config, plots.read_metrics(folder), since)
+        if chosen := best.read(folder):
+            since.append(chosen.since)
+    with suppress(UserError):
+        if newest := checkpoints.find(folder / "checkpoints"):
+            since.append(checkpoints.read_progress(newest).evaluations_since)
+    return max(since)
 
 
 def summary(runs: Sequence[Recorded]) -> Table:

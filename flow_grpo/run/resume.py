@@ -256,7 +256,11 @@ def resume(run: Run, place: Place) -> None:
     run.evaluations_since = progress.evaluations_since
     if evaluates(run.config):
         wanted = best_candidate(run, run.epoch, {})
-        run.best_evaluation, run.evaluations_since, notice = best.restore(run.folder, place.checkpoint, wanted)
+        before = None
+        if progress.evaluation:
+            before = best.of_settings(progress.evaluation, place.checkpoint / "progress.json")
+        restored = best.restore(run.folder, place.checkpoint, wanted, before)
+        run.best_evaluation, run.evaluations_since, notice = restored
         run.board.say(notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)

@@ -13,6 +13,7 @@ from flow_grpo.checkpoints import best, checkpoints, exports
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import Run
 from flow_grpo.settings import table
+from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
 
@@ -46,7 +47,13 @@ def _save_state(run: Run, folder: Path, epoch: int, keep: int = 1, extra_files=N
     _check_finite(run, tensors)
     moves = run.reference.num_moves if run.reference else 0
     progress = checkpoints.Progress(
-        epoch, run.step, run.learning_rate_factor, run.num_roll_backs, moves, run.evaluations_since
+        epoch=epoch,
+        step=run.step,
+        learning_rate_factor=run.learning_rate_factor,
+        num_roll_backs=run.num_roll_backs,
+        reference_moves=moves,
+        evaluations_since=run.evaluations_since,
+        evaluation=best.settings_of(best_candidate(run, epoch, {})) if evaluates(run.config) else None,
     )
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 
