@@ -8,11 +8,10 @@ import torch
 from ml_collections import ConfigDict
 from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
 
-from flow_grpo.algorithms import objectives
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
 from flow_grpo.run import dry_run, measured
-from flow_grpo.settings import config_files, table
+from flow_grpo.settings import checks, config_files, table
 
 
 def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
@@ -84,7 +83,7 @@ def test_a_loss_that_is_not_stable_says_so_in_a_dry_run_and_at_the_start_of_a_ru
             train("shapes_qwenimage_nft,awm", tmp_path, **shallow, **changes)
         said.append("forward_objective 'awm' is not stable" in capsys.readouterr().out)
     assert said == [True, True]
-    assert objectives.caution(config_of("shapes_qwenimage_nft").train) == ""
+    assert checks.caution(config_of("shapes_qwenimage_nft")) == ""
 
 
 def test_a_setting_that_costs_nothing_is_a_setting():

@@ -97,7 +97,7 @@ def test_a_pipeline_of_another_class_is_named(model):
 
 def test_a_folders_pipeline_says_which_model_it_is(tmp_path):
     assert model_classes.of_folder(str(TINY)) is MODELS["qwenimage"]
-    with pytest.raises(ValueError, match="no diffusers folder"):
+    with pytest.raises(ValueError, match="no diffusers pipeline"):
         model_classes.of_folder(str(tmp_path))
     shutil.copy(TINY / "model_index.json", tmp_path)
     index = tmp_path / "model_index.json"

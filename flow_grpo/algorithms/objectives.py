@@ -111,12 +111,3 @@ FORWARD_OBJECTIVES = {
         OURS + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
     ),
 }
-
-
-def caution(train: ConfigDict) -> str:
-    """What a run says of its loss when it starts; "" for nothing. `train` is config.train."""
-    sentences = []
-    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
-        if text := records[train[key]].caution:
-            sentences.append(f"train.{key} {train[key]!r} {text}")
-    return "; ".join(sentences)

@@ -4,7 +4,6 @@ import math
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import objectives
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.base.quoting import gpus, quoted
@@ -14,7 +13,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.run import measured
-from flow_grpo.settings.checks import evaluates
+from flow_grpo.settings import checks
 from flow_grpo.weights import policies
 
 PAGE = "docs/reference/will_it_fit.md"
@@ -42,7 +41,7 @@ def describe(
     """
     lines = [*_epochs(config, plan), *evaluations(config, evaluated), gpu(config, plan)]
     lines += [*_memory(config, family, num_extra), _cache(config, family, train, evaluated, guided)]
-    lines += [_licence(config.model), overlap(train, evaluated), objectives.caution(config.train)]
+    lines += [_licence(config.model), overlap(train, evaluated), checks.caution(config)]
     return "\n".join(filter(None, lines))
 
 
@@ -61,7 +60,7 @@ def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
 
 def evaluations(config: ConfigDict, evaluated: list[Split]) -> list[str]:
     """A line of the prompts that choose the best policy, and one of the test prompts where these are others."""
-    if not evaluates(config):
+    if not checks.evaluates(config):
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
     noises, steps = config.eval.noises_per_prompt, config.eval.num_steps
     tests = (

@@ -9,7 +9,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms import batch_plan, objectives
+from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -93,7 +93,7 @@ def _say_cautions(run: Run, texts: Prompts) -> None:
     config = run.config
     run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
-    run.board.say(objectives.caution(config.train))
+    run.board.say(checks.caution(config))
     if evaluates(config) and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
 

@@ -1,6 +1,6 @@
 """What settings may say together, and what each script asks of them. Checked before any weight is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
 from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import names_score
@@ -74,16 +74,30 @@ def _check_loss(config: ConfigDict, script: Script) -> None:
     """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
     train = config.train
     reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
-    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
-        if script.algorithm not in table.BY_KEY[f"train.{key}"].used_by:
-            continue
-        for name in sorted(reads - {*records[train[key]].reads}):
+    for key, record in _chosen_losses(train, script.algorithm):
+        for name in sorted(reads - {*record.reads}):
             if train[name] != table.BY_KEY[f"train.{name}"].default:
                 raise UserError(
                     f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
                 )
-        if check := records[train[key]].check:
-            check(config)
+        if record.check:
+            record.check(config)
+
+
+def _chosen_losses(train: ConfigDict, algorithm: str) -> Iterator[tuple[str, Objective]]:
+    """The chosen losses among those that an algorithm's script reads, with the last part of their setting's key."""
+    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
+        if algorithm in table.BY_KEY[f"train.{key}"].used_by:
+            yield key, records[train[key]]
+
+
+def caution(config: ConfigDict) -> str:
+    """Return what a run says of its loss when it starts; "" for nothing."""
+    sentences = []
+    for key, record in _chosen_losses(config.train, config.algorithm):
+        if record.caution:
+            sentences.append(f"train.{key} {config.train[key]!r} {record.caution}")
+    return "; ".join(sentences)
 
 
 def drop_unused_rewards(config: ConfigDict) -> None:
