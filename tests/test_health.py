@@ -134,10 +134,27 @@ def test_an_epoch_is_summed_up_from_its_records():
 
 
 def test_rewards_that_are_all_alike_leave_something_to_learn_where_diversity_counts():
-    line = {"reward/zero_std_share": 1.0}
+    line = {"kind": "epoch", "epoch": 3, "reward/zero_std_share": 1.0}
     for weight, nothing in ((0.0, True), (0.5, False)):
-        config = ConfigDict(dict(train=dict(diversity_weight=weight)))
+        config = ConfigDict(dict(train=dict(diversity_weight=weight), eval={}))
         assert health.teaches_nothing(line, config) == nothing
+        assert health.summarize([dict(kind="update", grad_norm=1.0), line], config).no_signal == nothing
+
+
+@pytest.mark.parametrize(
+    ("since", "evaluated", "reason"),
+    [
+        (3, [2], "nothing was evaluated since the way of evaluating changed, after 3 epochs"),
+        (3, [2, 3], "no evaluation was a finite number"),
+        (0, [0], "no evaluation was a finite number"),
+    ],
+)
+def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_none(since, evaluated, reason):
+    lines = [{"kind": "eval", "epoch": epoch} for epoch in evaluated]
+    board = Record(history=[*lines, {"kind": "update", "epoch": 4}])
+    run = Record(best_evaluation=None, stopped=False, evaluations_since=since, board=board)
+    assert loop._roll_back(run) == f"{reason}, so it saves a checkpoint and ends the run"
+    assert run.stopped
 
 
 def test_a_reference_that_is_reset_is_the_base_again():

@@ -272,6 +272,23 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
     assert (folder, len(lines_of(folder, "epoch"))) == (branch, 3)
 
 
+@pytest.mark.parametrize(("pairs", "kinds"), [("a", ["epoch", "validation", "eval"]), ("b", ["epoch", "eval"])])
+def test_a_branch_has_losses_on_held_out_pairs_from_its_parent_only_where_its_pairs_are_the_same(
+    pairs, kinds, tmp_path
+):
+    parent, branch = tmp_path / "parent", tmp_path / "branch"
+    for folder, digest in ((parent, "a"), (branch, pairs)):
+        folder.mkdir()
+        inputs = fingerprint.Inputs({}, {}, {}, preferences_path={"pairs.parquet": digest}, rewards={})
+        fingerprint.write(folder, inputs)
+    lines = [{"kind": kind, "epoch": 3, "written_at": ""} for kind in ("epoch", "validation", "eval")]
+    lines.append({"kind": "eval", "epoch": 2, "written_at": ""})
+    (parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place = resume.Place(branch, None, parent, inputs, changed={}, kept={})
+    resume._copy_metrics(place, since=3)
+    assert [line["kind"] for line in lines_of(branch)] == kinds
+
+
 def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_no_old_one(how, tmp_path, monkeypatch):
     monkeypatch.setattr(health, "not_finite", lambda epoch: [health.Alarm("not_finite", "the test rings")])
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
