@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from ml_collections import ConfigDict
 from PIL import Image
 from refused import assert_refused
-from small import no_file_above, random_images
+from small import ENV, ROOT, no_file_above, random_images
 
 from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
@@ -189,6 +191,35 @@ def test_a_wandb_that_could_not_send_a_run_is_refused_and_one_that_sends_nothing
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     assert f"wandb sync {tmp_path}" in trackers.notice("wandb", tmp_path)
     assert trackers.notice("tensorboard", tmp_path) == ""
+
+
+SERVICE_DIES = """
+import os, signal, sys
+from pathlib import Path
+from ml_collections import ConfigDict
+from flow_grpo.monitoring.dashboard import Dashboard
+
+board = Dashboard(sys.argv[1], ConfigDict({"logger": "wandb", "name": "red", "num_epochs": 3}), is_main=True)
+stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
+(service,) = [process for process, stat in stats.items() if int(stat.rsplit(")", 1)[1].split()[1]) == os.getpid()]
+os.kill(service, signal.SIGKILL)
+os.waitid(os.P_PID, service, os.WEXITED | os.WNOWAIT)
+for step in range(3):
+    board.log("update", {"loss": 0.5}, epoch=0, step=step)
+board.finish()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for wandb's process in /proc")
+def test_a_wandb_service_that_dies_is_one_sentence_and_ends_nothing(tmp_path):
+    """In a process of its own, which ends as one does."""
+    env = ENV | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", SERVICE_DIES, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("it is told nothing more of this run") == 1
+    assert [line["step"] for line in plots.read_metrics(tmp_path)] == [0, 1, 2]
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

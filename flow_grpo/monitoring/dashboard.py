@@ -137,6 +137,7 @@ class Dashboard:
         for tracker in [*self.trackers]:
             if problem := problem_of(self.config.logger, lambda tracker=tracker: call(tracker)):
                 self.trackers.remove(tracker)
+                tracker.abandon()
                 say(f"{problem}; it is told nothing more of this run, and {self.run_dir / 'metrics.jsonl'} holds all")
 
     @contextmanager

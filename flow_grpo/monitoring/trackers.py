@@ -1,10 +1,12 @@
 """Where else a run's curves go, as config.logger says: wandb, tensorboard. Each is imported when a run asks for it."""
 
+import atexit
 import importlib.util
 import json
 import os
 import textwrap
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,20 @@ class Wandb:
         alerts.senders.pop("wandb", None)
         self.run.finish()
 
+    def abandon(self) -> None:
+        """Take leave of a run that could not be told something, when the process ends: later exit handlers, which are
+        wandb's, would show a traceback where its service has died."""
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        import wandb
+
+        try:
+            self.run.finish()
+        except Exception:  # the service has died, and nothing is left to be sent
+            with suppress(Exception):
+                wandb.teardown()
+
 
 class TensorBoard:
     """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
@@ -105,6 +121,9 @@ class TensorBoard:
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+    def abandon(self) -> None:
+        """Do nothing: its thread has ended with the error."""
 
 
 KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
