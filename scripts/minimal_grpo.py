@@ -3,8 +3,7 @@
     python scripts/minimal_grpo.py
 
 Every epoch samples a group of images for each prompt with noise in their first steps, scores them, and makes the noisy
-steps of a group's better images more likely (arXiv:2505.05470). scripts/train_qwenimage.py does the same with LoRA,
-evaluations, checkpoints, several GPUs and all options.
+steps of a group's better images more likely (arXiv:2505.05470). scripts/train_qwenimage.py has all options.
 """
 
 import argparse
@@ -25,6 +24,7 @@ from flow_grpo import rewards
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.algorithms.losses import clipped_surrogate
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+from flow_grpo.settings.terminal import protect
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE, CHANNELS = 4, 64  # an image is 4 x 4 tokens of 16 x 16 pixels; channels of a token
@@ -56,9 +56,8 @@ def sample(pipeline: QwenImagePipeline, text: tuple, generators: list[torch.Gene
         timestep = t.expand(len(latents))
         velocity = predict_velocity(pipeline, latents, timestep, text)
         noise_level = NOISE_LEVEL if i < NUM_NOISY else 0.0
-        step = sde_step_with_logprob(
-            scheduler, velocity, timestep, latents, noise_level=noise_level, noise=draw_noise(generators)
-        )
+        noise = draw_noise(generators)
+        step = sde_step_with_logprob(scheduler, velocity, timestep, latents, noise_level=noise_level, noise=noise)
         if i < NUM_NOISY:
             noisy_steps.append((timestep, latents, step.prev_sample, step.log_prob))
         latents = step.prev_sample
@@ -117,4 +116,5 @@ def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> No
 
 
 if __name__ == "__main__":
+    protect()  # the end of who reads the output, such as `| head -3`, does not end the training
     train("shapes", num_epochs=60, num_prompts=8, group_size=8)

@@ -294,3 +294,10 @@ def test_any_value_of_any_setting_is_accepted_or_refused_by_its_name(key_and_val
         assert key.rpartition(".")[2] in message or "config.reward" in message, (key, value, message)
         assert "\n" not in message
         assert len(message) < 1000
+
+
+def test_distillation_takes_one_image_per_prompt_since_it_compares_none():
+    sample = grpo.distill(grpo.shapes_qwenimage()).sample
+    sample.num_images_per_prompt = 1
+    checks.DISTILL.check(sample)
+    assert "num_images_per_prompt is 1" in refusal(checks.GRPO.check, sample)

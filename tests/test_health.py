@@ -157,6 +157,11 @@ def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_no
     assert run.stopped
 
 
+def test_rewards_that_are_all_alike_stop_no_distillation():
+    config = ConfigDict(dict(algorithm="distill", train=dict(diversity_weight=0.0)))
+    assert not health.teaches_nothing({"reward/zero_std_share": 1.0}, config)
+
+
 def test_a_reference_that_is_reset_is_the_base_again():
     transformer = torch.nn.Linear(2, 2)
     reference = policies.Reference(transformer, interval=1, guidance_scale=3.0)

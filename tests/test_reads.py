@@ -55,16 +55,18 @@ SAMPLER = {"sample.same_latent", "sample.noise_level", "sample.sde_type"}
 AT_THEIR_DEFAULT = {
     table.GRPO: FINGERPRINT | PLAN,
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
-    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
+    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches", "train.objective"},
     table.DPO: SAMPLER
     | {"train.teachers", "sample.baseline", "sample.completion_batch_size"}
-    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
+    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"}
+    | {"train.objective", "train.forward_objective"},
     table.DISTILL: PLAN
     | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
+    | {"train.objective"}
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), or after more epochs than these.
-NOT_SEEN = {"algorithm", "method", "custom", "health.reward_drop"}
+NOT_SEEN = {"method", "custom", "health.reward_drop"}
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
 OF_STATISTICS = {"dppo": {"train.clip_range"}, "elbo": {"train.clip_range"}}  # where the loss itself reads none
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is
@@ -73,6 +75,7 @@ OF_HELPERS = {
     "rollout": {
         *("sample.completion_batch_size", "sample.flash_ratio", "sample.flash_solver", "sample.rollout_weights"),
         *("sample.same_latent", "sample.sde_window_range", "preferences.min_margin", "train.step_weight"),
+        "algorithm",  # by run.rewards, which online DPO waits for in its rollout
     },
     "add_gradients": {"train.guidance_scale"},
     "advantages": set(),

@@ -135,6 +135,8 @@ TRAINING = {  # a script's run -> its rows
         no("batch_size 2", "num_images_per_prompt 4", sample__batch_size=2),
         no("1 trained steps = 4 rows", "whole groups of 4", "[1]", train__updates_per_epoch=2),
         no("old_decay_schedule 0", "updates_per_epoch 2", train__old_decay_schedule=0.0),
+        no("16 rows of whole groups of 4", "those that do: [2, 4]", sample__num_prompts_per_epoch=4,
+           sample__batch_size=16, train__old_decay_schedule=0.0, train__updates_per_epoch=3),
     ],
     f"{NFT},elbo": [no("old_decay_schedule 0", train__old_decay_schedule=0.0, train__updates_per_epoch=1)],
     AWM: [

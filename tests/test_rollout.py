@@ -1,6 +1,8 @@
 """What the update sees of a rollout. Each row's own numbers: test_golden_first_losses; any number of ranks:
 test_ranks.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import train_qwenimage_pr
@@ -12,7 +14,9 @@ from flow_grpo.algorithms.rollout import TrainedRows, concat, from_trace, shuffl
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.request import TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import sampling
+from flow_grpo.run.update import backward
 
 BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
 IMAGES = dict(num_groups=8, group_size=2, batch_size=BATCH, batches_per_epoch=BATCHES)
@@ -65,6 +69,21 @@ def test_an_images_advantage_counts_at_each_of_its_steps_and_its_outcomes_share_
         for part in update:
             assert torch.equal(part.advantages, part.row_ids[:, 0].float())
             assert torch.equal(part.loss_weight, part.advantages / 2)
+
+
+def test_advantages_are_logged_with_the_update_that_trains_them_also_where_all_are_listed_first():
+    rollout = concat([sampled(range(BATCH))])
+    rollout.log_probs, rollout.next_latents = rollout.log_probs[:, :, :1], rollout.next_latents[:, :, :1]
+    rollout.advantages = torch.arange(float(BATCH)) - 1
+    rollout.loss_weight = torch.ones(BATCH)
+    run = SimpleNamespace(meter=Meter(), plan=PLAN, trained_rows=[])
+    for minibatches in list(shuffled_updates(rollout, PLAN, 0, 0, 0)):
+        for rows in minibatches:
+            backward(run, torch.zeros(len(rows.timesteps), requires_grad=True), rows)
+        trained = torch.cat([rows.advantages for rows in minibatches])
+        logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
+        assert logged["advantage_abs_mean"] == pytest.approx(trained.abs().mean().item())
+        assert logged["advantage_positive_share"] == pytest.approx((trained > 0).float().mean().item())
 
 
 def test_an_error_names_the_row_of_an_outcome():

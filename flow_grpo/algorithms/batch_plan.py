@@ -1,5 +1,6 @@
 """From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -89,11 +90,26 @@ def _check_updates(config, together: int) -> None:
         what = f" of whole groups of {together}"
     elif _moves(config):
         what = " where the window is cut off"
+    would_do = [number for number in _divisors(rows // together) if _loss_takes(config, number)]
     raise UserError(
         f"a batch of {size} images x {steps} trained steps = {rows} rows{what} (batch_size, num_steps, "
         f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
-        f"{_divisors(rows // together)}"
+        f"{would_do or 'none, take a larger batch_size'}"
     )
+
+
+def _loss_takes(config, updates: int) -> bool:
+    """Whether the chosen loss can be trained with so many updates of an epoch."""
+    check = FORWARD_OBJECTIVES[config.train.forward_objective].check
+    if check is None:
+        return True
+    changed = copy.deepcopy(config)
+    changed.train.updates_per_epoch = updates
+    try:
+        check(changed)
+    except UserError:
+        return False
+    return True
 
 
 def _splits(config, batch_size: int, together: int) -> bool:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flow_grpo.settings import table
+
 LATENT_SIGNS = ("latent_rms", "diversity")
 FINITE = "reward/avg", "grad_norm", "policy_loss", "reference_distance", "kl_reference"  # what must be so in any run
 FINITE = *FINITE, *(f"health/{sign}" for sign in LATENT_SIGNS)
@@ -107,7 +109,9 @@ def summarize(records: list[dict], config) -> Epoch:
 
 def teaches_nothing(epoch: Mapping[str, float], config) -> bool:
     """Whether nothing that an epoch trains on tells images of a group apart. Where diversity counts, too, rewards that
-    are all alike leave something to learn."""
+    are all alike leave something to learn, and distillation learns from its teachers."""
+    if config.get("algorithm") == table.DISTILL:
+        return False
     return epoch.get("reward/zero_std_share", 0.0) >= 1 and not config.train.get("diversity_weight", 0.0)
 
 

@@ -64,7 +64,11 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
-    """Wait for the epoch's rewards on all ranks, and log their means and spreads and the health of the latents."""
+    """Wait for the epoch's rewards on all ranks, and log their means and spreads and the health of the latents.
+
+    A second call in an epoch adds its images to `images`; its other figures replace those of the first. To wait without
+    logging, call `gather`.
+    """
     rewards = gather(run, submitted)
     rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
     if run.config.sample.baseline == "all":
@@ -142,7 +146,8 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     everywhere = torch.ones(len(rewards.groups), dtype=torch.bool)
     run.epoch_metrics |= spread_figures(rewards, everywhere, run.config)
     run.epoch_metrics |= step_figures(rewards, run.config)
-    run.epoch_metrics["images"] = run.board.latest.get("images", 0) + len(rewards.groups)
+    images_so_far = run.epoch_metrics.get("images", run.board.latest.get("images", 0))
+    run.epoch_metrics["images"] = images_so_far + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"

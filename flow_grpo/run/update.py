@@ -38,14 +38,11 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
 
 
 def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
-    """The minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar; logs advantages."""
+    """The minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar."""
     train = run.config.train
     for inner_epoch in range(train.inner_epochs):
         shuffled = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
-        for minibatches in run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch):
-            for advantages in (rows.advantages for rows in minibatches):
-                run.meter.add(advantage_abs_mean=advantages.abs(), advantage_positive_share=advantages > 0)
-            yield minibatches
+        yield from run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch)
 
 
 def update_guidance(config: ConfigDict) -> float:
@@ -107,7 +104,7 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
-    """Add the gradient of a minibatch's part of the update's mean loss.
+    """Add the gradient of a minibatch's part of the update's mean loss; log the loss and the advantages.
 
     Args:
         loss: [R * J], not yet multiplied by rows.loss_weight, which is 0 for what is masked or filtered.
@@ -116,6 +113,8 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids))
     (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss)
+    if isinstance(rows, Minibatch):  # pairs have no advantages
+        run.meter.add(advantage_abs_mean=rows.advantages.abs(), advantage_positive_share=rows.advantages > 0)
 
 
 def optimizer_step(run: Run) -> None:

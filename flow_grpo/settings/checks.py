@@ -168,8 +168,14 @@ def _check_speed(config: ConfigDict) -> None:
         )
 
 
+def check_windowed_groups(sample) -> None:
+    """Raises UserError unless the SDE window lies within the steps and images can be compared; train_*.py."""
+    check_window(sample)
+    check_groups(sample)
+
+
 def check_window(sample) -> None:
-    """Raises UserError unless the SDE window lies within the steps; train_*.py and train_*_distill.py."""
+    """Raises UserError unless the SDE window lies within the steps; train_*_distill.py, which compares no images."""
     first, last = sample.sde_window_range
     unused = table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1)
     if not sample.sde_window_size and (first, last) not in unused:
@@ -184,7 +190,6 @@ def check_window(sample) -> None:
             f"not fit into config.sample.num_steps, {sample.num_steps} steps; the range may be up to "
             f"(0, {sample.num_steps - 1}), since the last step is never noisy"
         )
-    check_groups(sample)
 
 
 def check_branches(sample) -> None:
@@ -223,6 +228,6 @@ def check_forward(sample) -> None:
     check_groups(sample)
 
 
-GRPO, PR = Script(table.GRPO, check_window), Script(table.PR, check_branches)
+GRPO, PR = Script(table.GRPO, check_windowed_groups), Script(table.PR, check_branches)
 NFT, DISTILL = Script(table.NFT, check_forward), Script(table.DISTILL, check_window)
 DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or evaluates(config))
