@@ -97,7 +97,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.base import distributed, folders, rng
+from flow_grpo.base import checksums, distributed, folders, rng
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences, prompts
 from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
@@ -279,9 +279,16 @@ def made_by(config, options: Options) -> dict:
     return config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
 
 
-def digest_of(rows) -> str:
-    """Of prompts and their metadata, or of the lines of pairs.jsonl; of parquet files, of their number of rows."""
-    return hashlib.blake2b(repr(rows if isinstance(rows, list) else len(rows)).encode(), digest_size=8).hexdigest()
+def digests_of(rows, max_rows: int) -> dict[str, str]:
+    """Digests of what a folder is made of, as its report has them: "rows" are prompts and their metadata, or the lines
+    of pairs.jsonl, or of parquet files their number of rows; "sources" are the bytes of pictures to be edited."""
+    listed = rows if isinstance(rows, list) else []
+    paths = []
+    for row in listed[: max_rows or None]:
+        paths += row.sources if isinstance(row, Prompt) else row.get("sources", ())
+    by_path = checksums.file_digests({str(path): path for path in paths})
+    parts = {"rows": listed or len(rows), "sources": [by_path[str(path)] for path in paths]}
+    return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
 
 
 def is_load_option(key: str) -> bool:
@@ -290,7 +297,7 @@ def is_load_option(key: str) -> bool:
     return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
 
 
-def claim(config, options: Options, folder: Path, digest: str) -> bool:
+def claim(config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
     Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
@@ -309,13 +316,13 @@ def claim(config, options: Options, folder: Path, digest: str) -> bool:
         differ = older.changes(before["made_by"], current, source)
         if differ := [key for key in differ if key.split(".")[0] in MADE_BY or is_load_option(key)]:
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
-        if before.get("rows", digest) != digest:
-            raise UserError(
-                f"{folder} was begun with other {'pairs' if options.source else 'prompts'}; choose another folder"
-            )
+        names = {"rows": "pairs" if options.source else "prompts", "sources": "pictures to be edited"}
+        for part, digest in digests.items():
+            if before.get(part, digest) != digest:
+                raise UserError(f"{folder} was begun with other {names[part]}; choose another folder")
     else:
         unfinished.mkdir(exist_ok=True)
-        folders.write_text(source, json.dumps({"made_by": current, "rows": digest}))
+        folders.write_text(source, json.dumps({"made_by": current} | digests))
     return not complete
 
 
@@ -337,7 +344,7 @@ def file_of(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}_{number:05d}.parquet"
 
 
-def finish(config, options: Options, folder: Path, digest: str) -> None:
+def finish(config, options: Options, folder: Path, digests: dict[str, str]) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = {split: preferences.num_rows(folder, split) for split in preferences.SPLITS}
@@ -351,7 +358,7 @@ def finish(config, options: Options, folder: Path, digest: str) -> None:
             f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
             + ("; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else "")
         )
-    report = dict(made_by=made_by(config, options), rows=digest)
+    report = dict(made_by=made_by(config, options)) | digests
     report |= dict(pairs=pairs, reasons=dict(reasons), dropped=dropped)
     folders.write_text(folder / "report.json", json.dumps(report, indent=1))
     shutil.rmtree(folder / "unfinished")
@@ -362,10 +369,10 @@ def main(config, options: Options = DEFAULTS):
     ranks, folder = distributed.init_distributed(), Path(config.preferences.path).absolute()
     quantisation.check_device(config, ranks.device)
     model_files.check_weights(config.model, type(light))
-    digest = digest_of(rows)
+    digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
     if not options.source:
         rows = prompts.with_absolute_sources(rows)
-    if not distributed.broadcast_object(claim(config, options, folder, digest) if distributed.is_main() else None):
+    if not distributed.broadcast_object(claim(config, options, folder, digests) if distributed.is_main() else None):
         print(f"{folder} is complete")
         return
     source, part_size = options.source, options.part_size
@@ -390,7 +397,7 @@ def main(config, options: Options = DEFAULTS):
         folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
     bar.close()
     distributed.barrier()
-    distributed.on_main(finish, config, options, folder, digest)
+    distributed.on_main(finish, config, options, folder, digests)
     distributed.close()
     folders.release(folder)
 

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import prepare_preferences
 import pyarrow as pa
@@ -18,12 +19,13 @@ import torch
 import warm
 from PIL import Image
 from refused import assert_refused
-from small import MODELS, as_prompts, change_json, few_prompts, loaded, prepare
+from small import MODELS, SOURCES, as_prompts, change_json, config_of, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.folders import LOCK
+from flow_grpo.base.folders import LOCK, release
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.data import image_pairs, preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
@@ -281,6 +283,28 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
         ("prompts", lambda: again(lambda report: report.update(rows="of other prompts")), ["other prompts"]),
     ]
     assert_refused(rows)
+
+
+def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_with(tmp_path):
+    paths = [Path(shutil.copy(source, tmp_path)) for source in SOURCES[:3]]
+    rows = [Prompt("make it red", {}, (path,)) for path in paths]
+    options, config, folder = prepare_preferences.Options(max_rows=2), config_of(NAME), tmp_path / "pairs"
+    before = prepare_preferences.digests_of(rows, max_rows=2)
+    assert prepare_preferences.claim(config, options, folder, before)
+    shutil.copy(SOURCES[0], paths[2])  # of a row that is not used
+    assert prepare_preferences.digests_of(rows, max_rows=2) == before
+    shutil.copy(SOURCES[3], paths[1])
+    now = prepare_preferences.digests_of(rows, max_rows=2)
+    assert now["rows"] == before["rows"], "the same texts and names"
+    assert prepare_preferences.digests_of([dict(sources=row.sources) for row in rows], 2)["sources"] == now["sources"]
+    go_on = lambda: prepare_preferences.claim(config, options, folder, now)  # noqa: E731
+    assert_refused([("", go_on, [str(folder), "begun with other pictures to be edited"])])
+    settings = folder / "unfinished" / "settings.json"
+    stored = json.loads(settings.read_text())
+    del stored["sources"]  # as older versions wrote it
+    settings.write_text(json.dumps(stored))
+    assert go_on()
+    release(folder)
 
 
 def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_done(tmp_path, monkeypatch):
