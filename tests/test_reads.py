@@ -55,14 +55,12 @@ SAMPLER = {"sample.same_latent", "sample.noise_level", "sample.sde_type"}
 AT_THEIR_DEFAULT = {
     table.GRPO: FINGERPRINT | PLAN,
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
-    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches", "train.objective"},
+    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
     table.DPO: SAMPLER
     | {"train.teachers", "sample.baseline", "sample.completion_batch_size"}
-    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"}
-    | {"train.objective", "train.forward_objective"},
+    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
     table.DISTILL: PLAN
     | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
-    | {"train.objective"}
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), or after more epochs than these.
