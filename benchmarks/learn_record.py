@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from flow_grpo.base.quoting import markdown_table
+from flow_grpo.base.formatting import markdown_table
 from flow_grpo.monitoring import report
 from flow_grpo.monitoring.plots import read_metrics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.table import default_config
 
@@ -51,14 +51,14 @@ def four_bit_base(config):
 def smoke(config):
     """The same algorithm in seconds: two epochs, two prompts, fewer steps. What is not on this machine is replaced."""
     tiny = default_config()
-    if not Path(shipped.find(config.model)).is_dir():
+    if not Path(locations.resolve(config.model)).is_dir():
         config.model = registry.tiny_like(config.model)
         for key in ("height", "width", "precision", "vae_precision", "attention", "compile", "cache_dir"):
             config[key] = tiny[key]
         config.sample.text_multiple = tiny.sample.text_multiple
         config.fsdp.activation_checkpointing = round(config.fsdp.activation_checkpointing)  # 0.5 becomes 0
     task = TASKS.get(config.model, Task("", tiny.dataset, tiny.text_tokens))
-    if not Path(shipped.find(config.dataset)).is_dir():
+    if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset, config.text_tokens = task.dataset, task.text_tokens
     learned = task.reward if config.dataset == task.dataset else ""
     others = {known.reward for known in TASKS.values()} - {learned}
@@ -77,5 +77,5 @@ def smoke(config):
 
 def is_here(reward):
     """Whether a reward needs neither weights from the hub nor a server: one of one's own may need anything."""
-    ours = (shipped.PACKAGE / "rewards" / f"{reward}.py").exists()
+    ours = (locations.PACKAGE / "rewards" / f"{reward}.py").exists()
     return not ours or reward in ("shapes", "edits", "ocr", "jpeg_compressibility")

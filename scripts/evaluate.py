@@ -22,9 +22,9 @@ import yaml
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.settings import command_line, unknown
 from flow_grpo.settings.table import BY_KEY, check_values, default_config, flat, value_of
@@ -117,13 +117,13 @@ def check_words(args):
     """Raises UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
     for name in args.policies:
         try:
-            is_there = Path(shipped.find(name)).exists()
+            is_there = Path(locations.resolve(name)).exists()
         except OSError as error:  # a name that is too long, or a folder that nobody may look into
             raise UserError(f"{quoted(name)}: {error.strerror}") from error
-        if not is_there and not shipped.is_hub_id(name):
+        if not is_there and not locations.is_hub_id(name):
             raise UserError(f"{name!r} is neither a folder nor a hub id")
     for model in filter(None, [args.model, *args.policies]):
-        shipped.check_connection(model)
+        locations.check_hub_connection(model)
     check_flags(args)
     override(default_config(), args)
     if args.rewards and not any((Path(name) / "config.json").is_file() for name in args.policies):
@@ -136,14 +136,14 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
 import torch
 
 from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.base.formatting import markdown_table, with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
-from flow_grpo.base.quoting import markdown_table, with_error
 from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
-from flow_grpo.monitoring import progress, recorded
+from flow_grpo.monitoring import progress, run_history
 from flow_grpo.monitoring.dashboard import plain, problem_of, say
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
@@ -311,9 +311,9 @@ def cell(text):
 def over_seeds(rows, compared, by):
     """Mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are none."""
     row_of = {c.name: row for c, row in zip(compared, rows)} if len(rows) == len(compared) else {}
-    runs = [recorded.read(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
+    runs = [run_history.read_run(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
     lines = []
-    for group in recorded.differing_in_seed(runs):
+    for group in run_history.differing_in_seed(runs):
         names = [run.label for run in group]
         means = torch.tensor([row_of[name]["all"][by].mean for name in names], dtype=torch.float64)
         lines.append(f"{by} of {', '.join(names)}, which differ in the seed: {shown(estimates.over_prompts(means))}")

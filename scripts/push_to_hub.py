@@ -10,9 +10,9 @@ read the card before it is public. `hf auth login` first. A repository that is t
 import argparse
 from pathlib import Path
 
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.formatting import in_one_line
 from flow_grpo.settings import command_line
 
 
@@ -30,7 +30,7 @@ def check_words(args: argparse.Namespace) -> None:
     """Raises UserError for what is no folder, or no name on the hub."""
     if not args.run.is_dir():
         raise UserError(f"there is no folder {args.run}")
-    if not shipped.HUB_ID.fullmatch(args.repo):
+    if not locations.HUB_ID.fullmatch(args.repo):
         raise UserError(f"--repo is {args.repo!r}; it must be USER/NAME")
 
 

@@ -13,7 +13,7 @@ import prepare_preferences
 import pytest
 from small import ROOT, config_of, train
 
-from flow_grpo.base import alerts, folders, shipped
+from flow_grpo.base import alerts, folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.data import prompts
 from flow_grpo.monitoring import provenance
@@ -227,15 +227,15 @@ def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_ins
     names = "flow_grpo/assets/tiny_qwenimage", "dataset/shapes"
     before = prompts.load_prompts(names[1], "train")
     monkeypatch.chdir(tmp_path)
-    assert all((shipped.PACKAGE.parent / name).samefile(shipped.find(name)) for name in names)
+    assert all((locations.PACKAGE.parent / name).samefile(locations.resolve(name)) for name in names)
     assert prompts.load_prompts(names[1], "train") == before
     (tmp_path / "dataset" / "shapes").mkdir(parents=True)
-    assert shipped.find(names[1]) == names[1]  # the user's own goes first
-    assert shipped.find("black-forest-labs/FLUX.1-dev") == "black-forest-labs/FLUX.1-dev"
+    assert locations.resolve(names[1]) == names[1]  # the user's own goes first
+    assert locations.resolve("black-forest-labs/FLUX.1-dev") == "black-forest-labs/FLUX.1-dev"
     installed = tmp_path / "site-packages" / "flow_grpo"
-    monkeypatch.setattr(shipped, "PACKAGE", installed)
+    monkeypatch.setattr(locations, "PACKAGE", installed)
     (data := installed / "assets" / "dataset" / "ocr").mkdir(parents=True)
-    assert shipped.find("dataset/ocr") == str(data)
+    assert locations.resolve("dataset/ocr") == str(data)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     copies = sorted(run_folder.glob("source/epoch_*/mine.py"))
     assert [copy.read_text() for copy in copies] == ["# mine at 0", "# mine at 3"]
     assert (run_folder / "source/epoch_000003/rates/low.py").read_text() == "RATE = 1e-5"
-    beside = {name.split("/")[0] for name in shipped.imported_beside(ROOT / "setup.py")}
+    beside = {name.split("/")[0] for name in provenance.modules_beside(ROOT / "setup.py")}
     assert "tests" in beside
     assert not beside & {"flow_grpo", ".venv"}, "nothing that is shipped or installed"
     starts = provenance.starts(run_folder)

@@ -24,7 +24,7 @@ from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
-from flow_grpo.monitoring import recorded as recorded_run
+from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due, remaining
 from flow_grpo.settings.table import default_config
@@ -95,13 +95,13 @@ def test_a_checkpoint_says_how_its_run_evaluates_and_the_record_of_a_run_since_w
     assert best.of_settings(stored, newest).comparable(chosen)
     assert_refused([("", lambda: best.of_settings(stored | {"inputs": 3}, newest), ["inputs is 3"])])
     change_json(newest / "progress.json", evaluations_since=1)
-    assert recorded_run.read(folder, "").evaluations_since == 1
+    assert run_history.read_run(folder, "").evaluations_since == 1
     shutil.rmtree(folder / "best")
-    assert recorded_run.read(folder, "").evaluations_since == 1
+    assert run_history.read_run(folder, "").evaluations_since == 1
     (newest / "progress.json").write_text("")
     write(folder, 2)
     change_json(folder / "best" / best.FILE, since=2)
-    assert recorded_run.read(folder, "").evaluations_since == 2
+    assert run_history.read_run(folder, "").evaluations_since == 2
 
 
 def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():

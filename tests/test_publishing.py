@@ -15,11 +15,10 @@ from safetensors.torch import load_file, save_file
 from small import MODELS, as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import folders
-from flow_grpo.base.quoting import with_error
+from flow_grpo.base.formatting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.monitoring import model_card, provenance
-from flow_grpo.monitoring import recorded as recorded_run
+from flow_grpo.monitoring import model_card, provenance, run_history
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 LORA = "pytorch_lora_weights.safetensors"
@@ -78,7 +77,7 @@ def test_a_card_of_a_run_of_another_version_has_what_that_noted(start, said, cop
     notices = model_card.complete(copy)
     assert said in (notices[0] if notices else (copy / "README.md").read_text())
     assert bool(notices) == ("damaged" in said)
-    provenance.note_start(copy, recorded_run.read(copy, "").config, world_size=1, epoch=0)
+    provenance.note_start(copy, run_history.read_run(copy, "").config, world_size=1, epoch=0)
     assert provenance.last_start(copy).ranks == 1
 
 

@@ -15,7 +15,7 @@ from small import change_json, config_of, random_images
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS, explain
-from flow_grpo.monitoring import recorded, report
+from flow_grpo.monitoring import report, run_history
 from flow_grpo.monitoring.dashboard import Dashboard
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
@@ -165,13 +165,15 @@ def test_alarms_are_those_that_the_run_itself_raised(runs, tmp_path):
     """Whatever its figures and the limits of today say: it did not compare all of its evaluations."""
     folder = shutil.copytree(runs[0], tmp_path / "run")
     change_json(folder / "config.json", health={"reward_drop": 100.0})
-    board = Dashboard(folder, recorded.read(folder, "run").config, is_main=True)
+    board = Dashboard(folder, run_history.read_run(folder, "run").config, is_main=True)
     board.truncate(8)
     said = ["the evaluation has fallen", "grad_norm is nan, no finite number"]
     for epoch, evaluation in ((8, 0.9), (9, 0.1)):
         board.log("eval", {"eval/avg": evaluation, "eval/std_error": 0.01}, epoch=epoch, step=epoch)
         board.log("epoch", {"health/limits_exceeded": 2.0}, epoch=epoch, step=epoch, alarms=said)
-    assert report.alarms(recorded.read(folder, "run")) == [f"run, epochs 9 to 10: {sentence}" for sentence in said]
+    assert report.alarms(run_history.read_run(folder, "run")) == [
+        f"run, epochs 9 to 10: {sentence}" for sentence in said
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +185,11 @@ def test_alarms_are_those_that_the_run_itself_raised(runs, tmp_path):
 )
 def test_alarms_of_before_sentences_were_kept_have_their_figures(figures, said, runs, tmp_path):
     folder = shutil.copytree(runs[0], tmp_path / "run")
-    board = Dashboard(folder, recorded.read(folder, "run").config, is_main=True)
+    board = Dashboard(folder, run_history.read_run(folder, "run").config, is_main=True)
     board.truncate(0)
     values = {f"health/{name}": value for name, value in figures.items()}
     board.log("epoch", {"health/limits_exceeded": 1.0, **values}, epoch=0, step=0)
-    assert report.alarms(recorded.read(folder, "run")) == [f"run, epoch 1: {said}"]
+    assert report.alarms(run_history.read_run(folder, "run")) == [f"run, epoch 1: {said}"]
 
 
 CELL = dict(caption="a", reward="0.1", box=[14, 14, 142, 142])
@@ -224,7 +226,7 @@ def test_a_picture_that_is_none_and_figures_that_no_axis_holds(runs, tmp_path):
     lines.append(dict(kind="epoch", epoch=10**25))
     lines.append(dict(kind="epoch", epoch=3, step=10**400))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert len(recorded.read(folder, "run").records) == 3
+    assert len(run_history.read_run(folder, "run").records) == 3
     report.main([str(folder)])
     sheet = folder / "images" / "eval_000004.png"
     sheet.write_bytes(b"damaged")

@@ -20,8 +20,8 @@ from two_ranks import done, launch
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders
 from flow_grpo.checkpoints import best, checkpoints
-from flow_grpo.monitoring import health, model_card, recorded, trackers
-from flow_grpo.run import fingerprint, resume
+from flow_grpo.monitoring import health, model_card, run_history, trackers
+from flow_grpo.run import input_files, resume
 from flow_grpo.run import run as runs
 from flow_grpo.settings import checks
 
@@ -279,8 +279,8 @@ def test_a_branch_has_losses_on_held_out_pairs_from_its_parent_only_where_its_pa
     parent, branch = tmp_path / "parent", tmp_path / "branch"
     for folder, digest in ((parent, "a"), (branch, pairs)):
         folder.mkdir()
-        inputs = fingerprint.Inputs({}, {}, {}, preferences_path={"pairs.parquet": digest}, rewards={})
-        fingerprint.write(folder, inputs)
+        inputs = input_files.Inputs({}, {}, {}, preferences_path={"pairs.parquet": digest}, rewards={})
+        input_files.write_inputs(folder, inputs)
     lines = [{"kind": kind, "epoch": 3, "written_at": ""} for kind in ("epoch", "validation", "eval")]
     lines.append({"kind": "eval", "epoch": 2, "written_at": ""})
     (parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -307,7 +307,7 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
     how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, train__learning_rate=1e-4)
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[:2] == lines_of(tmp_path / RUN, "epoch")
-    assert best.read(branch).since == fingerprint.read(branch).rewards_since == 2
+    assert best.read(branch).since == input_files.stored_inputs(branch).rewards_since == 2
     assert best.read(branch).inputs["reward_fn"] != best.read(tmp_path / RUN).inputs["reward_fn"]
     assert {line["epoch"] for line in lines_of(branch, "eval") + lines_of(branch, "test")} == {2, 3}
     assert lines_of(branch, "update")[-2]["old_distance"] == 0 < lines_of(branch, "update")[-1]["old_distance"]
@@ -327,10 +327,10 @@ def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlie
     assert best.read(folder).since == 2
     assert " last, " in (said := capsys.readouterr().out)
     assert " before" not in said
-    rows = model_card.before_and_after(run := recorded.read(folder, "run"), "test/")
+    rows = model_card.before_and_after(run := run_history.read_run(folder, "run"), "test/")
     assert rows
     assert {before for _, before, _ in rows} == {""}
-    assert recorded.summary([run]).rows[0][4] == f"{lines_of(folder, 'eval')[-2]['eval/avg']:.4g}"
+    assert run_history.summary([run]).rows[0][4] == f"{lines_of(folder, 'eval')[-2]['eval/avg']:.4g}"
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):
@@ -385,14 +385,17 @@ def read_files(tmp_path):
 @pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "preferences.path", "train.teachers"])
 def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, tmp_path):
     config, files = read_files
-    fingerprint.write(tmp_path, fingerprint.of(config, tmp_path))
-    stored = fingerprint.read(tmp_path)
-    assert fingerprint.compare(stored, fingerprint.of(config, tmp_path), 3, accepts=False) == (stored, [])
+    input_files.write_inputs(tmp_path, input_files.current_inputs(config, tmp_path))
+    stored = input_files.stored_inputs(tmp_path)
+    assert input_files.compare_inputs(stored, input_files.current_inputs(config, tmp_path), 3, accepts=False) == (
+        stored,
+        [],
+    )
     files[key].write_text("after!")
-    current = fingerprint.of(config, tmp_path)
+    current = input_files.current_inputs(config, tmp_path)
     with pytest.raises(ValueError, match=f"config.{key}: .*{files[key].name}"):
-        fingerprint.compare(stored, current, 3, accepts=False)
-    accepted, notices = fingerprint.compare(stored, current, 3, accepts=True)
+        input_files.compare_inputs(stored, current, 3, accepts=False)
+    accepted, notices = input_files.compare_inputs(stored, current, 3, accepts=True)
     assert (accepted, len(notices)) == (current._replace(rewards_since=3), 1)
     assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model"))
 
@@ -405,21 +408,21 @@ def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files,
     (folder / "adapter_config.json").write_text("before")
     for path in (folder, folder / "adapter_model.safetensors"):
         config.lora.path = str(path)
-        before = fingerprint.of(config, tmp_path).lora_path
+        before = input_files.current_inputs(config, tmp_path).lora_path
         (folder / name).write_text(f"after, {path}")
-        now = fingerprint.of(config, tmp_path).lora_path
+        now = input_files.current_inputs(config, tmp_path).lora_path
         assert [file for file in now if before[file] != now[file]] == [name]
 
 
 @pytest.mark.parametrize("is_branch", [False, True])
 def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_path):
     config, files = read_files
-    stored = fingerprint.of(config, tmp_path)
+    stored = input_files.current_inputs(config, tmp_path)
     files["dataset"].write_text("after!")
-    current = fingerprint.of(config, tmp_path)
-    accepted, _ = fingerprint.compare(stored, current, 3, accepts=not is_branch, is_branch=is_branch)
+    current = input_files.current_inputs(config, tmp_path)
+    accepted, _ = input_files.compare_inputs(stored, current, 3, accepts=not is_branch, is_branch=is_branch)
     assert accepted.rewards_since == 3
-    assert fingerprint.compare(accepted, current, 5, accepts=False) == (accepted, [])
+    assert input_files.compare_inputs(accepted, current, 5, accepts=False) == (accepted, [])
 
 
 def test_pictures_to_be_edited_are_inputs_of_a_run(read_files, tmp_path):
@@ -427,14 +430,14 @@ def test_pictures_to_be_edited_are_inputs_of_a_run(read_files, tmp_path):
     folder = files["dataset"].parent
     Image.new("RGB", (8, 8), "red").save(folder / "a.png")
     (folder / "train_metadata.jsonl").write_text(json.dumps({"prompt": "turn it", "sources": ["a.png"]}) + "\n")
-    stored = fingerprint.of(config, tmp_path)
+    stored = input_files.current_inputs(config, tmp_path)
     Image.new("RGB", (8, 8), "blue").save(folder / "a.png")
-    current = fingerprint.of(config, tmp_path)
+    current = input_files.current_inputs(config, tmp_path)
     with pytest.raises(ValueError, match=r"sources of config.dataset: a.png"):
-        fingerprint.compare(stored, current, 3, accepts=False)
+        input_files.compare_inputs(stored, current, 3, accepts=False)
     assert current.of_figures() != stored.of_figures()
     older = stored._replace(sources=None)  # as records of before sources were kept
-    assert fingerprint.compare(older, current, 3, accepts=False) == (current, [])
+    assert input_files.compare_inputs(older, current, 3, accepts=False) == (current, [])
 
 
 @pytest.mark.parametrize("changed", ["shapes", "neighbourly", "neighbourly (beside_it.py)"])
@@ -450,17 +453,17 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     (tmp_path / "own" / "beside_it.py").write_text("load = len")
     (tmp_path / "own" / "neighbourly.py").write_text("from beside_it import load")
     read_files[0].reward_fn = {"shapes": 1.0, "neighbourly": 1.0}
-    current = fingerprint.of(read_files[0], tmp_path)
+    current = input_files.current_inputs(read_files[0], tmp_path)
     assert {*current.rewards} == {"shapes", "neighbourly", "neighbourly (beside_it.py)"}
     stored = current._replace(rewards=current.rewards | {changed: "another"})
-    now, notices = fingerprint.compare(stored, current, 3, accepts=False)
+    now, notices = input_files.compare_inputs(stored, current, 3, accepts=False)
     assert now.rewards_since == 3
     assert changed in notices[0]
     assert now.of_figures() != stored.of_figures()
-    assert fingerprint.compare(now, current, 5, accepts=False) == (now, [])
+    assert input_files.compare_inputs(now, current, 5, accepts=False) == (now, [])
     served = read_files[0].copy_and_resolve_references()
     served.reward.args = {"shapes": {"url": "http://127.0.0.1:1"}}
-    assert "shapes" not in fingerprint.of(served, tmp_path).rewards
+    assert "shapes" not in input_files.current_inputs(served, tmp_path).rewards
 
 
 def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):
@@ -500,5 +503,5 @@ if __name__ == "__main__":
 def test_digests_are_remembered_in_a_cache_that_runs_share_or_in_the_runs_folder(tmp_path):
     for name in ("run", "cache"):
         (tmp_path / name).mkdir()
-        fingerprint.of(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), tmp_path / "run")
+        input_files.current_inputs(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), tmp_path / "run")
         assert (tmp_path / name / folders.DIGESTS).exists()

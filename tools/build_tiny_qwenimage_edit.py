@@ -34,7 +34,7 @@ from draw_shapes import shapes_prompts
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from flow_grpo.base import rng, shipped
+from flow_grpo.base import locations, rng
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch.condition import Condition
@@ -46,7 +46,7 @@ from flow_grpo.rewards import edits as edits_reward
 from flow_grpo.settings import command_line
 
 PIXELS = RESOLUTION**2  # of a source
-TINY_QWENIMAGE = Path(shipped.find("flow_grpo/assets/tiny_qwenimage"))
+TINY_QWENIMAGE = Path(locations.resolve("flow_grpo/assets/tiny_qwenimage"))
 
 
 def build_pipeline(seed: int) -> QwenImageEditPlusPipeline:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flow_grpo.algorithms.rollout import Rollout
 from flow_grpo.base import rng
-from flow_grpo.base.quoting import markdown_table
+from flow_grpo.base.formatting import markdown_table
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation

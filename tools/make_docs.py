@@ -19,7 +19,7 @@ from config import dpo, grpo, nft
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import metric_table
-from flow_grpo.base.quoting import markdown_table
+from flow_grpo.base.formatting import markdown_table
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.run import measured
 from flow_grpo.settings import table as settings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import gpus
+from flow_grpo.base.formatting import gpus
 
 MAX_BATCH_SIZE = 4096  # rows of a forward
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 
 TIMEOUT_S = 30
 

@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 
 LOCK, INPUTS, DIGESTS, PARENT = ".lock", "inputs.json", "digests.json", "parent.json"
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 
 
 class Metric(NamedTuple):
@@ -14,7 +14,7 @@ class Metric(NamedTuple):
     group: str = ""  # heading under which the page of a run draws it
 
 
-TABLE = shipped.PACKAGE / "assets" / "metrics.md"
+TABLE = locations.PACKAGE / "assets" / "metrics.md"
 NOT_DRAWN = "In metrics.jsonl alone"  # heading of what the page of a run does not draw
 
 

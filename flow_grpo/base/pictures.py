@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image, ImageOps
 
 from flow_grpo.base import folders
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.formatting import in_one_line
 
 Source = Path | bytes | Image.Image
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")  # Pillow's modes of grey

@@ -11,7 +11,7 @@ from PIL import Image
 
 from flow_grpo.base import pictures
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 
 Read = TypeVar("Read")
 Source = Path | Image.Image  # an image to be edited

@@ -9,7 +9,7 @@ pictures of their own.
 from typing import Any
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.data.shapes import COLORS, SHAPES
 
 DIRECTIONS = {"to the left": (-1, 0), "to the right": (1, 0), "up": (0, -1), "down": (0, 1)}

@@ -19,8 +19,8 @@ from torch import Tensor
 from flow_grpo.algorithms.advantages import neighbours_with_signal
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import in_one_line
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.size import Size
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.data.preferences import open_parquet, read_columns
 
 PROMPT = "prompt", "prompts"  # names of the column of prompts, in any case

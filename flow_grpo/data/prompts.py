@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flow_grpo.base import rng, shipped
+from flow_grpo.base import locations, rng
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt, picture_size
-from flow_grpo.base.quoting import quoted
 from flow_grpo.data import prompt_files
 from flow_grpo.data.prompt_files import Row
 
@@ -46,7 +46,7 @@ def load_prompts(folder: str, split: str) -> list[Prompt]:
 def find_file(folder: str | Path, split: str) -> Path | None:
     """The file of a split; None if there is none. Raises UserError if the folder cannot be looked into."""
     try:
-        folder = shipped.find(str(folder))
+        folder = locations.resolve(str(folder))
         return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
@@ -58,7 +58,7 @@ def _file_names(split: str) -> tuple[str, str]:
 
 def _others_in(folder: str) -> str:
     """Files of prompts that are in a folder under other names, as the rest of a sentence."""
-    files = [path for path in sorted(Path(shipped.find(folder)).glob("*")) if prompt_files.is_prompt_file(path)]
+    files = [path for path in sorted(Path(locations.resolve(folder)).glob("*")) if prompt_files.is_prompt_file(path)]
     return f", but {quoted(files[0].name)}: tools/split_prompts.py makes a data set of such a file" if files else ""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 
 SHAPES = ("circle", "square", "triangle", "cross")
 COLORS = {  # far apart, none a blend of two others, and darker than the background: JPEG blurs hue, not brightness

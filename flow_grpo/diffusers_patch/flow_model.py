@@ -14,10 +14,10 @@ from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from flow_grpo.base import checksums, folders, rng, shipped
+from flow_grpo.base import checksums, folders, locations, rng
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
@@ -80,7 +80,7 @@ class FlowModel(ABC):
         """Of a folder or hub id, with the transformer's weights still on the meta device: fsdp_utils.prepare fills them
         in. Text encoders are float32 on a CPU and bfloat16 elsewhere. `alone`: neither text encoders nor VAE; without
         `text`: no text encoders."""
-        folder, transformer = shipped.find(folder), cls.empty_transformer(folder)
+        folder, transformer = locations.resolve(folder), cls.empty_transformer(folder)
         if alone:
             return cls(loading.without_weights(cls.PIPELINE, folder, transformer=transformer), device)
         dtypes = {"vae": vae_dtype, "default": torch.float32 if device.type == "cpu" else torch.bfloat16}
@@ -92,20 +92,20 @@ class FlowModel(ABC):
     @classmethod
     def without_weights(cls, folder: str) -> "FlowModel":
         """With tokenizers and scheduler alone, for checks that need no weight."""
-        config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
+        config = cls.TRANSFORMER.load_config(locations.resolve(folder), subfolder="transformer")
         return cls(loading.without_weights(cls.PIPELINE, folder), torch.device("cpu"), config)
 
     @classmethod
     def empty_transformer(cls, folder: str) -> torch.nn.Module:
         """The transformer of a folder or hub id, with meta weights and real position tables."""
         with loading.foreign(folder, "transformer/config.json"), init_empty_weights():
-            config = cls.TRANSFORMER.load_config(shipped.find(folder), subfolder="transformer")
+            config = cls.TRANSFORMER.load_config(locations.resolve(folder), subfolder="transformer")
             return cls.TRANSFORMER.from_config(config)
 
     @staticmethod
     def transformer_folder(folder: str) -> Path | None:
         """Where the transformer's safetensors lie; a hub id is downloaded first."""
-        folder = shipped.find(folder)
+        folder = locations.resolve(folder)
         if not Path(folder).is_dir():
             folder = snapshot_download(folder, allow_patterns=["transformer/*"])
         return Path(folder, "transformer")
@@ -114,7 +114,7 @@ class FlowModel(ABC):
     def text_version(cls, folder: str, memory: Path | None = None) -> dict[str, str]:
         """What tells text encoders from others: their files' digests (see checksums) and the pipeline's own settings,
         such as the pixels of a source that they see; or a hub id's commit."""
-        folder = shipped.find(folder)
+        folder = locations.resolve(folder)
         if not Path(folder).is_dir():
             return {folder: Path(snapshot_download(folder, allow_patterns=["model_index.json"])).name}
         digests = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)

@@ -15,9 +15,9 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
 if not sys.stderr.isatty():  # bars are lines of a log there
@@ -30,8 +30,8 @@ NUM_TIMESTEPS = 1000  # timestep = 1000 * sigma
 
 def pipeline_name(folder: str) -> str:
     """Class of the pipeline in `folder` (or hub id). Raises UserError if there is none. Reads one json file."""
-    shipped.check_connection(folder)
-    place = Path(shipped.find(folder))
+    locations.check_hub_connection(folder)
+    place = Path(locations.resolve(folder))
     _check_place(folder, place)
     try:
         name = DiffusionPipeline.load_config(str(place)).get("_class_name")
@@ -82,7 +82,7 @@ def foreign(folder: str, what: str) -> Iterator[None]:
 
 def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
     """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
-    folder = shipped.find(folder)
+    folder = locations.resolve(folder)
     parts = {name: value for name, value in pipeline_class.load_config(folder).items() if is_part(value)}
     heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
     model = f"config.model {quoted(folder)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -56,7 +56,7 @@ def find(name: str, config: ConfigDict, weights: str) -> Candidate:
 
 def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
     """As `find` says. Raises OSError, too."""
-    folder = Path(shipped.find(name))
+    folder = Path(locations.resolve(name))
     if is_run(folder):
         return _of_run(name, folder, weights)
     if folder.name == best.NAME and is_run(folder.parent):
@@ -64,7 +64,7 @@ def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
     is_model = (folder / "model_index.json").is_file()
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, folder, None)
-    if is_model or shipped.is_hub_id(name):
+    if is_model or locations.is_hub_id(name):
         config = config.copy_and_resolve_references()
         config.model = name
         return Candidate(name, "base", config, None, None)

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
+from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.base.quoting import in_one_line
 from flow_grpo.monitoring import progress, provenance, report, trackers
 from flow_grpo.monitoring.plots import Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
 

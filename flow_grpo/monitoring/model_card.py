@@ -12,11 +12,11 @@ from markupsafe import Markup
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, with_error
+from flow_grpo.base.formatting import in_one_line, with_error
 from flow_grpo.checkpoints import best
-from flow_grpo.monitoring import provenance, recorded
+from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
 
 PICTURES = ("samples.png", "reward.png")
@@ -28,7 +28,7 @@ MARKUP = re.compile(r"[\\`*~$|@]|\](?=[(\[])|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=
 def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
     """Write the cards of the last weights and of the best ones, whose commands load them from a place; what there is to
     tell the user."""
-    run, notices = recorded.read(run_folder, run_folder.resolve().name), []
+    run, notices = run_history.read_run(run_folder, run_folder.resolve().name), []
     for folder in filter(None, [run_folder, best.find(run_folder)]):
         try:
             write_card(run, folder, place)
@@ -37,7 +37,7 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
     return notices
 
 
-def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
+def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     """Write README.md, with the pictures that it shows beside it."""
     for name in PICTURES:
         if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
@@ -50,7 +50,7 @@ def write_card(run: recorded.Recorded, folder: Path, place: str) -> None:
     )
     environment.filters["code"] = code_span
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
-    config, is_hub_id = run.config, shipped.is_hub_id(run.config.model)
+    config, is_hub_id = run.config, locations.is_hub_id(run.config.model)
     keeps_path = is_hub_id or config.model.startswith("flow_grpo/assets/")  # of any other folder the card has the name
     base = config.model if keeps_path else Path(config.model).name
     text = environment.from_string(template.read_text()).render(
@@ -98,7 +98,7 @@ def algorithm(config: ConfigDict) -> str:
     return (loss.card if loss else config.train[key]) + branches
 
 
-def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str, str]]:
+def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str, str, str]]:
     """Name, figure before training, figure of these weights; on the test prompts."""
     tests = run.lines("test")
     first = next((record for record in tests if record["epoch"] == 0 and not run.evaluations_since), {})
@@ -115,7 +115,7 @@ def before_and_after(run: recorded.Recorded, prefix: str) -> list[tuple[str, str
     return rows
 
 
-def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:
+def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     """What was trained, on what, for how long."""
     config, lines = run.config, run.lines("epoch")
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
@@ -135,7 +135,7 @@ def facts(run: recorded.Recorded, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _branch(run: recorded.Recorded) -> list[tuple[str, str]]:
+def _branch(run: run_history.RunHistory) -> list[tuple[str, str]]:
     """Which epochs of a branch are its parent's, with other settings than the card's."""
     parent = provenance.parent(run.folder)
     if parent is None:
@@ -143,7 +143,7 @@ def _branch(run: recorded.Recorded) -> list[tuple[str, str]]:
     return [("branch", f"the first {parent.epoch} epochs are those of {Path(parent.folder).name}")]
 
 
-def _made_by(run: recorded.Recorded) -> list[tuple[str, str]]:
+def _made_by(run: run_history.RunHistory) -> list[tuple[str, str]]:
     """Commit, versions, kind of GPU and duration of what made it, and no more of run.json."""
     start = provenance.last_start(run.folder)
     if start is None:
@@ -157,18 +157,18 @@ def _made_by(run: recorded.Recorded) -> list[tuple[str, str]]:
     ]
 
 
-def public_settings(run: recorded.Recorded) -> list[tuple[str, str]]:
+def public_settings(run: run_history.RunHistory) -> list[tuple[str, str]]:
     """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
     be a path, an address or a secret, and so may all that a config file of a user's own adds."""
-    rows = [(key, value) for key, _, value in recorded.changed_settings([run]).rows if value]
+    rows = [(key, value) for key, _, value in run_history.changed_settings([run]).rows if value]
     return [(key, value) for key, value in rows if key in table.BY_KEY and not table.BY_KEY[key].is_any_text]
 
 
-def front_matter(run: recorded.Recorded) -> str:
+def front_matter(run: run_history.RunHistory) -> str:
     """The card's data for the hub, as YAML."""
     tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
     return ModelCardData(
-        base_model=run.config.model if shipped.is_hub_id(run.config.model) else None,
+        base_model=run.config.model if locations.is_hub_id(run.config.model) else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=tags + (["lora"] if run.config.lora.rank else []),

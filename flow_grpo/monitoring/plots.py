@@ -22,8 +22,8 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.base.quoting import quoted
 
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 STYLE |= {"text.parse_math": False}  # a name from outside is no TeX

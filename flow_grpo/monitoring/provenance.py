@@ -5,12 +5,14 @@ Nothing of it is published but the commit, the versions, the kind of GPU and the
 """
 
 import json
+import os
 import platform
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.settings import overrides
 
@@ -50,7 +52,7 @@ class Parent(NamedTuple):
 
 def _git(*words: str) -> str:
     """What git says of the checkout that is running; "" where it says nothing."""
-    command = ["git", "-C", str(shipped.PACKAGE.parent), *words]
+    command = ["git", "-C", str(locations.PACKAGE.parent), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -125,6 +127,28 @@ def write_parent(run_folder: Path, parent: Parent) -> None:
     folders.write_text(run_folder / folders.PARENT, json.dumps(parent._asdict(), indent=1))
 
 
+def modules_beside(file: Path) -> dict[str, Path]:
+    """Return what a user's file may depend on: modules that this process has imported from the file's folder, by their
+    paths there, without the file itself, the running script and what is installed."""
+    file = file.resolve()
+    installed = tuple(f"{folder}{os.sep}" for folder in _installed_folders())
+    modules = {}
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        # Thousands of modules are installed: they are told by their names, before a path of theirs is resolved.
+        if name == "__main__" or not place or str(place).startswith(installed) or not Path(place).is_absolute():
+            continue
+        path = Path(place).resolve()
+        if path.is_file() and path != file and path.is_relative_to(file.parent) and not str(path).startswith(installed):
+            modules[str(path.relative_to(file.parent))] = path
+    return dict(sorted(modules.items(), key=lambda entry: entry[1]))
+
+
+def _installed_folders() -> list[str | Path]:
+    """Return the folders of Python, of installed packages and of this package."""
+    return [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), locations.PACKAGE]
+
+
 def _own_files(config: ConfigDict) -> dict[str, Path]:
     """What made a run and lies outside of the package, by its name in source/: the script, the config file, the model's
     class, the files of local rewards, and what was imported from the folders of all these."""
@@ -134,7 +158,7 @@ def _own_files(config: ConfigDict) -> dict[str, Path]:
     files += [Path(sys.argv[0]), *([Path(model_class.__file__)] if model_class else [])]
     named = {}
     for file in (file.resolve() for file in files if file.is_file()):
-        for name, path in {file.name: file, **shipped.imported_beside(file)}.items():
-            if shipped.PACKAGE not in path.parents and named.setdefault(name, path) != path:
+        for name, path in {file.name: file, **modules_beside(file)}.items():
+            if locations.PACKAGE not in path.parents and named.setdefault(name, path) != path:
                 named[f"{path.parent.name}/{path.name}"] = path  # of another folder
     return named

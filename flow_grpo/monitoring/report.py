@@ -45,13 +45,13 @@ import numpy as np
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots
-from flow_grpo.monitoring.recorded import Recorded, changed_settings, read, summary
+from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
 
 OWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
 MOST_EVALUATIONS = 12  # whose images are on the page
 
 
-def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]:
+def panels(runs: Sequence[RunHistory]) -> dict[str, list[tuple[str, Metric, str]]]:
     """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
     logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
     logged = sorted(logged.keys() - constants(runs).keys())
@@ -62,13 +62,13 @@ def panels(runs: Sequence[Recorded]) -> dict[str, list[tuple[str, Metric, str]]]
     return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
 
 
-def described(runs: Sequence[Recorded], name: str) -> Metric:
+def described(runs: Sequence[RunHistory], name: str) -> Metric:
     """What the table of metrics says of a name, given the rewards that the runs measured."""
     rewards = [reward for run in runs for reward in (*run.config.reward_fn, *run.config.eval.rewards)]
     return explain(name, rewards) or OWN
 
 
-def constants(runs: Sequence[Recorded]) -> dict[str, float]:
+def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
     """What was logged more than once and never changed, in any run."""
     values = defaultdict(list)
     for record in (record for run in runs for record in run.records):
@@ -77,7 +77,7 @@ def constants(runs: Sequence[Recorded]) -> dict[str, float]:
     return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
 
 
-def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
+def panel(runs: Sequence[RunHistory], name: str) -> tuple[str, Metric, str]:
     """A metric's name, what the table of metrics says of it, and its curve of every run."""
     metric = described(runs, name)
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
@@ -86,7 +86,7 @@ def panel(runs: Sequence[Recorded], name: str) -> tuple[str, Metric, str]:
     return name, metric._replace(expect=expect), plots.svg_panel(lines, limit)
 
 
-def alarms(run: Recorded) -> list[str]:
+def alarms(run: RunHistory) -> list[str]:
     """One sentence per alarm and stretch of epochs, as the run itself said it at the end of the stretch."""
     sentences = []
     for is_alarmed, group in groupby(run.lines("epoch"), key=lambda line: line.get("health/limits_exceeded", 0) > 0):
@@ -98,7 +98,7 @@ def alarms(run: Recorded) -> list[str]:
     return sentences
 
 
-def _alarms_of(line: dict, run: Recorded) -> list[str]:
+def _alarms_of(line: dict, run: RunHistory) -> list[str]:
     """The sentences of an epoch's line; of one that is older than the sentences, its figures. Nothing is judged anew:
     the line does not say which earlier figures the run compared."""
     if "alarms" in line:
@@ -111,7 +111,7 @@ def _alarms_of(line: dict, run: Recorded) -> list[str]:
     return sentences or ["a limit of config.health was exceeded, or a figure was no finite number"]
 
 
-def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
+def moments(run: RunHistory) -> dict[str, list[tuple[str, str, str]]]:
     """Picture, prompt and reward of the panel's images at evenly spread evaluations, the first and the last among them,
     by the title of each."""
     sheets, pictures = list(plots.evaluations(run.folder).items()), {}
@@ -122,7 +122,7 @@ def moments(run: Recorded) -> dict[str, list[tuple[str, str, str]]]:
     return pictures
 
 
-def side_by_side(pages: Sequence[tuple[Recorded, dict[str, list[tuple[str, str, str]]]]]) -> dict[str, list[tuple]]:
+def side_by_side(pages: Sequence[tuple[RunHistory, dict[str, list[tuple[str, str, str]]]]]) -> dict[str, list[tuple]]:
     """Of prompts that several runs drew: each run's label and its last picture and reward."""
     rows = defaultdict(list)
     for run, evaluated in pages:
@@ -138,7 +138,7 @@ def data_address(picture: plots.Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
-def page(runs: Sequence[Recorded]) -> str:
+def page(runs: Sequence[RunHistory]) -> str:
     """The whole page. Everything that comes from a run is escaped."""
     template = Path(__file__).parents[1] / "assets" / "report.html"
     pages = [(run, moments(run)) for run in runs]
@@ -161,7 +161,7 @@ def write(runs: Sequence[Path], file: Path) -> None:
     meanwhile sees the old one, or the new one."""
     names = [folder.resolve().name for folder in runs]
     labels = [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
-    folders.write_text(file, page(list(map(read, runs, labels))))
+    folders.write_text(file, page(list(map(read_run, runs, labels))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = args.out or args.runs[0] / "report.html"
     if out.suffix not in FIGURES:
         write(args.runs, out)
-    elif not plots.plot_reward((run := read(args.runs[0], "")).records, run.config, out):
+    elif not plots.plot_reward((run := read_run(args.runs[0], "")).records, run.config, out):
         raise UserError(f"{args.runs[0]}: no reward was logged yet")
     sys.stdout.write(f"{out}\n")
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import Sheet
 

@@ -25,9 +25,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import METRICS
 from flow_grpo.base.prompt import Prompt, texts_of
-from flow_grpo.base.quoting import quoted
 from flow_grpo.rewards import foreign_code
 
 CONNECTION = ("token_file", "timeout_s")  # settings of a server, see clients/client.py

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.base.quoting import in_one_line
 from flow_grpo.rewards.clip_model import in_batches, load_clip, read_weights
 
 MODEL = "openai/clip-vit-large-patch14"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients import pickled
 
 RANGE = (-math.inf, 1.0)

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_uint8
-from flow_grpo.base.quoting import quoted
 
 RANGE = (0.0, 1.0)
 SURPLUS_COST = 0.1  # of a character beyond the target's number, in edits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients.threads import event_loop
 

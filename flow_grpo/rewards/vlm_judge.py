@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients import wire
 from flow_grpo.rewards.clients.client import Server, ServerError, excerpt, urls_of
 

@@ -5,8 +5,8 @@ import math
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.base.formatting import gpus, quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import gpus, quoted
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel

@@ -7,9 +7,9 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
+from flow_grpo.base.formatting import with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
-from flow_grpo.base.quoting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save

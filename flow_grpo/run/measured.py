@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.settings import config_files, table
 
-FILE = shipped.PACKAGE / "assets" / "measured.json"  # random weights; see docs/reference/will_it_fit.md
+FILE = locations.PACKAGE / "assets" / "measured.json"  # random weights; see docs/reference/will_it_fit.md
 
 # Settings that change neither the memory that an epoch takes nor the images per second of a GPU, which are measured
 # without evaluations and without a reward's model. Every other setting is taken to change them.

@@ -12,8 +12,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import dashboard, provenance
 from flow_grpo.monitoring.plots import read_metrics
-from flow_grpo.run import fingerprint
-from flow_grpo.run.fingerprint import Inputs
+from flow_grpo.run import input_files
+from flow_grpo.run.input_files import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
 from flow_grpo.settings import checks, older, table
@@ -87,7 +87,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
     inputs, notices = _inputs(config, source, epoch)
     if changed:  # so that health compares no rewards of other settings
         inputs = inputs._replace(rewards_since=epoch)
-    fingerprint.write(folder, inputs)
+    input_files.write_inputs(folder, inputs)
     begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
     if rescheduled:
         notices.append(f"{_words(rescheduled)} changes the learning rate, which falls over all epochs")
@@ -123,9 +123,11 @@ def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str
 
 def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
     """What the run reads, and what to tell the user."""
-    current = fingerprint.of(config, source.folder)
-    stored = fingerprint.read(source.parent or source.folder) if source.path else None
-    return fingerprint.compare(stored, current, epoch, config.accept_changes, is_branch=source.parent is not None)
+    current = input_files.current_inputs(config, source.folder)
+    stored = input_files.stored_inputs(source.parent or source.folder) if source.path else None
+    return input_files.compare_inputs(
+        stored, current, epoch, config.accept_changes, is_branch=source.parent is not None
+    )
 
 
 def _source(first: Path, resume_from: str) -> Source:
@@ -270,7 +272,7 @@ def resume(run: Run, place: Place) -> None:
 def _copy_metrics(place: Place, since: int) -> None:
     """Those of a branch's parent, but for figures that the branch's cannot be compared with: evaluations of before
     `since`, and losses on other pairs."""
-    parent = fingerprint.read(place.parent)
+    parent = input_files.stored_inputs(place.parent)
     same_pairs = parent is None or parent.preferences_path == place.inputs.preferences_path
     lines = []
     for line in read_metrics(place.parent):

@@ -28,7 +28,7 @@ from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
-from flow_grpo.run.fingerprint import Inputs
+from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.weights import fsdp_utils, policies
 from flow_grpo.weights.ema import Ema

@@ -10,7 +10,7 @@ from torch import Tensor
 from flow_grpo.algorithms import losses, ratio_statistics
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, TrainedRows, shuffled_updates
 from flow_grpo.base import distributed
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.data import prompts
 from flow_grpo.data.preferences import Pairs
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import RunFailed, UserError
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt, texts_of
-from flow_grpo.base.quoting import in_one_line, quoted
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.threads import Threads

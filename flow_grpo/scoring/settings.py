@@ -8,7 +8,7 @@ import httpx
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients.client import Server, ServerError, read_token, urls_of
 from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings import older

@@ -10,7 +10,7 @@ from itertools import pairwise
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.settings import config_files, table
 
 WIDTH = 120  # characters of a line

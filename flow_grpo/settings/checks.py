@@ -11,8 +11,8 @@ from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
 from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import names_score
-from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import older, table
 from flow_grpo.settings.setting import Setting

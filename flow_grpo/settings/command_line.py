@@ -14,9 +14,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import alerts, folders, shipped
+from flow_grpo.base import alerts, folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.settings import answers, checks, launcher, terminal
 from flow_grpo.settings.overrides import config_of, split
 
@@ -82,8 +82,8 @@ def prepare_process() -> None:
 
 def _check_checkout() -> None:
     """Raises UserError for a script of one checkout that imports flow_grpo from another one."""
-    checkout, imported = Path(sys.argv[0]).resolve().parent.parent, shipped.PACKAGE.parent.resolve()
-    if (checkout / shipped.PACKAGE.name / "settings").is_dir() and checkout != imported:
+    checkout, imported = Path(sys.argv[0]).resolve().parent.parent, locations.PACKAGE.parent.resolve()
+    if (checkout / locations.PACKAGE.name / "settings").is_dir() and checkout != imported:
         ways_out = f"set PYTHONPATH={checkout}, or run pip install -e {checkout}"
         raise UserError(f"{sys.argv[0]} imports flow_grpo from {imported}: {ways_out}")
 
@@ -103,12 +103,12 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
 def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
     """Raises UserError for a data set, a checkpoint or a model that is not there."""
     try:
-        if reads_dataset and not (data := Path(shipped.find(config.dataset))).is_dir():
+        if reads_dataset and not (data := Path(locations.resolve(config.dataset))).is_dir():
             what = "is a file; tools/split_prompts.py makes a folder of it" if data.is_file() else "is no folder here"
             raise UserError(f"config.dataset {quoted(config.dataset)} {what}; see docs/howto/own_data.md")
         if config.resume_from not in ("", "latest") and not Path(config.resume_from).exists():
             raise UserError(f"config.resume_from {quoted(config.resume_from)} is no checkpoint and no folder of them")
-        shipped.check_connection(config.model)
+        locations.check_hub_connection(config.model)
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"config.dataset, resume_from or model: {in_one_line(error)}") from error
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.shipped import PACKAGE
+from flow_grpo.base.locations import PACKAGE
 from flow_grpo.settings import table, unknown
 
 CHECKOUT = PACKAGE.parent.resolve()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.settings import table, unknown
 
 

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 from flow_grpo.settings import table
 from flow_grpo.settings.table import SETTINGS, value_of
 

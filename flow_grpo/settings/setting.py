@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import quoted
+from flow_grpo.base.formatting import quoted
 
 ALL = GRPO, PR, NFT, DPO, DISTILL = "grpo", "pr", "nft", "dpo", "distill"  # values of config.algorithm
 LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products

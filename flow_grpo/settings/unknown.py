@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flow_grpo.base import shipped
+from flow_grpo.base import locations
 from flow_grpo.settings import older, table
 
-TABLE = shipped.PACKAGE / "assets" / "other_programs.md"  # docs/reference/coming_from.md shows it
+TABLE = locations.PACKAGE / "assets" / "other_programs.md"  # docs/reference/coming_from.md shows it
 PAGE = "docs/reference/coming_from.md"
 SHORTEST = 4  # letters of a word that may be a slip of another: with fewer, eta would be one of beta
 

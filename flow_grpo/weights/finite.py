@@ -5,8 +5,8 @@ import math
 from torch import Tensor, nn
 
 from flow_grpo.base import distributed
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import quoted
 from flow_grpo.weights import fsdp_utils
 
 

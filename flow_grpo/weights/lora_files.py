@@ -15,9 +15,9 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flow_grpo.base import checksums, folders, shipped
+from flow_grpo.base import checksums, folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.weights import finite, safetensors_reader
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -102,7 +102,7 @@ def _is_pefts(file: Path) -> bool:
 
 def what_is_there(folder: Path) -> str:
     """What may have been meant by a path without a LoRA file, as the rest of a sentence."""
-    if shipped.is_hub_id(str(folder)):
+    if locations.is_hub_id(str(folder)):
         return f"; `hf download {folder} --local-dir FOLDER` fetches it from the hub, and FOLDER is then its path"
     inside = [file for name in (FILE, PEFT_FILE) for file in sorted(folder.glob(f"*/{name}"))]
     if inside:

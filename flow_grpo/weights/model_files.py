@@ -16,9 +16,9 @@ import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import constants, try_to_load_from_cache
 
-from flow_grpo.base import folders, shipped
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.loading import WITHOUT_WEIGHTS
@@ -70,7 +70,7 @@ def check_weights(
 
 def _folder_of(model: str) -> Path | None:
     """A folder, or a snapshot in the cache that nothing can be added to; None of what may still be downloaded."""
-    folder = Path(shipped.find(model))
+    folder = Path(locations.resolve(model))
     if folder.is_dir():
         return folder
     index = try_to_load_from_cache(model, "model_index.json") if constants.is_offline_mode() else None

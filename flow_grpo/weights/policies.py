@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size

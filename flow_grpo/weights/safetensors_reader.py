@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line
+from flow_grpo.base.formatting import in_one_line
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import quantisation
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.base.quoting import quoted
 from flow_grpo.diffusers_patch.condition import SOURCES, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage, encoded

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import in_one_line, quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.rewards.clients.threads import event_loop
 
 MAX_ANSWER_BYTES = 2**24

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_uint8
-from flow_grpo.base.quoting import quoted
 from flow_grpo.rewards.clients.client import ServerError, excerpt
 
 MAX_SIDE = 2**15  # pixels; JPEG ends at 65,500

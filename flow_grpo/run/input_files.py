@@ -1,4 +1,4 @@
-"""What a run reads: digests of its data set, base, adapters, pairs and local rewards, kept beside config.json.
+"""Files that a run reads: digests of its data set, base, adapters, pairs and local rewards, kept in inputs.json.
 
 A resumed run compares them. Reward servers, and weights that a reward loads, are not compared.
 """
@@ -13,9 +13,10 @@ from huggingface_hub import try_to_load_from_cache
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import checksums, folders, shipped
+from flow_grpo.base import checksums, folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.data import prompts
+from flow_grpo.monitoring import provenance
 from flow_grpo.weights import lora_files
 
 PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")  # of a pipeline's folder
@@ -52,8 +53,8 @@ class Inputs(NamedTuple):
         return {name: digest.hexdigest() for name, digest in digests.items()} | self.rewards
 
 
-def of(config: ConfigDict, run_folder: Path) -> Inputs:
-    """What a run of this config reads now."""
+def current_inputs(config: ConfigDict, run_folder: Path) -> Inputs:
+    """Return digests of what a run of this config reads now."""
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
     files = lambda folder, pattern: checksums.digests_in(Path(folder), [pattern], memory) if folder else {}  # noqa: E731
@@ -65,12 +66,12 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     neighbours = {
         f"{name} ({place})": path
         for name, file in sources.items()
-        for place, path in shipped.imported_beside(file).items()
+        for place, path in provenance.modules_beside(file).items()
         if path not in sources.values()
     }
     return Inputs(
         dataset=checksums.file_digests({file.name: file for file in splits}, memory),
-        model=_model(shipped.find(config.model), memory),
+        model=_model(locations.resolve(config.model), memory),
         lora_path=_adapter(config.lora.path, memory),
         preferences_path=files(config.preferences.path, "*.parquet"),
         rewards=checksums.file_digests(sources | neighbours, memory),
@@ -83,7 +84,7 @@ def of(config: ConfigDict, run_folder: Path) -> Inputs:
     )
 
 
-def compare(
+def compare_inputs(
     stored: Inputs | None, current: Inputs, epoch: int, accepts: bool, is_branch: bool = False
 ) -> tuple[Inputs, list[str]]:
     """What to store from now on, and what to tell the user of a run that goes on from an epoch. `stored`: None = not
@@ -128,14 +129,14 @@ def _sources_of(splits: list[Path]) -> dict[str, Path]:
     }
 
 
-def read(run_folder: Path) -> Inputs | None:
-    """What a run has stored; None where there is no record. Raises UserError for a damaged one."""
+def stored_inputs(run_folder: Path) -> Inputs | None:
+    """Return what a run has stored, or None if it has no record. Raises UserError for a damaged one."""
     file = run_folder / folders.INPUTS
     return folders.read_record(Inputs, file) if file.exists() else None
 
 
-def write(run_folder: Path, inputs: Inputs) -> None:
-    """Store them beside config.json."""
+def write_inputs(run_folder: Path, inputs: Inputs) -> None:
+    """Store the digests beside config.json."""
     folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
 
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, and tables of several: how far they have come, and how their settings differ."""
+"""Histories of runs, read from their folders, and tables of several: how far they are, how their settings differ."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.quoting import with_error
+from flow_grpo.base.formatting import with_error
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import older, table
@@ -25,8 +25,8 @@ BEST = 2  # among a run's scores
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A run as its folder tells it."""
+class RunHistory:
+    """Settings and logged records of a run, read from its folder."""
 
     label: str
     folder: Path
@@ -52,10 +52,10 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def read(folder: Path, label: str) -> Recorded:
-    """Raises UserError for what is no run's folder."""
+def read_run(folder: Path, label: str) -> RunHistory:
+    """Read the history of a run. Raises UserError for what is no run's folder."""
     config = ConfigDict(older.read(folder / "config.json"))
-    return Recorded(label, folder, config, plots.read_metrics(folder), _evaluations_since(folder))
+    return RunHistory(label, folder, config, plots.read_metrics(folder), _evaluations_since(folder))
 
 
 def _evaluations_since(folder: Path) -> int:
@@ -71,14 +71,14 @@ def _evaluations_since(folder: Path) -> int:
     return max(since)
 
 
-def summary(runs: Sequence[Recorded]) -> Table:
+def summary(runs: Sequence[RunHistory]) -> Table:
     """How far each run is, and the score that chooses, before training, last and of the best policy; the means of runs
     that differ in their seed alone."""
     head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
     return Table([*head, "epochs with an alarm"], [*map(_summary_row, runs), *map(_mean_row, differing_in_seed(runs))])
 
 
-def differing_in_seed(runs: Sequence[Recorded]) -> list[list[Recorded]]:
+def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
     """Groups of two runs or more whose numbers follow from the same settings but for the seed."""
     groups = defaultdict(list)
     for run in runs:
@@ -87,7 +87,7 @@ def differing_in_seed(runs: Sequence[Recorded]) -> list[list[Recorded]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _summary_row(run: Recorded) -> list[str]:
+def _summary_row(run: RunHistory) -> list[str]:
     epochs = run.lines("epoch")
     duration = tqdm.format_interval(sum(record.get("time/epoch_s", 0.0) for record in epochs))
     alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
@@ -105,12 +105,12 @@ def _summary_row(run: Recorded) -> list[str]:
     ]
 
 
-def _score(run: Recorded) -> str:
+def _score(run: RunHistory) -> str:
     """The name of the one that chooses."""
     return rewards.called(run.config.eval.best_by, run.config.reward_fn)
 
 
-def _mean_row(runs: Sequence[Recorded]) -> list[str]:
+def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
     """Means over seeds with their standard errors, of what all of them have."""
     cells = []
     for scores in zip(*map(_scores, runs)):
@@ -120,7 +120,7 @@ def _mean_row(runs: Sequence[Recorded]) -> list[str]:
     return ["mean of " + ", ".join(run.label for run in runs), "", "", _score(runs[0]), *cells, ""]
 
 
-def _scores(run: Recorded) -> list[Score | None]:
+def _scores(run: RunHistory) -> list[Score | None]:
     """The score that chooses: of the first, last and best evaluation, the first and last test, and the best weights'
     test."""
     evaluations, tests, of_best = (_scores_of(run, kind) for kind in ("eval", "test", "test_best"))
@@ -129,13 +129,13 @@ def _scores(run: Recorded) -> list[Score | None]:
     return [*ends[:2], highest, *ends[2:], of_best[-1] if of_best else None]
 
 
-def _scores_of(run: Recorded, kind: str) -> list[Score]:
+def _scores_of(run: RunHistory, kind: str) -> list[Score]:
     name = f"{kind}/{run.config.eval.best_by}"
     lines = [line for line in run.records if name in line and line["epoch"] >= run.evaluations_since]
     return [Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
 
 
-def changed_settings(runs: Sequence[Recorded]) -> Table:
+def changed_settings(runs: Sequence[RunHistory]) -> Table:
     """Settings in which a run differs from the defaults; no secret among them."""
     defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
     columns = defaults, *(table.flat(run.config) for run in runs)

@@ -1,0 +1,50 @@
+"""Locations that a config names: a path here, a file that the package ships, or an id on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import in_one_line, quoted
+
+PACKAGE = Path(__file__).parents[1]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
+
+
+def resolve(path: str) -> str:
+    """Return the path itself if it exists, otherwise the file or folder of this name that the package ships.
+
+    Published configs name shipped data by a path relative to the checkout; an installed package has it in assets/.
+    """
+    if Path(path).exists():
+        return path
+    for folder in (PACKAGE.parent, PACKAGE / "assets"):
+        if (folder / path).exists():
+            return str(folder / path)
+    return path
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name may be OWNER/NAME on a hub: there is no such folder here, nor one that would hold it."""
+    return bool(HUB_ID.fullmatch(name)) and not Path(resolve(name)).parent.is_dir()
+
+
+def check_hub_connection(model: str) -> None:
+    """Raise UserError for a model that only the hub can have while the hub does not answer.
+
+    A download would try for 30 seconds before it says so. A hub that answers is left to refuse the name itself, when
+    the model is loaded. Imports no torch.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if Path(resolve(model)).exists():
+        return
+    try:
+        cached = try_to_load_from_cache(model, "model_index.json")
+        if isinstance(cached, str):
+            return
+        get_hf_file_metadata(hf_hub_url(model, "model_index.json"))
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        return
+    except Exception as error:
+        places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
+        raise UserError(f"config.model {quoted(model)} is {places}: {in_one_line(error)}") from error
