@@ -512,13 +512,46 @@ def test_the_page_of_the_interface_declares_every_function_that_how_to_pages_imp
     assert imported - {*declared} == set()
 
 
-def test_every_link_leads_to_a_file():
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+def anchors_of(page):
+    """Names by which a page's headings are linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/reproduce/README.md")]
     pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     links = [(page, link) for page, link in links if not link.startswith("http")]
     assert len(links) > 20
-    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+    broken = []
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{page.name}: {link}")
+    assert broken == []
+
+
+def numbers_of(text):
+    """Numbers of a text as they are written, without the commas of thousands."""
+    return re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text))
+
+
+def test_every_measured_figure_of_readme_is_in_results():
+    """A figure may be rounded: 0.95 is 0.948 there."""
+    measured = [float(number) for number in numbers_of((ROOT / "benchmarks/RESULTS.md").read_text())]
+    tables = re.findall(r"^\|.*\n\|-.*\n(?:\|.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines() if "arXiv" not in row]
+    figures = [number for row in rows for cell in row.split("|")[2:] for number in numbers_of(cell)]
+    assert len(figures) > 60
+    missing = []
+    for figure in figures:
+        decimals = len(figure.partition(".")[2])
+        half = 0.5 * 10**-decimals + 1e-9
+        if not any(abs(value - float(figure)) <= half for value in measured):
+            missing.append(figure)
+    assert missing == []
 
 
 def test_the_examples_of_readme_run(recorded, tmp_path, monkeypatch, capsys):

@@ -182,7 +182,7 @@ def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_wit
     assert found == [(None, None), (0.4, None), (0.4, 0.6), (0.5, 0.6)]
 
 
-# Figures of a recorded run of the tiny model, an epoch each; benchmarks/RESULTS.md#health says what it was.
+# Figures of a recorded run of the tiny model, an epoch each; benchmarks/LOG.md says what it was.
 COLLAPSING = """.611 .624 .565 .616 .650 .697 .658 .698 .679 .671 .739 .726 .750 .732 .734 .723 .793 .792 .783 .812
 .831 .819 .812 .799 .808 .800 .827 .821 .834 .816 .841 .848 .829 .839 .864 .840 .850 .808 .853 .820 .805 .842 .781 .812
 .783 .835 .773 .759 .719 .730 .711 .667 .678 .669 .639 .647 .550 .523 .523 .541"""  # reward; published NFT, all weights
