@@ -1,4 +1,4 @@
-"""Edits in miniature: what a picture of shapes shows, and what an instruction is to change of it.
+"""Edits in miniature: the objects of a picture of shapes, and the change that an instruction asks for.
 
 A prompt of dataset/edits has a picture as its source. Its metadata has the picture's "objects" and the "edit":
 {"object": 0, "action": "recolor", "to": "blue"}, without "to" for "remove", and with a direction for "move". Objects of
@@ -19,24 +19,40 @@ MOVE = 0.25  # of the picture's longer side; how far an object of the training p
 
 def check_metadata(metadata: dict[str, Any]) -> None:
     """Raises UserError, naming the prompt, where an object or the edit lacks something or names what does not exist."""
-    objects, edit = metadata.get("objects"), metadata.get("edit")
-    whole = isinstance(objects, list) and isinstance(edit, dict)
-    if not whole or not all(_is_object(entry) for entry in objects):
+    objects = metadata.get("objects")
+    edit = metadata.get("edit")
+    has_both = isinstance(objects, list) and isinstance(edit, dict)
+    if not has_both or not all(_is_object(entry) for entry in objects):
         problem = "needs `objects`, each with class, color, center [x, y] and radius, and `edit`"
-    elif len({entry["class"] for entry in objects}) < len(objects):
-        problem = "two `objects` are of one class"
-    elif edit.get("object") not in range(len(objects)):
-        problem = f"`edit.object` is {quoted(edit.get('object'))}, not the index of an object"
-    elif edit.get("to") not in VALUES.get(edit.get("action"), ()):
-        problem = f"the edit {quoted(edit)} is none; there are {VALUES}"
     else:
-        return
-    raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
+        problem = _problem_of_edit(objects, edit)
+    if problem:
+        raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
+
+
+def _problem_of_edit(objects: list[dict[str, Any]], edit: dict[str, Any]) -> str:
+    """Return what is wrong with an edit of these objects, "" for nothing."""
+    action = edit.get("action")
+    # An action of JSON may be a list, which cannot be looked up in a dict.
+    values = VALUES.get(action, ()) if isinstance(action, str) else ()
+    if len({entry["class"] for entry in objects}) < len(objects):
+        return "two `objects` are of one class"
+    if edit.get("object") not in range(len(objects)):
+        return f"`edit.object` is {quoted(edit.get('object'))}, not the index of an object"
+    if edit.get("to") not in values:
+        return f"the edit {quoted(edit)} is none; there are {VALUES}"
+    return ""
 
 
 def _is_object(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.get("class") not in SHAPES or entry.get("color") not in COLORS:
+    if not isinstance(entry, dict):
         return False
-    center, radius = entry.get("center"), entry.get("radius")
-    numbers = [*center, radius] if isinstance(center, list) and len(center) == 2 else [None]
-    return all(isinstance(number, int | float) and 0 < number < 1 for number in numbers)
+    if entry.get("class") not in SHAPES or entry.get("color") not in tuple(COLORS):
+        return False
+    center = entry.get("center")
+    if not isinstance(center, list) or len(center) != 2:
+        return False
+    for number in (*center, entry.get("radius")):
+        if not isinstance(number, int | float) or not 0 < number < 1:
+            return False
+    return True

@@ -16,7 +16,7 @@ from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
-from flow_grpo.data.preferences import open_parquet, read_columns
+from flow_grpo.data.parquet import open_parquet, read_columns
 from flow_grpo.data.prompt_files import parse_line, read_lines
 from flow_grpo.data.prompts import source_paths
 from flow_grpo.diffusers_patch.size import Size

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms.advantages import neighbours_with_signal
-from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.data.parquet import open_parquet, read_columns
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.size import Size
 
@@ -201,25 +200,6 @@ class PairFiles:
         condition = Condition(**{name: joined[column] for name, column in COLUMNS.items() if column in joined})
         ones = torch.ones(len(rows), device=device)
         return Pairs(joined["winner_latents"], joined["loser_latents"], ones, condition, torch.tensor(numbers))
-
-
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Raises UserError for what is none."""
-    if problem := folders.problem_of(path):
-        raise UserError(f"{path} {problem}")
-    try:
-        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)  # where there are any
-    except (OSError, pa.ArrowException) as error:
-        problem = folders.problem_of(path) or f"is no parquet file: {in_one_line(error)}"
-        raise UserError(f"{path} {problem}") from error
-
-
-def read_columns(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:
-    """Columns of a file, or of one of its row groups. Raises UserError where a page is damaged."""
-    try:
-        return file.read(columns) if group is None else file.read_row_group(group, columns)
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} is damaged: {in_one_line(error)}") from error
 
 
 def _read(path: Path, file: pq.ParquetFile, columns: list[str], group: int | None = None) -> pa.Table:

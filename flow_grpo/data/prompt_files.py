@@ -1,4 +1,4 @@
-"""Files of prompts in the formats that are read: text, objects of JSON, tables. Anything else is one sentence."""
+"""Reading files of prompts: lines of text, objects of JSON, tables. Any other file is refused in one sentence."""
 
 import csv
 import io
@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
-from flow_grpo.data.preferences import open_parquet, read_columns
+from flow_grpo.data.parquet import open_parquet, read_columns
 
-PROMPT = "prompt", "prompts"  # names of the column of prompts, in any case
-CAPTION = "caption", "captions", "text", "instruction"  # other names of it, where there is no PROMPT
-TEXT = "string", "large_string", "string_view", "null"  # types of parquet's columns
+PROMPT = ("prompt", "prompts")  # names of the column of prompts, in any case
+CAPTION = ("caption", "captions", "text", "instruction")  # other names of it, where there is no PROMPT
+TEXT = ("string", "large_string", "string_view", "null")  # types of parquet's columns
 MISSING = object()
+NUM_NAMES = 8  # columns that a message names
 OTHER_COLUMN = "`python tools/split_prompts.py FILE --column NAME --out FOLDER` takes any column"
-NO_PROMPTS = "readme", "license", "licence", "copying", "notice", "changelog"  # files that lie beside those of prompts
-PACKED = {  # first bytes -> kind of file, and how to get at its prompts
+# Files that lie beside those of prompts.
+NO_PROMPTS = ("readme", "license", "licence", "copying", "notice", "changelog")
+# First bytes -> kind of file, and how to get at its prompts.
+PACKED = {
     b"\x1f\x8b": "is compressed by gzip: unpack it by gunzip",
     b"\x28\xb5\x2f\xfd": "is compressed by Zstandard: unpack it by unzstd",
     b"BZh": "is compressed by bzip2: unpack it by bunzip2",
@@ -37,19 +40,21 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path, column: str = "") -> list[Row]:
-    """The rows of a file, by the ending of its name. Raises UserError for a file without prompts; names file and line.
+    """Read a file in the format that its name's ending stands for. Raises UserError for a file without prompts; names
+    file and line.
 
     Args:
-        column: that of the prompts; "" for the one whose name is PROMPT or, without such a one, CAPTION.
+        column: name of the column of prompts; "" for the one that is called as PROMPT or else CAPTION says.
     """
-    if problem := folders.problem_of(path):
+    problem = folders.problem_of(path)
+    if problem:
         raise UserError(f"{in_one_line(path)} {problem}")
     _check_kind(path)
     return READERS[path.suffix.lower()](path, column)
 
 
 def is_prompt_file(path: Path) -> bool:
-    """Whether a name ends as one of those that are read."""
+    """Return whether a name's ending is one of those that can be read."""
     return path.suffix.lower() in READERS
 
 
@@ -74,37 +79,43 @@ def _check_kind(path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a file as an editor counts them: a byte order mark is none of the text, and only a line feed, with
-    or without a carriage return before it, ends a line. Raises UserError: it cannot be read, or is not UTF-8; names
-    file and line."""
+    """Read the lines of a file as an editor counts them: a byte order mark is no part of the text, and only a line
+    feed, with or without a carriage return before it, ends a line. Raises UserError: the file cannot be read, or is not
+    UTF-8; names file and line."""
     lines = [line.removesuffix("\r") for line in _text_of(path).split("\n")]
-    return lines if lines[-1] else lines[:-1]
+    # A line feed at the end of the file begins no further line.
+    if lines[-1] == "":
+        lines.pop()
+    return lines
 
 
 def _text_of(path: Path) -> str:
-    """Raises UserError: it cannot be read, is a Git LFS pointer, or not UTF-8; names file and line."""
+    """Raises UserError: the file cannot be read, is a Git LFS pointer, or not UTF-8; names file and line."""
     try:
         stored = path.read_bytes()
         text = stored.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, byte = stored.count(b"\n", 0, error.start) + 1, stored[error.start]
+        line = stored.count(b"\n", 0, error.start) + 1
+        byte = stored[error.start]
         raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if stored.startswith(folders.LFS_POINTER):
         raise UserError(f"{in_one_line(path)} {folders.problem_of(path)}")
-    if "\0" in text:  # UTF-16 without a mark decodes as UTF-8
+    # UTF-16 without a byte order mark decodes as UTF-8, with a zero after each letter.
+    if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise UserError(f"{path}, line {line}: a zero byte, so it is not UTF-8; save the file as UTF-8")
     return text
 
 
 def parse_line(line: str, place: str) -> Any:
-    """What a line of JSON says. Raises UserError: it is no JSON, names a key twice, or characters that are none (lone
-    surrogates); names `place`."""
+    """Parse a line of JSON. Raises UserError, which names `place`: it is no JSON, has a key twice, or holds half a
+    character (a lone surrogate)."""
     try:
         value = json.loads(line, object_pairs_hook=_without_repeated_keys)
-        if "\\u" in line:  # only so can JSON name them
+        # JSON can name a lone surrogate only as \uXXXX; then encoding raises UnicodeEncodeError, a ValueError.
+        if "\\u" in line:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON of whole characters ({error}): {quoted(line)}") from error
@@ -113,82 +124,103 @@ def parse_line(line: str, place: str) -> Any:
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Raises ValueError for an object with a key twice, of which JSON would keep the last."""
-    stored = dict(pairs)
-    if len(stored) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {quoted(repeated)} twice")
+    stored: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in stored:
+            raise ValueError(f"the key {quoted(name)} twice")
+        stored[name] = value
     return stored
 
 
 def _read_text(path: Path, column: str) -> list[Row]:
-    """A prompt a line."""
+    """Read a prompt from each line."""
     if column:
         raise UserError(f"{in_one_line(path)} is text without columns, so it has no column {quoted(column)}")
     lines = read_lines(path)
     if lines:
         _check_is_text(path, lines[0].strip())
-    rows = [Row(f"{path}, line {number}", line, {}) for number, line in enumerate(lines, start=1)]
-    for row in rows:
-        if "\r" in row.text:
-            raise UserError(f"{row.place}: a carriage return inside; save the file with line feeds between its lines")
-        if row.text.startswith(("<<<<<<< ", ">>>>>>> ")):
-            raise UserError(f"{row.place}: the mark of a merge that git could not make: {quoted(row.text)}")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        place = f"{path}, line {number}"
+        if "\r" in line:
+            raise UserError(f"{place}: a carriage return inside; save the file with line feeds between its lines")
+        if line.startswith(("<<<<<<< ", ">>>>>>> ")):
+            raise UserError(f"{place}: the mark of a merge that git could not make: {quoted(line)}")
+        rows.append(Row(place, line, {}))
     return rows
 
 
-def _check_is_text(path: Path, first: str) -> None:
-    """Raises UserError for a file whose first line is JSON's or a table's: its ending is not its own."""
-    fields = [field.strip(' "').lower() for field in first.split("\t" if "\t" in first else ",")]
-    if len(fields) > 1 and set(fields) & {*PROMPT}:
-        ending = ".tsv" if "\t" in first else ".csv"
-        raise UserError(f"{in_one_line(path)} begins as a table does ({quoted(first)}): let its name end in {ending}")
-    if first == "[" or _is_json(first, list):
-        raise UserError(f"{in_one_line(path)} begins as a list of JSON ({quoted(first)}): let its name end in .json")
-    if first == "{" or _is_json(first, dict):
-        raise UserError(f"{in_one_line(path)} begins as JSON does ({quoted(first)}): let its name end in .jsonl")
+def _check_is_text(path: Path, first_line: str) -> None:
+    """Raises UserError for a file that begins as JSON or a table does, whatever its name's ending says."""
+    separator = "\t" if "\t" in first_line else ","
+    fields = [field.strip(' "').lower() for field in first_line.split(separator)]
+    if len(fields) > 1 and not set(PROMPT).isdisjoint(fields):
+        kind = "a table does"
+        ending = ".tsv" if separator == "\t" else ".csv"
+    elif first_line == "[" or _is_json(first_line, list):
+        kind = "a list of JSON"
+        ending = ".json"
+    elif first_line == "{" or _is_json(first_line, dict):
+        kind = "JSON does"
+        ending = ".jsonl"
+    else:
+        return
+    raise UserError(f"{in_one_line(path)} begins as {kind} ({quoted(first_line)}): let its name end in {ending}")
 
 
 def _is_json(line: str, kind: type) -> bool:
+    if not line.startswith(("[", "{")):
+        return False
     try:
-        return line[:1] in "[{" and isinstance(json.loads(line), kind)
+        return isinstance(json.loads(line), kind)
     except (ValueError, RecursionError):
         return False
 
 
+class _Entry(NamedTuple):
+    """A value of a file of JSON."""
+
+    place: str  # its file and line, for messages
+    value: Any
+    shown: Any  # what a message quotes: the line, or the value
+
+
 def _read_json_lines(path: Path, column: str) -> list[Row]:
-    """An object, or a text, a line."""
+    """Read an object, or a text, from each line."""
     entries = []
     for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}, line {number}"
         if not line.strip():
             raise UserError(f"{place}: an empty line; each needs an object with a prompt")
-        entries.append((place, parse_line(line, place), line))
+        entries.append(_Entry(place, parse_line(line, place), line))
     return _rows_of_entries(entries, column)
 
 
 def _read_json(path: Path, column: str) -> list[Row]:
-    """A list of objects, or of texts."""
+    """Read a list of objects, or of texts."""
     text = _text_of(path)
-    first, _, rest = text.strip().partition("\n")
-    if rest and _is_json(first, dict):
+    first_line, _, rest = text.strip().partition("\n")
+    if rest and _is_json(first_line, dict):
         raise UserError(f"{in_one_line(path)} holds an object a line: let its name end in .jsonl")
     stored = parse_line(text, str(path))
     if not isinstance(stored, list):
-        holds = f"an object with the keys {_names(list(stored))}" if isinstance(stored, dict) else quoted(stored)
+        holds = quoted(stored)
+        if isinstance(stored, dict):
+            holds = f"an object with the keys {_some_of(list(stored))}"
         raise UserError(f"{path} holds {holds}; it needs a list of prompts, or of objects with a prompt")
-    entries = [(f"{path}, entry {number}", entry, entry) for number, entry in enumerate(stored, start=1)]
+    entries = [_Entry(f"{path}, entry {number}", value, value) for number, value in enumerate(stored, start=1)]
     return _rows_of_entries(entries, column)
 
 
-def _rows_of_entries(entries: list[tuple[str, Any, Any]], column: str) -> list[Row]:
-    """Args: entries: place, value, and what to quote of it."""
-    rows, name = [], ""
+def _rows_of_entries(entries: list[_Entry], column: str) -> list[Row]:
+    rows = []
+    name = ""
     for place, value, shown in entries:
         if isinstance(value, str) and not column:
             rows.append(Row(place, value, {}))
             continue
-        if isinstance(value, dict) and not name:  # the first object decides, so that one file has one column
+        # The first object decides, so that one file has one column.
+        if isinstance(value, dict) and not name:
             name = _column_of(list(value), column, place)
         if not isinstance(value, dict) or not isinstance(value.get(name, MISSING), str | None):
             wanted = name or column or "prompt"
@@ -198,22 +230,18 @@ def _rows_of_entries(entries: list[tuple[str, Any, Any]], column: str) -> list[R
 
 
 def _with_prompt(entry: dict[str, Any], column: str) -> dict[str, Any]:
-    """An object whose prompts are called "prompt"."""
+    """Rename the column of prompts to "prompt"; a column of that name gives way."""
     if column == "prompt":
         return entry
-    others = {name: value for name, value in entry.items() if name != column}
-    return others | {"prompt": entry[column]}
+    renamed = dict(entry)
+    prompt = renamed.pop(column)
+    renamed["prompt"] = prompt
+    return renamed
 
 
 def _read_table(path: Path, column: str) -> list[Row]:
-    """A table of text, whose first line has the names of its columns."""
-    dialect = csv.excel_tab if path.suffix.lower() == ".tsv" else csv.excel
-    reader = csv.reader(io.StringIO(_text_of(path), newline=""), dialect, strict=True)
-    try:
-        lines = [(f"{path}, line {reader.line_num}", fields) for fields in reader]
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not as a table is written ({error})") from error
-    lines = [(place, fields) for place, fields in lines if fields]
+    """Read a table of text, whose first line names the columns."""
+    lines = _lines_of_table(path)
     if not lines:
         return []
     place, names = lines[0]
@@ -222,18 +250,27 @@ def _read_table(path: Path, column: str) -> list[Row]:
     for place, fields in lines[1:]:
         if len(fields) != len(names):
             raise UserError(
-                f"{place}: {len(fields)} fields, but {len(names)} columns ({_names(names)}); "
+                f"{place}: {len(fields)} fields, but {len(names)} columns ({_some_of(names)}); "
                 "a field with the separator in it must be in quotes"
             )
         rows.append(Row(place, fields[number], {}))
     return rows
 
 
+def _lines_of_table(path: Path) -> list[tuple[str, list[str]]]:
+    """Return the place and the fields of each line that has any."""
+    dialect = csv.excel_tab if path.suffix.lower() == ".tsv" else csv.excel
+    reader = csv.reader(io.StringIO(_text_of(path), newline=""), dialect, strict=True)
+    try:
+        return [(f"{path}, line {reader.line_num}", fields) for fields in reader if fields]
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not as a table is written ({error})") from error
+
+
 def _read_parquet(path: Path, column: str) -> list[Row]:
-    """A column of a parquet file."""
+    """Read a column of a parquet file."""
     file = open_parquet(path)
-    names = file.schema_arrow.names
-    name = _column_of(names, column, str(path))
+    name = _column_of(file.schema_arrow.names, column, str(path))
     kind = str(file.schema_arrow.field(name).type)
     if kind not in TEXT and not kind.startswith("dictionary<values=string"):
         raise UserError(f"{path}, column {name!r} holds {in_one_line(kind, 100)}, not text; {OTHER_COLUMN}")
@@ -245,33 +282,39 @@ def _read_parquet(path: Path, column: str) -> list[Row]:
 
 
 def _column_of(names: Sequence[str], column: str, place: str) -> str:
-    """The column of prompts. Raises UserError where there is none, or more than one; names `place`."""
-    if column or names.count("prompt") == 1:
+    """Return the name of the column of prompts. Raises UserError, which names `place`, unless there is one."""
+    if column or "prompt" in names:
         matches = [name for name in names if name == (column or "prompt")]
     else:
-        matches = _called(names, PROMPT) or _called(names, CAPTION)
+        matches = _named_as(names, PROMPT) or _named_as(names, CAPTION)
     if len(set(matches)) < len(matches):
         raise UserError(f"{place}: two columns are called {quoted(matches[0])}; rename one")
     if column and not matches:
-        raise UserError(f"{place}: no column {quoted(column)}; it has {_names(names)}")
+        raise UserError(f"{place}: no column {quoted(column)}; it has {_some_of(names)}")
     if len(matches) > 1:
-        raise UserError(f"{place}: the prompts may be in each of {_names(matches)}; {OTHER_COLUMN}")
+        raise UserError(f"{place}: the prompts may be in each of {_some_of(matches)}; {OTHER_COLUMN}")
     if not matches:
         wanted = '"prompt" (or caption, text, instruction)'
-        raise UserError(f"{place}: no column {wanted}; it has {_names(names)}; {OTHER_COLUMN}")
+        raise UserError(f"{place}: no column {wanted}; it has {_some_of(names)}; {OTHER_COLUMN}")
     return matches[0]
 
 
-def _called(names: Sequence[str], words: Sequence[str]) -> list[str]:
-    return [name for name in names if name.strip().lower() in words]
+def _named_as(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    return [name for name in names if name.strip().lower() in wanted]
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(in_one_line(name, 40) for name in names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown or "none"
+def _some_of(names: Sequence[str]) -> str:
+    """List the first NUM_NAMES names for a message."""
+    if not names:
+        return "none"
+    listed = ", ".join(in_one_line(name, 40) for name in names[:NUM_NAMES])
+    if len(names) > NUM_NAMES:
+        return f"{listed} and {len(names) - NUM_NAMES} more"
+    return listed
 
 
-READERS: dict[str, Callable[[Path, str], list[Row]]] = {  # by the ending of a name, in any case
+# By the ending of a name, in any case.
+READERS: dict[str, Callable[[Path, str], list[Row]]] = {
     ".txt": _read_text,
     ".jsonl": _read_json_lines,
     ".json": _read_json,

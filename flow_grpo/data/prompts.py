@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import locations, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
@@ -34,36 +35,41 @@ class Batch:
 
 
 def load_prompts(folder: str, split: str) -> list[Prompt]:
-    """`{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a line).
-    Raises UserError: no such file, an empty one, or a malformed line; names file and line."""
+    """Load `{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a
+    line). Raises UserError: no such file, an empty one, or a malformed line; names file and line."""
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
-        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_others_in(folder)}")
+        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_hint_of_other_file(folder)}")
     return load_file(path)
 
 
 def find_file(folder: str | Path, split: str) -> Path | None:
-    """The file of a split; None if there is none. Raises UserError if the folder cannot be looked into."""
+    """Return the file of a split; None if there is none. Raises UserError if the folder cannot be looked into."""
     try:
-        folder = locations.resolve(str(folder))
-        return next((path for name in _file_names(split) if (path := Path(folder, name)).is_file()), None)
+        located = Path(locations.resolve(str(folder)))
+        for name in _file_names(split):
+            if (located / name).is_file():
+                return located / name
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
+    return None
 
 
 def _file_names(split: str) -> tuple[str, str]:
     return f"{split}_metadata.jsonl", f"{split}.txt"
 
 
-def _others_in(folder: str) -> str:
-    """Files of prompts that are in a folder under other names, as the rest of a sentence."""
-    files = [path for path in sorted(Path(locations.resolve(folder)).glob("*")) if prompt_files.is_prompt_file(path)]
-    return f", but {quoted(files[0].name)}: tools/split_prompts.py makes a data set of such a file" if files else ""
+def _hint_of_other_file(folder: str) -> str:
+    """Name the first file of prompts that a folder has under another name, as the end of a sentence."""
+    for path in sorted(Path(locations.resolve(folder)).glob("*")):
+        if prompt_files.is_prompt_file(path):
+            return f", but {quoted(path.name)}: tools/split_prompts.py makes a data set of such a file"
+    return ""
 
 
 def load_file(path: Path) -> list[Prompt]:
-    """The prompts of one file. Raises UserError: it holds none, or has a malformed line; names file and line."""
+    """Load the prompts of one file. Raises UserError: it holds none, or has a malformed line; names file and line."""
     prompts = [_prompt_of(row, path.parent) for row in prompt_files.read_rows(path)]
     if not prompts:
         raise UserError(f"{path} is empty: it needs a prompt")
@@ -72,17 +78,18 @@ def load_file(path: Path) -> list[Prompt]:
 
 def _prompt_of(row: Row, folder: Path) -> Prompt:
     """Raises UserError for a blank prompt, a "tag" that is no text of one line, and missing sources."""
-    text, tag = row.text.strip(), row.metadata.get("tag", "")
+    text = row.text.strip()
     if not text:
         raise UserError(f"{row.place}: empty prompt")
+    tag = row.metadata.get("tag", "")
     if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
         raise UserError(f'{row.place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
     return Prompt(text, row.metadata, source_paths(row.metadata, row.place, folder))
 
 
 def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Path, ...]:
-    """The files of "sources", images to be edited, as they are named from `folder`. Raises UserError unless each is a
-    picture there; names `place`."""
+    """Return the files of "sources", images to be edited, whose names are relative to `folder`. Raises UserError unless
+    each is a picture; names `place`."""
     names = metadata.get("sources", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{place}: "sources" is {quoted(names)}; it must be a list of names of image files')
@@ -93,41 +100,53 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
 
 
 def with_absolute_sources(prompts: list[Prompt]) -> list[Prompt]:
-    """The same prompts, whose sources can be opened whatever the working directory is then: rewards may change it."""
+    """Return the same prompts with absolute paths of their sources: a reward may change the working directory."""
     located = []
     for prompt in prompts:
-        sources = [source.absolute() if isinstance(source, Path) else source for source in prompt.sources]
-        located.append(replace(prompt, sources=tuple(sources)) if sources else prompt)
+        # Most prompts have no source: they stay the same object.
+        if prompt.sources:
+            sources = [source.absolute() if isinstance(source, Path) else source for source in prompt.sources]
+            prompt = replace(prompt, sources=tuple(sources))
+        located.append(prompt)
     return located
 
 
 def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:
-    """Which `per_epoch` of `num_prompts` prompts an epoch draws, from shuffled passes over all of them."""
-    picks, passes = [], {}
-    for n in range(epoch * per_epoch, (epoch + 1) * per_epoch):
-        number, position = divmod(n, num_prompts)
+    """Return which `per_epoch` of `num_prompts` prompts an epoch draws, from shuffled passes over all of them."""
+    picks = []
+    passes: dict[int, list[int]] = {}
+    for draw in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+        number, position = divmod(draw, num_prompts)
         if number not in passes:
             passes[number] = torch.randperm(num_prompts, generator=rng.generator(seed, "prompts", number)).tolist()
         picks.append(passes[number][position])
     return picks
 
 
-def epoch_batches(dataset: list[Prompt], plan, seed: int, epoch: int, rank: int, world_size: int) -> Iterator[Batch]:
-    """This rank's batches; each prompt is repeated `plan.group_size` times.
+def epoch_batches(
+    prompts: list[Prompt], plan: BatchPlan, seed: int, epoch: int, rank: int, world_size: int
+) -> Iterator[Batch]:
+    """Yield this rank's batches; each prompt is repeated `plan.group_size` times.
 
     Neighbours in the order of all images share a batch, and batch n goes to rank n % world_size, so that a batch holds
     the same images on any number of GPUs.
     """
-    picks = epoch_prompts(len(dataset), plan.num_groups, seed, epoch)
+    picks = epoch_prompts(len(prompts), plan.num_groups, seed, epoch)
     for number in range(rank, plan.batches_per_epoch * world_size, world_size):
         images = range(number * plan.batch_size, (number + 1) * plan.batch_size)
         groups = [image // plan.group_size for image in images]
-        rows = [dataset[picks[group]] for group in groups]
+        # Batches and groups begin together at every common multiple of their sizes: there a block begins.
         block = images.start // math.lcm(plan.batch_size, plan.group_size)
-        yield Batch(rows, groups, images, block)
+        yield Batch([prompts[picks[group]] for group in groups], groups, images, block)
 
 
 def pick(rows: Iterable[tuple[Batch, int]]) -> Batch:
-    """The given rows of some batches."""
-    columns = zip(*((b.prompts[row], b.groups[row], b.image_numbers[row]) for b, row in rows))
-    return Batch(*(list(column) for column in columns))
+    """Make a batch of the given rows of other batches."""
+    prompts = []
+    groups = []
+    image_numbers = []
+    for batch, row in rows:
+        prompts.append(batch.prompts[row])
+        groups.append(batch.groups[row])
+        image_numbers.append(batch.image_numbers[row])
+    return Batch(prompts, groups, image_numbers)

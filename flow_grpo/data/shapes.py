@@ -6,6 +6,8 @@ two_object, 2 of 6 pairs of shapes are held out; of counting, 4 of 12 (number, s
 colours, on all shapes; of single_object, an ending of the sentence.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 
 SHAPES = ("circle", "square", "triangle", "cross")
-COLORS = {  # far apart, none a blend of two others, and darker than the background: JPEG blurs hue, not brightness
+# Far apart, none a blend of two others, and darker than the background: JPEG blurs hue, not brightness.
+COLORS = {
     "red": (0.90, 0.10, 0.10),
     "green": (0.10, 0.65, 0.15),
     "blue": (0.10, 0.20, 0.90),
@@ -27,45 +30,81 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 
 def signed_distances(x: Tensor, y: Tensor) -> Tensor:
     """Signed distance from a point to each shape of circumscribed radius 1, negative inside. -> [4, ...]."""
-    ax, ay = x.abs(), y.abs()
+    from_middle_x = x.abs()
+    from_middle_y = y.abs()
+    longer = torch.maximum(from_middle_x, from_middle_y)
+    shorter = torch.minimum(from_middle_x, from_middle_y)
+
     circle = torch.hypot(x, y) - 1
-    square = torch.maximum(ax, ay) - 0.5**0.5
-    triangle = torch.maximum(0.75**0.5 * ax - 0.5 * y, y) - 0.5
-    long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
-    cross = torch.maximum(long - 0.95, short - 0.3122)
+    square = longer - 0.5**0.5
+    # Two sides meet above, at (0, -1); the third lies below, at y = 1/2.
+    triangle = torch.maximum(0.75**0.5 * from_middle_x - 0.5 * y, y) - 0.5
+    # Arms of half length 0.95 and half width 0.3122: their corners lie on the circle.
+    cross = torch.maximum(longer - 0.95, shorter - 0.3122)
     return torch.stack([circle, square, triangle, cross])
 
 
-def check_metadata(metadata: dict) -> None:
+def check_metadata(metadata: dict[str, Any]) -> None:
     """Raises UserError, naming the prompt, where a clause lacks something or names what does not exist."""
+    problem = _problem_of_clauses(metadata) or _problem_of_positions(metadata)
+    if problem:
+        raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
 
-    def need(condition, problem, *values):  # quoted only where needed: thousands of prompts are checked at every start
-        if not condition:
-            problem = problem.format(*map(quoted, values)) if values else problem
-            raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")
 
-    include, exclude = metadata.get("include"), metadata.get("exclude", [])
-    need(include, "`include` is missing or empty")
+def _problem_of_clauses(metadata: dict[str, Any]) -> str:
+    """Return what is wrong with `include` or `exclude`, "" for nothing."""
+    include = metadata.get("include")
+    exclude = metadata.get("exclude", [])
+    if not include:
+        return "`include` is missing or empty"
     for clauses in (include, exclude):
-        need(isinstance(clauses, list), "{} is no list of clauses", clauses)
-    for entry in [*include, *exclude]:
-        need(isinstance(entry, dict), "the clause {} is no object", entry)
-        kind, color, count = entry.get("class"), entry.get("color"), entry.get("count")
-        need(kind in SHAPES, f"unknown class {{}}; there are {', '.join(SHAPES)}", kind)
-        need(type(count) is int and count > 0, f"the count of {kind} is {{}}, not a positive integer", count)
-        need(color in (None, *COLORS), f"unknown color {{}}; there are {', '.join(COLORS)}", color)
-    kinds = [entry["class"] for entry in include]
-    need(len(set(kinds)) == len(kinds), f"`include` has a class twice: {kinds}; give it one entry with its count")
-    for i, position in positions(metadata):
-        need(isinstance(position, list) and len(position) == 2, "position {} is not [relation, index]", position)
+        if not isinstance(clauses, list):
+            return f"{quoted(clauses)} is no list of clauses"
+    for clause in include + exclude:
+        problem = _problem_of_clause(clause)
+        if problem:
+            return problem
+    kinds = [clause["class"] for clause in include]
+    if len(set(kinds)) < len(kinds):
+        return f"`include` has a class twice: {kinds}; give it one entry with its count"
+    return ""
+
+
+def _problem_of_clause(clause: Any) -> str:
+    if not isinstance(clause, dict):
+        return f"the clause {quoted(clause)} is no object"
+    kind = clause.get("class")
+    count = clause.get("count")
+    color = clause.get("color")
+    if kind not in SHAPES:
+        return f"unknown class {quoted(kind)}; there are {', '.join(SHAPES)}"
+    # True is an int, too.
+    if type(count) is not int or count <= 0:
+        return f"the count of {kind} is {quoted(count)}, not a positive integer"
+    # A tuple: a color that is a list, say, cannot be looked up in a dict.
+    if color not in (None, *COLORS):
+        return f"unknown color {quoted(color)}; there are {', '.join(COLORS)}"
+    return ""
+
+
+def _problem_of_positions(metadata: dict[str, Any]) -> str:
+    """Return what is wrong with the positions of `include`, whose clauses are right, "" for nothing."""
+    for index, position in positions(metadata):
+        if not isinstance(position, list) or len(position) != 2:
+            return f"position {quoted(position)} is not [relation, index]"
         relation, other = position
-        need(relation in [*RELATIONS], f"unknown relation {{}}; there are {', '.join(RELATIONS)}", relation)
-        others = [j for j in range(len(include)) if j != i]
-        need(
-            type(other) is int and other in others, f"include[{i}] lies {relation} include[{other}]; there are {others}"
-        )
+        if relation not in tuple(RELATIONS):
+            return f"unknown relation {quoted(relation)}; there are {', '.join(RELATIONS)}"
+        others = [number for number in range(len(metadata["include"])) if number != index]
+        if type(other) is not int or other not in others:
+            return f"include[{index}] lies {relation} include[{other}]; there are {others}"
+    return ""
 
 
-def positions(metadata: dict) -> list[tuple[int, list]]:
+def positions(metadata: dict[str, Any]) -> list[tuple[int, list]]:
     """(index in `include`, [relation, index of the other entry]) of each entry that has a position."""
-    return [(i, entry["position"]) for i, entry in enumerate(metadata["include"]) if entry.get("position")]
+    placed = []
+    for index, clause in enumerate(metadata["include"]):
+        if clause.get("position"):
+            placed.append((index, clause["position"]))
+    return placed
