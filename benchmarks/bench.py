@@ -38,6 +38,7 @@ from flops import matrix_rate, row_flops
 from ml_collections import ConfigDict
 
 from flow_grpo.base import distributed
+from flow_grpo.command_line import command_line
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
@@ -46,7 +47,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.monitoring import model_card
 from flow_grpo.run import loop, update
-from flow_grpo.settings import command_line, config_files
+from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts", "tools"))
 

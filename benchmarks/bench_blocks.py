@@ -26,12 +26,12 @@ from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
 from flow_grpo.base import distributed
+from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
-from flow_grpo.settings import command_line
 from flow_grpo.settings.table import BY_KEY
 from flow_grpo.weights import policies
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from flow_grpo.command_line import terminal
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.settings import config_files, terminal
+from flow_grpo.settings import config_files
 from flow_grpo.weights import policies
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))

@@ -21,8 +21,8 @@ import learn_record
 import torch
 
 from flow_grpo.checkpoints import checkpoints
+from flow_grpo.command_line import command_line
 from flow_grpo.monitoring.plots import read_metrics
-from flow_grpo.settings import command_line
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (1, 2, 3)

@@ -27,9 +27,9 @@ from build_random_pipeline import clip_model, clip_tokenizer
 from transformers import CLIPImageProcessor, CLIPProcessor
 
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import command_line
 from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.settings import command_line
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 PORTS = 18087, 18088  # of the servers of one reward

@@ -6,9 +6,9 @@ A function here takes a config and returns it. `VARIANTS` of a file lists those 
 from pathlib import Path
 from typing import NamedTuple
 
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 from flow_grpo.settings.table import default_config
 
 

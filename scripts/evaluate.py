@@ -25,8 +25,9 @@ from flow_grpo import rewards
 from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
+from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch.size import Size, training_size
-from flow_grpo.settings import command_line, unknown
+from flow_grpo.settings import unknown_names
 from flow_grpo.settings.table import BY_KEY, check_values, default_config, flat, value_of
 
 
@@ -89,7 +90,7 @@ def set_value(config, text):
     try:
         before = value_of(config, key)
     except (KeyError, TypeError) as error:
-        raise UserError(unknown.answer(key, flat(config), f"{quoted(key)} (--set)")) from error
+        raise UserError(unknown_names.answer(key, flat(config), f"{quoted(key)} (--set)")) from error
     if isinstance(before, ConfigDict) and key not in BY_KEY:
         raise UserError(
             f"--set {quoted(text)} names a section: name one of its settings, such as {key}.{next(iter(before))}"
@@ -139,6 +140,7 @@ from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.formatting import markdown_table, with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
+from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -148,7 +150,6 @@ from flow_grpo.monitoring.dashboard import plain, problem_of, say
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks
 from flow_grpo.weights import policies, quantisation
 
 

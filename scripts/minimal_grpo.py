@@ -23,8 +23,8 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.algorithms.losses import clipped_surrogate
+from flow_grpo.command_line.terminal import protect
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
-from flow_grpo.settings.terminal import protect
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE, CHANNELS = 4, 64  # an image is 4 x 4 tokens of 16 x 16 pixels; channels of a token

@@ -22,7 +22,8 @@ from functools import partial
 from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import checks, command_line, table
+from flow_grpo.command_line import checks, command_line
+from flow_grpo.settings import table
 
 
 class Options(NamedTuple):
@@ -112,7 +113,7 @@ from flow_grpo.monitoring.dashboard import say
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import joined
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import older
+from flow_grpo.settings import stored_config
 from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
 MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
@@ -313,7 +314,7 @@ def claim(config, options: Options, folder: Path, digests: dict[str, str]) -> bo
     source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
     if source.exists():
         before = folders.read_json(source)
-        differ = older.changes(before["made_by"], current, source)
+        differ = stored_config.changes(before["made_by"], current, source)
         if differ := [key for key in differ if key.split(".")[0] in MADE_BY or is_load_option(key)]:
             raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
         names = {"rows": "pairs" if options.source else "prompts", "sources": "pictures to be edited"}

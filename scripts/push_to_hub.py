@@ -13,7 +13,7 @@ from pathlib import Path
 from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
-from flow_grpo.settings import command_line
+from flow_grpo.command_line import command_line
 
 
 def parser() -> argparse.ArgumentParser:

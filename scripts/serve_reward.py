@@ -10,8 +10,8 @@ import json
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
+from flow_grpo.command_line import command_line
 from flow_grpo.rewards.clients.client import read_token
-from flow_grpo.settings import command_line
 
 THIS_MACHINE = "127.0.0.1", "localhost", "::1"  # values of --host with which no other machine can connect
 

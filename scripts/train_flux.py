@@ -3,7 +3,7 @@
 torchrun --nproc_per_node=8 scripts/train_flux.py --config config/grpo.py:pickscore_flux
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":
     config = command_line.parse("config/grpo.py:pickscore_flux", checks.GRPO)  # before torch is imported

@@ -3,7 +3,7 @@
 torchrun --nproc_per_node=8 scripts/train_flux_nft.py --config config/nft.py:pickscore_flux_nft
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":
     config = command_line.parse("config/nft.py:pickscore_flux_nft", checks.NFT)  # before torch is imported

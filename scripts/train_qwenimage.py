@@ -8,7 +8,7 @@ Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GR
 is shorter.
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage", checks.GRPO)
@@ -17,7 +17,6 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.objectives import OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
@@ -38,6 +37,7 @@ from flow_grpo.run.update import (
     updates,
 )
 from flow_grpo.settings import declared
+from flow_grpo.settings.objectives import OBJECTIVES
 
 
 @declared.ours("rollout")

@@ -8,7 +8,7 @@ steps is a Gaussian under the student and under each teacher, of one std: the lo
 measured and not trained on. Teachers are adapters of the student's rank and alpha, such as other runs' best/.
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage,distill", checks.DISTILL)

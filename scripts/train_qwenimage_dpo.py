@@ -8,7 +8,7 @@ Papers: Diffusion-DPO, arXiv:2311.12908, for flows arXiv:2501.13918. Offline, th
 trains the shipped tiny model online.
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo,online", checks.DPO)

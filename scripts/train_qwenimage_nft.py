@@ -7,7 +7,7 @@ trained towards good images; its reflection about the old policy (2 v_old - v at
 no log-probs, so any solver may sample. Without arguments it trains the shipped tiny model.
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/nft.py:shapes_qwenimage_nft", checks.NFT)
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
@@ -32,6 +31,7 @@ from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, update_guidance, updates
 from flow_grpo.settings import declared
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
 OLD = "old"  # the policy that samples: an average of the trained one's past
 

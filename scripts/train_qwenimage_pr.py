@@ -8,7 +8,7 @@ their rewards rank it, and steps are weighted by how noisy they are. The loss an
 whose rows have several outcomes here. Without arguments it trains the shipped tiny model.
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage_pr", checks.PR)

@@ -4,7 +4,7 @@ torchrun --nproc_per_node=8 scripts/prepare_preferences.py --config config/dpo.p
 torchrun --nproc_per_node=8 scripts/train_sd3_dpo.py --config config/dpo.py:pickscore_sd3_dpo
 """
 
-from flow_grpo.settings import checks, command_line
+from flow_grpo.command_line import checks, command_line
 
 if __name__ == "__main__":
     config = command_line.parse("config/dpo.py:pickscore_sd3_dpo", checks.DPO)  # before torch is imported

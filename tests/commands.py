@@ -7,7 +7,8 @@ import shlex
 
 from small import ROOT, plan
 
-from flow_grpo.settings import command_line, table
+from flow_grpo.command_line import command_line
+from flow_grpo.settings import table
 
 PROGRAMS = {"python", "torchrun", "make", "pip", "source", "export", "git", "cd", "hf", "cp", "mkdir", "sbatch", "kill"}
 TRAINING = re.compile(r"scripts/(train_\w+|prepare_preferences)\.py$")

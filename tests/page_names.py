@@ -13,7 +13,7 @@ from small import ROOT
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import explain
-from flow_grpo.settings import older, table
+from flow_grpo.settings import stored_config, table
 
 SOURCES = ("flow_grpo", "config", "scripts", "tools", "benchmarks")
 FILES = (*SOURCES, "tests", "docs", "dataset")
@@ -192,9 +192,9 @@ def values(text):
 def older_names():
     """Names and values of older configs that are none today."""
     today = {choice for setting in table.SETTINGS for choice in setting.choices}
-    values = {value for names in older.RENAMED.values() for value in names}
-    values |= {value for _, value in older.WITHOUT_EFFECT if isinstance(value, str) and value}
-    keys = {name for key in older.MOVED for name in (key, f"config.{key}", f"--config.{key}")}
+    values = {value for names in stored_config.RENAMED.values() for value in names}
+    values |= {value for _, value in stored_config.WITHOUT_EFFECT if isinstance(value, str) and value}
+    keys = {name for key in stored_config.MOVED for name in (key, f"config.{key}", f"--config.{key}")}
     return keys | {value for value in values - today if value.isidentifier() or value[0].isdigit()}
 
 

@@ -39,7 +39,9 @@ def _reader(frame):
         if frame.f_code.co_name not in OF_ONE:
             return None
         frame = frame.f_back
-    if frame.f_globals["__name__"].startswith("flow_grpo.settings"):  # it checks or stores them all
+    if frame.f_globals["__name__"].startswith(
+        ("flow_grpo.command_line", "flow_grpo.settings")
+    ):  # it checks or stores them all
         return None
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals["__name__"]

@@ -22,9 +22,10 @@ from flow_grpo.base import rng
 from flow_grpo.base.metric_table import explain
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
+from flow_grpo.command_line import checks
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.monitoring.plots import TEXTS
-from flow_grpo.settings import checks, config_files, table
+from flow_grpo.settings import config_files, table
 
 ROOT = Path(__file__).parents[1]
 CHECKS = {check.algorithm: check for check in (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL)}

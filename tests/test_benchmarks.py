@@ -15,11 +15,12 @@ from build_random_pipeline import clip_model
 from flops import row_flops
 from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 
+from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import update
-from flow_grpo.settings import checks, config_files
+from flow_grpo.settings import config_files
 from flow_grpo.weights import policies
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"

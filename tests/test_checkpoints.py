@@ -20,7 +20,7 @@ from two_ranks import base, build, done, ema_of, launch, optimizer_of, train, ve
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import best, checkpoints, exports, shards
 from flow_grpo.run import save as saving
-from flow_grpo.settings import older
+from flow_grpo.settings import stored_config
 from flow_grpo.settings.table import default_config
 from flow_grpo.weights import fsdp_utils, offload
 
@@ -183,7 +183,7 @@ def test_one_rank_with_a_full_disk_stops_both_and_costs_nothing(folder, ranks):
 
 def compare(tmp_path, stored, config):
     """The settings in which a resumed run's config must not differ from a stored one, but does."""
-    return older.changes(json.loads(json.dumps(stored)), config.to_dict(), tmp_path / "config.json")
+    return stored_config.changes(json.loads(json.dumps(stored)), config.to_dict(), tmp_path / "config.json")
 
 
 def test_another_config_is_refused_by_its_differing_keys(tmp_path):
@@ -202,7 +202,7 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     for key, value in (("num_steps", "10"), ("rewards", [3]), ("rewards", None)):
         (tmp_path / "config.json").write_text(json.dumps({"eval": {key: value}}))
         with pytest.raises(ValueError, match=rf"config.json is damaged: its 'eval.{key}' is "):
-            older.read(tmp_path / "config.json")
+            stored_config.read(tmp_path / "config.json")
 
 
 REWARD_CHANGES = [  # a reward's settings before and after, and whether they change its scores

@@ -15,9 +15,10 @@ from small import ROOT, config_of, train
 
 from flow_grpo.base import alerts, folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
+from flow_grpo.command_line import checks, command_line, help_text
 from flow_grpo.data import prompts
 from flow_grpo.monitoring import provenance
-from flow_grpo.settings import answers, checks, command_line, table
+from flow_grpo.settings import table
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 CONFIG = command_line.config_of([], DEFAULT)
@@ -104,9 +105,9 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     assert (config.model, config.height, config.precision) == ("flow_grpo/assets/tiny_qwenimage", 64, "fp32")
     assert (config.attention, config.vae_precision, config.compile, config.cache_dir) == ("", "fp32", False, "")
     assert config.reward_fn.to_dict() == {"mine": 1.0}  # a file of one's own stays, one with hub weights goes
-    lines = answers.replaced(f"{own_file}:large,smoke", config)
+    lines = help_text.replaced(f"{own_file}:large,smoke", config)
     assert [line.split()[2] for line in lines] == ["model", "reward_fn", "height", "width", "precision"]
-    assert answers.replaced(f"{own_file}:large", config) == []
+    assert help_text.replaced(f"{own_file}:large", config) == []
 
 
 def test_published_configs_are_found_from_any_directory_and_ones_own_file_goes_before_them(own_file, monkeypatch):
@@ -308,10 +309,10 @@ def test_every_changed_setting_has_its_origin():
     words = ["--config.seed=7", "--config.train.beta=0.5"]
     file = "config/grpo.py:shapes_qwenimage_pr,dppo"
     config = command_line.config_of(["--config", file, *words], file)
-    origins = answers.origins(file, config)
+    origins = help_text.origins(file, config)
     assert (origins["seed"], origins["train.objective"]) == ("the command line", "dppo")
     assert origins["sample.num_branches"] == "shapes_qwenimage_pr"
-    assert "num_epochs = 28" in answers.changed_settings(file, config)
+    assert "num_epochs = 28" in help_text.changed_settings(file, config)
     assert "train.adam_betas" not in origins
 
 

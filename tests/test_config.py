@@ -19,11 +19,12 @@ from small import CHECKS, ROOT, plan
 
 from config import dpo, grpo, nft
 from flow_grpo import rewards
+from flow_grpo.command_line import checks, command_line
 from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES, SamplingParams
 from flow_grpo.monitoring import health
 from flow_grpo.run import loop
 from flow_grpo.scoring.settings import RewardSettings, check_rewards
-from flow_grpo.settings import checks, command_line, older, table
+from flow_grpo.settings import stored_config, table
 from flow_grpo.weights import policies
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
@@ -173,8 +174,8 @@ def stored(section, key, value):
 
 
 def test_no_setting_is_an_older_one_and_each_of_these_is_refused_with_todays():
-    assert not older.MOVED.keys() & table.BY_KEY.keys()
-    for key, today in older.MOVED.items():
+    assert not stored_config.MOVED.keys() & table.BY_KEY.keys()
+    for key, today in stored_config.MOVED.items():
         with pytest.raises(ValueError, match=re.escape(f"config.{key} is now {today}")):
             command_line.config_of([f"--config.{key}=1"], "config/grpo.py:shapes_qwenimage")
 
@@ -191,7 +192,7 @@ def test_no_setting_is_an_older_one_and_each_of_these_is_refused_with_todays():
     ],
 )
 def test_a_stored_value_is_what_means_the_same_today_and_never_another_one(before, key, today):
-    config = ConfigDict(older.with_defaults(stored(*before), FILE))
+    config = ConfigDict(stored_config.with_defaults(stored(*before), FILE))
     assert table.value_of(config, key) == today
     assert table.flat(table.default_config()).keys() <= table.flat(config).keys()
 
@@ -209,7 +210,7 @@ def test_a_stored_value_is_what_means_the_same_today_and_never_another_one(befor
     ],
 )
 def test_a_run_of_an_older_version_is_resumed_only_where_it_goes_on_with_the_same_numbers(before, differ):
-    assert [*older.changes(stored(*before), table.default_config().to_dict(), FILE)] == differ
+    assert [*stored_config.changes(stored(*before), table.default_config().to_dict(), FILE)] == differ
 
 
 HUGE = 10**5000  # of more digits than Python writes out

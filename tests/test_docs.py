@@ -27,7 +27,6 @@ from small import ROOT, config_of, evaluated, lines_of, train
 from config import grpo
 from flow_grpo import rewards
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.metric_table import explain
 from flow_grpo.base.prompt import texts_of
 from flow_grpo.data import prompts
@@ -35,6 +34,7 @@ from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.run.rewards import Rewards
 from flow_grpo.settings import table
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
 PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMING = [*PAGES, ROOT / "CONTRIBUTING.md"]

@@ -8,10 +8,11 @@ import torch
 from ml_collections import ConfigDict
 from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
 
+from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
 from flow_grpo.run import dry_run, measured
-from flow_grpo.settings import checks, config_files, table
+from flow_grpo.settings import config_files, table
 
 
 def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):

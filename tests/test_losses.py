@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_advantages, has_signal
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, stratified_timesteps, velocity_error
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.run.update import learning_rate
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.table import BY_KEY
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")

@@ -9,9 +9,9 @@ from small import config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import group_advantages
+from flow_grpo.command_line import checks
 from flow_grpo.monitoring import health
 from flow_grpo.run import rewards, startup
-from flow_grpo.settings import checks
 
 NAME = "shapes_qwenimage_nft"
 PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published

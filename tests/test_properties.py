@@ -19,11 +19,12 @@ from flow_grpo.algorithms.batch_plan import BatchPlan, num_trained_steps, plan_b
 from flow_grpo.algorithms.rollout import Rollout, shuffled_updates
 from flow_grpo.base import folders
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import checks, command_line
 from flow_grpo.data.prompts import epoch_batches
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.monitoring.dashboard import plain
 from flow_grpo.run.rewards import Rewards, advantages
-from flow_grpo.settings import checks, command_line, older, table
+from flow_grpo.settings import stored_config, table
 
 # The same examples on every machine, and none that a run before has left.
 ALWAYS = dict(deadline=None, derandomize=True, database=None)
@@ -341,7 +342,7 @@ def stored_and_read(config, folder):
     """A config as a run's folder gives it back."""
     file = folder / "config.json"
     file.write_text(json.dumps(plain(config.to_dict())))
-    return older.with_defaults(folders.read_json(file), file)
+    return stored_config.with_defaults(folders.read_json(file), file)
 
 
 @hypothesis_settings(max_examples=15, **ALWAYS)
@@ -354,7 +355,7 @@ def test_legal_values_of_all_settings_are_the_same_from_flags_to_the_config_its_
         assert table.value_of(config, key) == value, key
         assert type(table.value_of(config, key)) is type(value), key
     stored = stored_and_read(config, folder)
-    assert older.changes(stored, config.to_dict(), folder) == {}
+    assert stored_config.changes(stored, config.to_dict(), folder) == {}
     again = table.flat(ConfigDict(stored))
     assert again.keys() == table.flat(config).keys()
     for key, value in values.items():

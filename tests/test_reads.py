@@ -14,10 +14,10 @@ from reading import ROLES, recorded_reads
 from refused import assert_refused
 from small import config_of, train
 
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.base import folders
 from flow_grpo.monitoring import model_card
 from flow_grpo.settings import declared, table
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
 ONE = dict(num_epochs=1, eval_freq=0)

@@ -14,10 +14,11 @@ from config import grpo
 from flow_grpo import rewards
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import checkpoints
+from flow_grpo.command_line import command_line
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.rewards.clients.client import read_token
-from flow_grpo.settings import command_line, config_files, table
+from flow_grpo.settings import config_files, table
 
 WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
 DPO, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"

@@ -20,10 +20,10 @@ from two_ranks import done, launch
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders
 from flow_grpo.checkpoints import best, checkpoints
+from flow_grpo.command_line import checks
 from flow_grpo.monitoring import health, model_card, run_history, trackers
 from flow_grpo.run import input_files, resume
 from flow_grpo.run import run as runs
-from flow_grpo.settings import checks
 
 NAME = "shapes_qwenimage_pr"
 

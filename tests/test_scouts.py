@@ -5,8 +5,8 @@ import torch
 from small import config_of, lines_of, train
 from train_qwenimage import window_at
 
+from flow_grpo.command_line import checks
 from flow_grpo.run import rewards, sampling, startup
-from flow_grpo.settings import checks
 
 SCOUTS = dict(sample__scouts_per_image=3)
 

@@ -9,7 +9,7 @@ from small import ENV, ROOT
 
 PRINTS = """
 import sys
-from flow_grpo.settings import terminal
+from flow_grpo.command_line import terminal
 terminal.protect()
 for stream in (sys.stdout, sys.stderr):
     for _ in range(3000):

@@ -11,10 +11,11 @@ from refused import assert_refused, refusal
 from small import ROOT
 from test_refusals import made
 
-from flow_grpo.settings import checks, command_line, config_files, launcher, older, table, unknown
+from flow_grpo.command_line import checks, command_line, launcher
+from flow_grpo.settings import config_files, stored_config, table, unknown_names
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
-ROWS = [row for row in unknown.rows() if re.fullmatch(r"[\w.]+", row.name) and row.name not in table.BY_KEY]
+ROWS = [row for row in unknown_names.rows() if re.fullmatch(r"[\w.]+", row.name) and row.name not in table.BY_KEY]
 
 
 def typed(*words):
@@ -27,7 +28,7 @@ def named(message):
 
 
 def test_every_row_names_settings_that_there_are_and_of_each_program_there_are_some():
-    rows = unknown.rows()
+    rows = unknown_names.rows()
     assert {name for row in rows for name in row.ours} <= table.BY_KEY.keys()
     programs = {row.program for row in rows}
     assert [sum(row.program == program for row in rows) >= 8 for program in programs] == [True] * 5
@@ -37,11 +38,11 @@ def test_every_row_names_settings_that_there_are_and_of_each_program_there_are_s
 def test_a_name_of_another_program_is_answered_with_its_row_and_no_other_setting():
     assert len(ROWS) > 100
     for row in ROWS:
-        if row.name not in older.MOVED:
+        if row.name not in stored_config.MOVED:
             message = typed(f"--config.{row.name}=1")
             assert f"'s {row.name} " in message, row
             assert set(row.ours) <= named(message.split(row.name, 2)[-1]), row
-            assert message.endswith(unknown.PAGE)
+            assert message.endswith(unknown_names.PAGE)
             assert "vae_batch_size" not in message
 
 
@@ -64,7 +65,7 @@ def test_a_config_file_has_the_answer_of_the_command_line(line, key):
     answers = [refusal(made(line)), typed(f"--config.{name}=1")]
     for answer in answers:
         assert key in named(answer)
-        assert answer.endswith(unknown.PAGE)
+        assert answer.endswith(unknown_names.PAGE)
     advice = [answer.partition("; ")[2] for answer in answers]
     assert advice[0].split("; ")[0] == advice[1].split("; ")[0] or name.startswith("pretrained")
 
@@ -90,13 +91,13 @@ SLIPS = st.sampled_from([key for key in table.BY_KEY if len(key.rpartition(".")[
 @given(SLIPS)
 def test_a_slip_is_answered_with_the_setting_that_was_meant(key_and_slip):
     key, slip = key_and_slip
-    assume(slip not in [name.rpartition(".")[2] for name in [*table.BY_KEY, *older.MOVED]])
-    assert key in named(unknown.answer(slip))
+    assume(slip not in [name.rpartition(".")[2] for name in [*table.BY_KEY, *stored_config.MOVED]])
+    assert key in named(unknown_names.answer(slip))
 
 
 @pytest.mark.parametrize("name", ["train_batch_sizes", "eval_num_step", "num_batches", "kl_beta_2", "ema", "eta", "h"])
 def test_a_name_that_is_only_loosely_alike_is_no_slip(name):
-    assert unknown.nearest(f"sample.{name}", table.BY_KEY) == []
+    assert unknown_names.nearest(f"sample.{name}", table.BY_KEY) == []
 
 
 THEIRS = """

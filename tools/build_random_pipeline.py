@@ -52,10 +52,10 @@ from transformers import (
     T5Tokenizer,
 )
 
+from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
-from flow_grpo.settings import command_line
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler

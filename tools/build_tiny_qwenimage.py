@@ -33,12 +33,12 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.base import rng
+from flow_grpo.command_line import command_line
 from flow_grpo.data import shapes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.settings import command_line
 
 RESOLUTION, TEXT_DIM = 64, 64
 SIZE = Size(RESOLUTION, RESOLUTION)

@@ -36,6 +36,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from flow_grpo.base import locations, rng
 from flow_grpo.base.prompt import Prompt, texts_of
+from flow_grpo.command_line import command_line
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.models.qwenimage import encoded
@@ -43,7 +44,6 @@ from flow_grpo.diffusers_patch.models.qwenimage_edit import ImageProcessor, Qwen
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 from flow_grpo.rewards import edits as edits_reward
-from flow_grpo.settings import command_line
 
 PIXELS = RESOLUTION**2  # of a source
 TINY_QWENIMAGE = Path(locations.resolve("flow_grpo/assets/tiny_qwenimage"))

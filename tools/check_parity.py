@@ -24,12 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flow_grpo.algorithms.rollout import Rollout
 from flow_grpo.base import rng
 from flow_grpo.base.formatting import markdown_table
+from flow_grpo.command_line import checks, command_line
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
 from flow_grpo.run import sampling, startup
 from flow_grpo.run.update import recompute_steps
-from flow_grpo.settings import checks, command_line
 from flow_grpo.weights import fsdp_utils, policies
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))

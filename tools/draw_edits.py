@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flow_grpo.base import rng
 from flow_grpo.base.pixels import to_pictures
+from flow_grpo.command_line import command_line
 from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES
 from flow_grpo.data.shapes import COLORS, SHAPES
-from flow_grpo.settings import command_line
 
 WORDINGS = {
     "recolor": ("make the {object} {to}", "change the {object} to {to}"),

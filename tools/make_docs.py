@@ -20,10 +20,11 @@ from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import metric_table
 from flow_grpo.base.formatting import markdown_table
+from flow_grpo.command_line import terminal
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.run import measured
 from flow_grpo.settings import table as settings
-from flow_grpo.settings import terminal, unknown
+from flow_grpo.settings import unknown_names
 from flow_grpo.settings.setting import Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
@@ -210,7 +211,7 @@ MAKERS = {
     "settings": settings_tables,
     "measured": measured_runs,
     "metrics": lambda: metric_table.TABLE.read_text().rstrip(),
-    "other_programs": lambda: unknown.TABLE.read_text().rstrip(),
+    "other_programs": lambda: unknown_names.TABLE.read_text().rstrip(),
     "experiments": experiments,
     "variants": variants,
     "rewards": reward_files,

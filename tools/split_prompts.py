@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flow_grpo.settings import command_line
+from flow_grpo.command_line import command_line
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,11 +4,10 @@ import copy
 import math
 from dataclasses import dataclass
 
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
-
-MAX_BATCH_SIZE = 4096  # rows of a forward
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
+from flow_grpo.settings.table import MAX_BATCH_SIZE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.settings import older, table
+from flow_grpo.settings import stored_config, table
 from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
 
 OF_A_RUN = (  # top settings that say how a run's policy is evaluated
@@ -35,7 +35,7 @@ def is_run(folder: Path) -> bool:
 
 def run_config(folder: Path) -> ConfigDict:
     """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = table.default_config(), older.read(folder / "config.json")
+    config, stored = table.default_config(), stored_config.read(folder / "config.json")
     sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
         for section, keys in sections.items():

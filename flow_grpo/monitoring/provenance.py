@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from flow_grpo import rewards
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import overrides
+from flow_grpo.command_line import overrides
 
 FILE, SOURCE = "run.json", "source"
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import command_line
+from flow_grpo.command_line import command_line
 
 FIGURES = (".pdf", ".svg")
 

@@ -18,7 +18,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import with_error
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
-from flow_grpo.settings import older, table
+from flow_grpo.settings import stored_config, table
 
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
 BEST = 2  # among a run's scores
@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 def read_run(folder: Path, label: str) -> RunHistory:
     """Read the history of a run. Raises UserError for what is no run's folder."""
-    config = ConfigDict(older.read(folder / "config.json"))
+    config = ConfigDict(stored_config.read(folder / "config.json"))
     return RunHistory(label, folder, config, plots.read_metrics(folder), _evaluations_since(folder))
 
 

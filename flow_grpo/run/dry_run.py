@@ -7,13 +7,13 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base.formatting import gpus, quoted
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.run import measured
-from flow_grpo.settings import checks
 from flow_grpo.weights import policies
 
 PAGE = "docs/reference/will_it_fit.md"

@@ -11,10 +11,10 @@ from flow_grpo.base.formatting import with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of
 from flow_grpo.checkpoints import best
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
-from flow_grpo.settings.checks import evaluates
 
 
 def evaluate(run: Run, epoch: int, last: bool = False) -> None:

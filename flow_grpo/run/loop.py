@@ -5,12 +5,12 @@ from pathlib import Path
 
 from flow_grpo.base import alerts, distributed, folders
 from flow_grpo.checkpoints import checkpoints
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.monitoring.dashboard import explained, problem_of
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
-from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import fsdp_utils
 
 MAX_ROLL_BACKS = 3  # each halves the learning rate

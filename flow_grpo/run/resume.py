@@ -10,14 +10,15 @@ from ml_collections import ConfigDict
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
+from flow_grpo.command_line import checks
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import dashboard, provenance
 from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.run import input_files
 from flow_grpo.run.input_files import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
-from flow_grpo.settings import checks, older, table
-from flow_grpo.settings.checks import evaluates
+from flow_grpo.settings import stored_config, table
 
 
 class Place(NamedTuple):
@@ -99,7 +100,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
 def _kept(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
     """The settings that a resumed run keeps as its checkpoint has them. Raises UserError where the weight of branching
     steps is chosen neither by the config nor by a checkpoint of this run."""
-    kept = {} if source.parent else older.kept(changed)
+    kept = {} if source.parent else stored_config.kept(changed)
     if "train.step_weight" not in kept:
         checks.check_step_weight(config)
     return kept
@@ -110,15 +111,16 @@ def _kept_sentence(key: str, before: Any, now: Any) -> str:
 
 
 def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str, tuple], dict[str, tuple]]:
-    """Epochs completed at a checkpoint, `older.changes`, and num_epochs where another number changes the learning
-    rate."""
+    """Epochs completed at a checkpoint, `stored_config.changes`, and num_epochs where another number changes the
+    learning rate."""
     if checkpoint is None:
         return 0, {}, {}
     stored = folders.read_json(file := checkpoint / "config.json")
     before, now = stored.get("num_epochs"), config.num_epochs
     falls = config.train.learning_rate_schedule != "constant"
     rescheduled = {"num_epochs": (before, now)} if falls and before != now else {}
-    return checkpoints.read_progress(checkpoint).epoch, older.changes(stored, config.to_dict(), file), rescheduled
+    changed = stored_config.changes(stored, config.to_dict(), file)
+    return checkpoints.read_progress(checkpoint).epoch, changed, rescheduled
 
 
 def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:

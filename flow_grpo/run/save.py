@@ -10,10 +10,10 @@ from torch import Tensor
 from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import Run
 from flow_grpo.settings import table
-from flow_grpo.settings.checks import evaluates
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
 

@@ -13,6 +13,8 @@ from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import checks
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -27,8 +29,7 @@ from flow_grpo.run import dry_run, evaluate, resume
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
-from flow_grpo.settings import checks, table
-from flow_grpo.settings.checks import evaluates
+from flow_grpo.settings import table
 from flow_grpo.weights import fsdp_utils, load_weights, model_files, policies, quantisation
 from flow_grpo.weights.ema import Ema
 

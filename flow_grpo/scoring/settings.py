@@ -11,7 +11,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients.client import Server, ServerError, read_token, urls_of
 from flow_grpo.rewards.scores import check_device
-from flow_grpo.settings import older
+from flow_grpo.settings import stored_config
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
 KEYS = [key.removeprefix("reward.") for key in BY_KEY if key.startswith("reward.") and key != "reward.args"]
@@ -59,7 +59,7 @@ def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     for key in options.keys() - {"url"}:
-        if answer := older.MOVED.get(f"reward.{key}"):
+        if answer := stored_config.MOVED.get(f"reward.{key}"):
             raise UserError(f"config.reward.args.{name}.{key} is now {answer}")
     if "url" in options:  # of a server of another kind
         check_urls(f"config.reward.args.{name}.url", options["url"])

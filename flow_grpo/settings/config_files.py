@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.locations import PACKAGE
-from flow_grpo.settings import table, unknown
+from flow_grpo.settings import table, unknown_names
 
 CHECKOUT = PACKAGE.parent.resolve()
 
@@ -81,7 +81,7 @@ def _answer(words: str) -> str:
     """What is said in the place of ml_collections' words for a setting that it refuses, which list all others."""
     words = words.replace("\\n", " ")  # it quotes itself
     refused = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
-    return unknown.answer(refused[1], called=repr(refused[1])) if refused else words
+    return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else words
 
 
 def load(text: str) -> ConfigDict:
@@ -127,7 +127,8 @@ def _check_program(config: ConfigDict, path: Path) -> None:
     if missing:
         raise UserError(
             f"{path} makes a config of another program: it lacks {len(missing)} of our {len(table.BY_KEY)} settings, "
-            f"such as config.{missing[0]}; {unknown.PAGE} has the names of both, docs/howto/own_config.md a whole file"
+            f"such as config.{missing[0]}; {unknown_names.PAGE} has the names of both, docs/howto/own_config.md a "
+            "whole file"
         )
 
 
@@ -156,7 +157,9 @@ def module_of(path: Path) -> ModuleType:
     """A config file as a module. What lies beside it can be imported, and config/ of the checkout as `config`."""
     path = path.resolve()
     if path.suffix != ".py":
-        raise UserError(f"{path} is no Python file; {unknown.PAGE} has what the settings of other programs are here")
+        raise UserError(
+            f"{path} is no Python file; {unknown_names.PAGE} has what the settings of other programs are here"
+        )
     sys.path += [str(CHECKOUT)] if str(CHECKOUT) not in sys.path else []
     folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
     sys.path[:0] = [folder] if folder not in sys.path else []

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
-from flow_grpo.settings import table, unknown
+from flow_grpo.settings import table, unknown_names
 
 
 def reads(*keys: str, card: str = "") -> Callable[[Callable], Callable]:
@@ -25,7 +25,7 @@ def reads(*keys: str, card: str = "") -> Callable[[Callable], Callable]:
     """
     for key in keys:
         if key not in table.BY_KEY:
-            raise UserError(f"reads({key!r}): {unknown.answer(key)}")
+            raise UserError(f"reads({key!r}): {unknown_names.answer(key)}")
 
     def declare(function: Callable) -> Callable:
         function.reads, function.card = keys, card

@@ -10,14 +10,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms.batch_plan import MAX_BATCH_SIZE
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, Setting
 
 SCRIPTS = {GRPO: "train_*.py"} | {name: f"train_*_{name}.py" for name in (PR, NFT, DPO, DISTILL)}
 ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
 RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
 NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
+MAX_BATCH_SIZE = 4096  # rows of a forward
 TINY = 1e-6  # the least of a number above 0
 SECTIONS = {
     "": "The run",

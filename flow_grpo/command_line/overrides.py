@@ -9,7 +9,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings import config_files, launcher, table, unknown
+from flow_grpo.command_line import launcher
+from flow_grpo.settings import config_files, table, unknown_names
 
 FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 
@@ -63,8 +64,8 @@ def _add_custom(config: ConfigDict, words: Sequence[str]) -> None:
         match = re.match(r"--?config\.custom\.(\w+)(?:=(.*))?$", word, re.DOTALL)
         if match and match[1] not in config.custom:
             name, value = match.groups()
-            if any(unknown.is_slip(name, known) for known in config.custom):
-                raise UserError(unknown.answer(f"custom.{name}", table.flat(config)))
+            if any(unknown_names.is_slip(name, known) for known in config.custom):
+                raise UserError(unknown_names.answer(f"custom.{name}", table.flat(config)))
             with config.unlocked():
                 config.custom[name] = _literal(following if value is None else value, tuple)
 
@@ -87,7 +88,7 @@ def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
         try:
             table.value_of(config, key)
         except (KeyError, TypeError) as error:
-            raise UserError(unknown.answer(key, table.flat(config))) from error
+            raise UserError(unknown_names.answer(key, table.flat(config))) from error
 
 
 def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
@@ -110,5 +111,5 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
 
 def _meaningless(what: str, key: str) -> str:
     """What is said of a word, with what has its part here where it is another program's setting."""
-    advice = unknown.of_other_program(key) if key else ""
+    advice = unknown_names.of_other_program(key) if key else ""
     return f"{what} means nothing: {FORMS}" + (f"; {advice}" if advice else "")

@@ -8,13 +8,13 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
-from flow_grpo.algorithms.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
 from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import names_score
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
-from flow_grpo.settings import older, table
+from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
 from flow_grpo.settings.setting import Setting
 
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compilation.py's limit of 64
@@ -50,7 +50,7 @@ def check(config: ConfigDict, script: Script) -> None:
             f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
             f"{table.SCRIPTS[script.algorithm]}: config.algorithm is {config.algorithm!r}, not {script.algorithm!r}"
         )
-    older.check_values(config)
+    stored_config.check_values(config)
     table.check_values(config)
     defaults = table.default_config()
     for setting in table.SETTINGS:

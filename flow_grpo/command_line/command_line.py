@@ -17,8 +17,8 @@ from flow_grpo import rewards
 from flow_grpo.base import alerts, folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
-from flow_grpo.settings import answers, checks, launcher, terminal
-from flow_grpo.settings.overrides import config_of, split
+from flow_grpo.command_line import checks, help_text, launcher, terminal
+from flow_grpo.command_line.overrides import config_of, split
 
 LONGEST = 2000  # characters of a sentence
 TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
@@ -38,13 +38,13 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     with sentences():
         prepare_process()
         file, others = split(words, default)
-        if answer := answers.to(others, file, default):
+        if answer := help_text.to(others, file, default):
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
-            lines = answers.replaced(file, config)
-            lines += [answers.changed_settings(file, config)] if config.dry_run else []
+            lines = help_text.replaced(file, config)
+            lines += [help_text.changed_settings(file, config)] if config.dry_run else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
@@ -97,7 +97,7 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
         script.plan(config, config.dry_run or launcher.world_size())
         _check_places(config, script.reads_dataset(config))
     except UserError as error:
-        raise UserError(f"{error}{answers.culprit(error, file, config)}") from error
+        raise UserError(f"{error}{help_text.culprit(error, file, config)}") from error
 
 
 def _check_places(config: ConfigDict, reads_dataset: bool) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from flow_grpo.base import locations
-from flow_grpo.settings import older, table
+from flow_grpo.settings import stored_config, table
 
 TABLE = locations.PACKAGE / "assets" / "other_programs.md"  # docs/reference/coming_from.md shows it
 PAGE = "docs/reference/coming_from.md"
@@ -99,8 +99,8 @@ def _num_alike(word: str, name: str) -> int:
 
 def _moved(key: str) -> str:
     """What says the same as a setting of an older version, by its key or by the last part of it."""
-    keys = [moved for moved in older.MOVED if key in (moved, moved.rpartition(".")[2])]
-    return f"config.{keys[0]} is now {older.MOVED[keys[0]]}" if keys else ""
+    keys = [moved for moved in stored_config.MOVED if key in (moved, moved.rpartition(".")[2])]
+    return f"config.{keys[0]} is now {stored_config.MOVED[keys[0]]}" if keys else ""
 
 
 def _is_its_name(key: str, row: Row) -> bool:

@@ -1,0 +1,113 @@
+"""What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
+
+To add one: a function in surrogates.py, an entry here, and a config that names it. The command line reads this module
+before torch is imported.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from flow_grpo.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss that train.objective (of noisy steps) or train.forward_objective (of finished images) names."""
+
+    # Of (SDEStep, Minibatch, advantages, config.train), or of finished images (ForwardStep, advantages, config.train)
+    # -> Surrogate; or MODULE:FUNCTION, which is imported when it is needed.
+    loss: Callable[..., Any] | str
+    card: str  # the method and its paper
+    reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
+    check: Callable[[ConfigDict], None] | None = None  # of config; raises UserError for what it cannot be trained with
+    whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
+    caution: str = ""  # what a run says at its start, a sentence without its name
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        if not isinstance(self.loss, str):
+            return self.loss
+        module, _, name = self.loss.partition(":")
+        return getattr(import_module(module), name)
+
+
+def needs_gaussian(config: ConfigDict) -> None:
+    """Raises UserError unless log-probs are those of a Gaussian."""
+    if config.sample.sde_type == "cps":
+        raise UserError(
+            f"config.train.objective {config.train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' "
+            "does not have; 'cps_gaussian' is the same step with them"
+        )
+
+
+def needs_older_policy(config: ConfigDict) -> None:
+    """Raises UserError if the old policy equals the trained one in every update."""
+    train = config.train
+    if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
+        raise UserError(
+            f"config.train.forward_objective {train.forward_objective!r} compares the policy with an older one, but "
+            "with config.train.old_decay_schedule 0 and one update of an epoch there is none: set updates_per_epoch 2"
+        )
+
+
+def needs_moving_ratio(config: ConfigDict) -> None:
+    """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
+    move."""
+    needs_older_policy(config)
+    if config.train.old_decay_schedule:
+        raise UserError(
+            f"config.train.forward_objective {config.train.forward_objective!r} takes old_decay_schedule 0, which is "
+            f"{config.train.old_decay_schedule}: its ratio is 1 when an epoch's update begins"
+        )
+
+
+def needs_whole_groups(config: ConfigDict) -> None:
+    """Raises UserError unless a forward holds whole groups that share their noise and their baseline, and ratios
+    can leave 1."""
+    needs_older_policy(config)
+    sample, name = config.sample, f"config.train.forward_objective {config.train.forward_objective!r}"
+    if not config.train.shared_noise:
+        raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
+    if sample.baseline == "all":
+        raise UserError(
+            f"{name} takes config.sample.baseline 'group', which is 'all': its sigmoid is of a group's errors, each "
+            "times its advantage, and compares them only where the advantages of a group add up to 0"
+        )
+    if sample.batch_size % sample.num_images_per_prompt:
+        raise UserError(
+            f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
+            f"of num_images_per_prompt {sample.num_images_per_prompt}"
+        )
+
+
+OURS = "flow_grpo.algorithms.surrogates:"
+OBJECTIVES = {
+    "clip": Objective(OURS + "clip", "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
+    "guard": Objective(OURS + "guard", "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
+    "dppo": Objective(OURS + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
+}
+FORWARD_OBJECTIVES = {
+    "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
+    "awm": Objective(
+        OURS + "awm",
+        "advantage-weighted matching (arXiv:2509.25050)",
+        reads=("clip_range",),
+        check=needs_moving_ratio,
+        caution="is not stable: every long run on the tiny model ended with an infinite or NaN gradient, after 294 to "
+        "424 updates; set health.action, and see docs/algorithms/awm.md",
+    ),
+    "dgpo": Objective(
+        OURS + "dgpo",
+        "direct group preference optimisation (arXiv:2510.08425)",
+        reads=("clip_range", "dgpo_beta"),
+        check=needs_whole_groups,
+        whole_groups=True,
+    ),
+    "elbo": Objective(
+        OURS + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
+    ),
+}
