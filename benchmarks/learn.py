@@ -94,7 +94,7 @@ def flags_of(settings: dict, extra: list[str]) -> list[str]:
 
 def spent_s(folder: Path) -> float:
     """Seconds that are in a run's newest checkpoint."""
-    newest = checkpoints.find(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
+    newest = checkpoints.find_newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
     epochs = int(newest.name.split("_")[-1]) if newest else 0
     return sum(line.get("time/epoch_s", 0.0) for line in read_metrics(folder) if line["epoch"] < epochs)
 

@@ -292,12 +292,12 @@ def names(folder):
 
 
 def test_the_newest_are_kept_and_found_but_for_an_abandoned_future(tmp_path):
-    assert checkpoints.find(tmp_path) is None
+    assert checkpoints.find_newest(tmp_path) is None
     for epoch in (8, 9, 10, 11):
         small(tmp_path, epoch, keep=2)
     assert names(tmp_path) == ["epoch_000010", "epoch_000011"]
-    assert checkpoints.find(tmp_path) == tmp_path / "epoch_000011"
-    assert checkpoints.find(tmp_path / "epoch_000010") == tmp_path / "epoch_000010"
+    assert checkpoints.find_newest(tmp_path) == tmp_path / "epoch_000011"
+    assert checkpoints.find_newest(tmp_path / "epoch_000010") == tmp_path / "epoch_000010"
     small(tmp_path, 9)
     assert names(tmp_path) == ["epoch_000009"]
 
@@ -319,7 +319,7 @@ STEPS = [
     (folders, "sync"),
     (folders, "remove"),
     (shutil, "rmtree"),
-    (shards, "write"),
+    (shards, "write_tensors"),
     (Path, "mkdir"),
     (Path, "write_text"),
 ]
@@ -355,13 +355,13 @@ def read_checkpoint(folder):
 
 
 def write_best(folder, number):
-    best.write(folder, record(number), lambda to: (to / "x").write_text(str(number)))
+    best.write_best(folder, record(number), lambda to: (to / "x").write_text(str(number)))
 
 
 def read_best(folder):
-    checksums.check(best.find(folder))
-    step = json.loads((best.find(folder) / best.FILE).read_text())["epoch"]
-    assert (best.find(folder) / "x").read_text() == str(step)
+    checksums.check(best.find_best(folder))
+    step = json.loads((best.find_best(folder) / best.FILE).read_text())["epoch"]
+    assert (best.find_best(folder) / "x").read_text() == str(step)
     return step
 
 

@@ -35,10 +35,10 @@ WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 
 def write(folder, epoch, checkpoint=""):
     """A best/ whose weights say its epoch, and a checkpoint that contains it."""
-    best.write(folder, record(epoch), lambda to: (to / "weights").write_text(str(epoch)))
+    best.write_best(folder, record(epoch), lambda to: (to / "weights").write_text(str(epoch)))
     if checkpoint:
         (folder / checkpoint).mkdir()
-        best.link(folder, folder / checkpoint)
+        best.link_best(folder, folder / checkpoint)
 
 
 def content(folder):
@@ -67,11 +67,11 @@ def test_since_when_evaluations_compare_survives_a_kill_before_the_next_one(tmp_
     write(tmp_path, 3, "checkpoint_3")
     write(tmp_path, 3)
     other = replace(record(5), guidance_scale=99.0)
-    assert best.restore(tmp_path, tmp_path / "checkpoint_3", other)[:2] == (None, 5)
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint_3", other)[:2] == (None, 5)
     progress = checkpoints.Progress(7, 7, evaluations_since=5)
     stored = checkpoints.save(tmp_path / "run", {"a": torch.ones(1)}, progress, config={})
     since = checkpoints.read_progress(stored).evaluations_since
-    assert best.restore(tmp_path, stored, replace(other, epoch=7, since=since))[:2] == (None, 5)
+    assert best.restore_best(tmp_path, stored, replace(other, epoch=7, since=since))[:2] == (None, 5)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -81,19 +81,20 @@ def test_a_run_without_a_best_knows_from_its_checkpoint_that_it_evaluates_in_ano
         write(tmp_path, 3)
         for folder in (tmp_path, tmp_path / "checkpoint"):
             (folder / "best" / "weights").write_text("others")
-    before = best.of_settings(json.loads(json.dumps(best.settings_of(record(5)))), tmp_path)
-    assert best.restore(tmp_path, tmp_path / "checkpoint", record(5, num_steps=9), before)[:2] == (None, 5)
-    assert best.restore(tmp_path, tmp_path / "checkpoint", record(7, since=5), before)[:2] == (None, 5)
-    assert best.restore(tmp_path, tmp_path / "checkpoint", record(7, since=2))[:2] == (None, 2)  # of an older version
+    before = best.from_settings(json.loads(json.dumps(best.settings_of(record(5)))), tmp_path)
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(5, num_steps=9), before)[:2] == (None, 5)
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7, since=5), before)[:2] == (None, 5)
+    # The checkpoint of an older version does not say how its run evaluated.
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7, since=2))[:2] == (None, 2)
 
 
 def test_a_checkpoint_says_how_its_run_evaluates_and_the_record_of_a_run_since_when(recorded, tmp_path):
     folder = shutil.copytree(recorded("window").folder, tmp_path / "run")
-    chosen = best.read(folder)
-    newest = checkpoints.find(folder / "checkpoints")
+    chosen = best.read_best(folder)
+    newest = checkpoints.find_newest(folder / "checkpoints")
     stored = checkpoints.read_progress(newest).evaluation
-    assert best.of_settings(stored, newest).comparable(chosen)
-    assert_refused([("", lambda: best.of_settings(stored | {"inputs": 3}, newest), ["inputs is 3"])])
+    assert best.from_settings(stored, newest).comparable(chosen)
+    assert_refused([("", lambda: best.from_settings(stored | {"inputs": 3}, newest), ["inputs is 3"])])
     change_json(newest / "progress.json", evaluations_since=1)
     assert run_history.read_run(folder, "").evaluations_since == 1
     shutil.rmtree(folder / "best")
@@ -118,14 +119,14 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     for epoch in (3, 7):
         write(tmp_path, epoch, f"checkpoint_{epoch}")
     write(tmp_path, 9)
-    restore = lambda name, epoch: best.restore(tmp_path, tmp_path / name, record(epoch))  # noqa: E731
+    restore = lambda name, epoch: best.restore_best(tmp_path, tmp_path / name, record(epoch))  # noqa: E731
     assert restore("checkpoint_7", 8) == (record(7), 0, "")
     assert content(tmp_path / "best") == 7
     assert restore("checkpoint_3", 3) == (record(3), 0, "")
     assert content(tmp_path / "best") == content(tmp_path / "checkpoint_3" / "best") == 3
     assert restore("checkpoint_without", 3) == (record(3), 0, "")  # evaluated after the checkpoint, with its weights
     assert restore("checkpoint_without", 2) == (None, 0, "")
-    assert best.find(tmp_path) is None
+    assert best.find_best(tmp_path) is None
 
 
 OTHERWISE = dict(split="test", num_prompts=9, noises_per_prompt=2, num_steps=5, best_by="other", guidance_scale=2.0)
@@ -135,7 +136,7 @@ OTHERWISE |= dict(height=128, width=128, vae_precision="bf16")
 @pytest.mark.parametrize("key", OTHERWISE)
 def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
     write(tmp_path, 4, "checkpoint")
-    found, since, notice = best.restore(tmp_path, tmp_path / "checkpoint", record(8, **{key: OTHERWISE[key]}))
+    found, since, notice = best.restore_best(tmp_path, tmp_path / "checkpoint", record(8, **{key: OTHERWISE[key]}))
     assert (found, since) == (None, 8)
     assert content(tmp_path / "best_epoch_000004") == 4
     assert str(tmp_path / "best_epoch_000004") in notice
@@ -182,7 +183,7 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
     """Evaluations of one epoch are of the averaged weights; best/ has them bit for bit."""
     folder = runs[rank]
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
-    kept, last = best.read(folder), tests.pop()
+    kept, last = best.read_best(folder), tests.pop()
     values = [line["eval/jpeg_compressibility"] for line in evals]
     assert [line["epoch"] for line in tests] == [0, 1, 2, 3]
     assert (kept.epoch, kept.value, kept.split) == (values.index(max(values)), max(values), "validation")
@@ -199,7 +200,7 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
 
 def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path):
     run = recorded("branches")
-    kept, folder = best.read(run.folder), shutil.copytree(run.folder, tmp_path / run.folder.name)
+    kept, folder = best.read_best(run.folder), shutil.copytree(run.folder, tmp_path / run.folder.name)
     assert 0 < kept.epoch < EPOCHS
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     earlier = [row for row in lines if json.loads(row)["epoch"] < kept.epoch]
@@ -207,7 +208,7 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
     shutil.rmtree(folder / "checkpoints")
     train(BRANCHES, tmp_path, **run.how | dict(resume_from=str(folder / "best" / "checkpoint")))
     assert lines_of(folder) == lines_of(run.folder)
-    assert best.read(folder) == kept
+    assert best.read_best(folder) == kept
 
 
 def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
@@ -216,7 +217,7 @@ def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(
     how |= dict(dataset=few_prompts(tmp_path / "data", 6), num_epochs=1, eval__num_prompts=9)
     folder = train(WINDOW, tmp_path / "runs", **how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
-    kept = best.read(folder)
+    kept = best.read_best(folder)
     assert (kept.split, kept.num_prompts) == ("test", 6)
     evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
     assert tests[-1]["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
@@ -293,7 +294,7 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
     lora, full = runs[4], runs[0]
     policies = lora, TINY, lora / "best", full, full / "best", lora
     found, rows = evaluated(tmp_path, *policies, "--weights", "last")
-    labels = [f"best, epoch {best.read(folder).epoch}" for folder in (lora, full)]
+    labels = [f"best, epoch {best.read_best(folder).epoch}" for folder in (lora, full)]
     assert [row["weights"] for row in found["rows"]] == ["last", "base", labels[0], "last", labels[1], "last"]
     assert alive == [0] * 6
     base = figures_of_test(lora, "test", 0)
@@ -344,7 +345,7 @@ def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_m
 
 
 def test_a_larger_batch_or_a_noise_less_changes_no_score_and_a_run_chose_its_best_by_the_same(runs, tmp_path):
-    chosen_by = best.read(runs[4]).value
+    chosen_by = best.read_best(runs[4]).value
 
     def scores(*how):
         found, rows = evaluated(tmp_path, runs[4], "--split", "validation", *how)

@@ -85,7 +85,7 @@ def test_what_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, spoil
     run = next(entry.locals["run"] for entry in error.traceback if "run" in entry.locals)
     looked_at = torch.cat([part.row_ids for part in run.trained_rows])
     assert len(looked_at.unique(dim=0)) == len(looked_at), "rows of an earlier update"
-    checkpoint = checkpoints.find(run.folder / "checkpoints")
+    checkpoint = checkpoints.find_newest(run.folder / "checkpoints")
     assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
     after = {key: tensor.clone() for key, tensor in state.items()}

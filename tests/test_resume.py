@@ -294,7 +294,7 @@ def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_n
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
     how = how | dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, num_epochs=3, eval_freq=9)
     branch = train("shapes_qwenimage_nft", "runs", **how)
-    assert lines_of(branch, "epoch")[-1]["health/rolled_back_to"] == best.read(tmp_path / NEWEST).epoch
+    assert lines_of(branch, "epoch")[-1]["health/rolled_back_to"] == best.read_best(tmp_path / NEWEST).epoch
 
 
 def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkeypatch):
@@ -307,15 +307,15 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
     how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, train__learning_rate=1e-4)
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[:2] == lines_of(tmp_path / RUN, "epoch")
-    assert best.read(branch).since == input_files.stored_inputs(branch).rewards_since == 2
-    assert best.read(branch).inputs["reward_fn"] != best.read(tmp_path / RUN).inputs["reward_fn"]
+    assert best.read_best(branch).since == input_files.stored_inputs(branch).rewards_since == 2
+    assert best.read_best(branch).inputs["reward_fn"] != best.read_best(tmp_path / RUN).inputs["reward_fn"]
     assert {line["epoch"] for line in lines_of(branch, "eval") + lines_of(branch, "test")} == {2, 3}
     assert lines_of(branch, "update")[-2]["old_distance"] == 0 < lines_of(branch, "update")[-1]["old_distance"]
     assert lines_of(branch, "epoch")[-1]["health/learning_rate_factor"] == 1
     how |= dict(run_name="back", resume_from=str(branch / "checkpoints"), dataset=few_prompts(tmp_path / "data"))
     back = train(NAME, "runs", **how)  # without the old policy; no epoch is left
     assert "train.shared_noise" in json.loads((back / folders.PARENT).read_text())["changed"]
-    assert best.read(back).inputs["dataset"] != best.read(branch).inputs["dataset"]
+    assert best.read_best(back).inputs["dataset"] != best.read_best(branch).inputs["dataset"]
 
 
 def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlier_figures(how, tmp_path, capsys):
@@ -324,7 +324,7 @@ def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlie
         shutil.rmtree(folder / best.NAME)
     checksums.write(newest)
     folder = train(NAME, "runs", **how | dict(num_epochs=3, resume_from="latest", eval__num_steps=4))
-    assert best.read(folder).since == 2
+    assert best.read_best(folder).since == 2
     assert " last, " in (said := capsys.readouterr().out)
     assert " before" not in said
     rows = model_card.before_and_after(run := run_history.read_run(folder, "run"), "test/")
@@ -336,7 +336,7 @@ def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlie
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):
     folder, backup = tmp_path / RUN, tmp_path / "backup"
     shutil.copytree(folder, backup, copy_function=os.link)
-    before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read(folder)
+    before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read_best(folder)
     assert last.epoch == 2  # so the end's evaluation was the best
     prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest")
     assert train(NAME, tmp_path / "runs", **prolonged) == folder
@@ -344,7 +344,7 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_
     assert json.loads((folder / "config.json").read_text())["num_epochs"] == 3
     assert lines_of(folder, "eval")[:3] == lines
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]
-    assert best.read(folder).value >= last.value
+    assert best.read_best(folder).value >= last.value
     (folder / "checkpoints" / "epoch_000001.scratch-of-a-kill" / "inside").mkdir(parents=True)
     train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]

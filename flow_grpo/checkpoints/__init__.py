@@ -1,1 +1,1 @@
-"""What a run writes to be resumed, evaluated or published."""
+"""Files that a run writes to be resumed, evaluated or published."""

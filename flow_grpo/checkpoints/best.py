@@ -1,6 +1,6 @@
 """The folder of a run's best evaluation: the averaged weights as they were evaluated, and evaluation.json.
 
-It is replaced as a whole: a kill at any moment leaves the old one or the new one, which `find` knows.
+It is replaced as a whole: a kill at any moment leaves the old folder or the new one, and `find_best` returns that one.
 """
 
 import json
@@ -10,19 +10,27 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 
-NAME, FILE = "best", "evaluation.json"
-STATE = "checkpoint"  # folder of the training state, where config.health.action is roll_back
-RESULTS = "value", "figures"  # what an evaluation has come to; the rest says how and when it was made
+NAME = "best"
+FILE = "evaluation.json"
+# Folder of the training state, if config.health.action is roll_back.
+STATE = "checkpoint"
+# Outcome of an evaluation; its other fields say how and when it was made.
+RESULTS = ("value", "figures")
+# Fields that two evaluations must share for their values to be compared.
+MEASURED_BY = (
+    *("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by"),
+    *("height", "width", "vae_precision"),
+)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What evaluation.json holds."""
+    """Content of evaluation.json."""
 
     epoch: int  # epochs completed
     step: int  # optimizer steps taken
@@ -41,64 +49,73 @@ class Evaluation:
     inputs: dict[str, str] = field(default_factory=dict)  # digests of what else decides figures, as far as is known
 
     def comparable(self, other: "Evaluation") -> bool:
-        """Whether values of the two were measured alike, as far as is known."""
-        names = ("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by")
-        names += ("height", "width", "vae_precision")
-        alike = all(self.inputs[key] == other.inputs[key] for key in self.inputs.keys() & other.inputs.keys())
-        return alike and all(getattr(self, name) == getattr(other, name) for name in names)
+        """Return whether the two values were measured alike, as far as is known."""
+        if any(getattr(self, name) != getattr(other, name) for name in MEASURED_BY):
+            return False
+        # An older file names fewer inputs. What only one of the two names cannot be compared.
+        common = self.inputs.keys() & other.inputs.keys()
+        return all(self.inputs[name] == other.inputs[name] for name in common)
+
+
+class Restored(NamedTuple):
+    """State of the best evaluation of a run that resumes."""
+
+    best: Evaluation | None
+    since: int  # epochs completed at the first evaluation that can be compared with those to come
+    notice: str  # for the user; "" = nothing to say
 
 
 def settings_of(evaluation: Evaluation) -> dict[str, Any]:
-    """How evaluations are made, for a checkpoint, whose run may have no best one when it goes on."""
+    """Return how evaluations are made, for a checkpoint: its run may have no best one when it resumes."""
     return {name: value for name, value in asdict(evaluation).items() if name not in RESULTS}
 
 
-def of_settings(settings: dict[str, Any], path: Path) -> Evaluation:
-    """An evaluation without results that `settings_of` describes. Raises UserError, which names the file at `path`,
-    for what is none."""
+def from_settings(settings: dict[str, Any], path: Path) -> Evaluation:
+    """Return an evaluation without results from the fields of `settings_of`.
+
+    Raises UserError, which names the file at `path`, where the fields are not those of an evaluation.
+    """
     return folders.record_of(Evaluation, settings | {"value": math.nan, "figures": {}}, path)
 
 
 def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
-    """Whether it is the best so far. The first of equals stays; NaN and infinities never are."""
+    """Return whether an evaluation is the best so far. A tie keeps the earlier one; NaN and infinities never win."""
     return math.isfinite(evaluation.value) and (best is None or evaluation.value > best.value)
 
 
-def find(run_folder: Path) -> Path | None:
-    """The best evaluation's folder, whole; None if there is none."""
-    paths = run_folder / NAME, folders.replaced_at(run_folder / NAME)
-    return next((path for path in paths if (path / FILE).is_file()), None)
+def find_best(run_folder: Path) -> Path | None:
+    """Return the complete folder of the best evaluation, or None if there is none."""
+    folder = run_folder / NAME
+    candidates = (folder, folders.replaced_at(folder))
+    return next((path for path in candidates if (path / FILE).is_file()), None)
 
 
-def read(run_folder: Path) -> Evaluation | None:
-    """What was evaluated; None if there is none. Raises UserError for a file that no run has written."""
-    folder = find(run_folder)
-    return folder and folders.read_record(Evaluation, folder / FILE)
+def read_best(run_folder: Path) -> Evaluation | None:
+    """Return the best evaluation, or None if there is none. Raises UserError for a file that no run has written."""
+    folder = find_best(run_folder)
+    return folders.read_record(Evaluation, folder / FILE) if folder else None
 
 
-def write(run_folder: Path, evaluation: Evaluation, fill: Callable[[Path], None]) -> None:
-    """Replace the folder; every rank calls, and `fill` puts the weights in. A failure leaves the old one intact."""
-    with checkpoints.replaced(run_folder / NAME) as tmp:
-        fill(tmp)
-        distributed.on_main(_describe, tmp, evaluation)
+def write_best(run_folder: Path, evaluation: Evaluation, save_weights: Callable[[Path], None]) -> None:
+    """Replace the folder; every rank calls, and `save_weights` writes the weights into the folder that it is given.
+
+    A failure leaves the old folder intact.
+    """
+    with checkpoints.replaced(run_folder / NAME) as scratch:
+        save_weights(scratch)
+        distributed.on_main(_write_evaluation, scratch, evaluation)
 
 
-def restore(
-    run_folder: Path, checkpoint: Path, wanted: Evaluation, before: Evaluation | None = None
-) -> tuple[Evaluation | None, int, str]:
-    """Make the folder fit a checkpoint. A best of later epochs goes: the resumed run evaluates these epochs again.
+def restore_best(run_folder: Path, checkpoint: Path, wanted: Evaluation, before: Evaluation | None = None) -> Restored:
+    """Make the folder fit a checkpoint. A best evaluation of later epochs goes: the resumed run makes them again.
 
-    Where the checkpoint's copy is damaged, the run is without a best evaluation until the next one. One that was
-    measured otherwise than `wanted`, an evaluation of the resumed run, is set aside. `wanted.since` is what the
-    checkpoint says; a best evaluation that is there may be of an older version, whose checkpoints did not say it.
+    If the checkpoint's copy is damaged, the run has no best evaluation until the next one. A best evaluation that was
+    measured otherwise than `wanted`, an evaluation of the resumed run, is set aside. `wanted.since` comes from the
+    checkpoint; a best evaluation in the folder may be of an older version, whose checkpoints did not store it.
 
     Args:
         before: how evaluations were made until the checkpoint, whether or not a best one is there; None where an
             older version wrote the checkpoint.
-
-    Returns:
-        The best, epochs completed at the first evaluation that can be compared with those to come, and what to tell
-        the user, "" for nothing.
     """
     best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
     if before and not before.comparable(wanted):
@@ -106,20 +123,21 @@ def restore(
     else:
         since = max(wanted.since, best.since if best else 0)
     if best is None or best.comparable(wanted):
-        return best, since, notice
+        return Restored(best, since, notice)
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
     notice = f"the best policy so far was evaluated in another way than config.eval asks for; it is now in {aside}"
-    return None, wanted.epoch, notice
+    return Restored(None, wanted.epoch, notice)
 
 
-def link(run_folder: Path, folder: Path) -> None:
-    """Put the present best into a checkpoint, without a copy of its bytes; the main rank's work."""
-    if best := find(run_folder):
-        _copy(best, folder / NAME)
+def link_best(run_folder: Path, checkpoint: Path) -> None:
+    """Put the present best into a checkpoint, without a copy of its bytes; called on the main rank."""
+    best = find_best(run_folder)
+    if best is not None:
+        _copy(best, checkpoint / NAME)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """By hard links where the disk has them: the weights in there are never written again."""
+    """Copy a folder by hard links where the disk has them: the weights in it are never written again."""
 
     def link_or_copy(file: str, copy: str) -> None:
         try:
@@ -130,39 +148,45 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, copy_function=link_or_copy, symlinks=True, dirs_exist_ok=True)
 
 
-def _describe(tmp: Path, evaluation: Evaluation) -> None:
-    (tmp / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
-    checksums.write(tmp)
+def _write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    (folder / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
+    checksums.write(folder)
 
 
 def _fit(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | None, str]:
-    """What the folder holds once it fits a checkpoint, and what to tell the user."""
-    folder, stored = run_folder / NAME, checkpoint / NAME
+    """Make the folder fit a checkpoint of `epoch`; return its evaluation and a sentence for the user."""
+    folder = run_folder / NAME
+    stored = checkpoint / NAME
     folders.recover(folder)
-    best, damage = _look(folder)
+    best, damage = _inspect(folder)
     if best and best.epoch <= epoch:
         return best, ""
-    best, damage_of_stored = _look(stored)
+    best, damage_of_stored = _inspect(stored)
     if best:
         with folders.published(folder, replaces=True) as scratch:
             _copy(stored, scratch)
-    elif damage or damage_of_stored:
-        sentence = f"{stored if damage_of_stored else folder} is damaged: {damage_of_stored or damage}"
-        aside = f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}" if folder.exists() else ""
-        return None, sentence + aside
-    elif folder.exists():
-        folders.remove(folder)
-    return best, ""
+        return best, ""
+    if not damage_of_stored and not damage:
+        if folder.exists():
+            folders.remove(folder)
+        return None, ""
+    sentence = f"{stored if damage_of_stored else folder} is damaged: {damage_of_stored or damage}"
+    # Damaged weights may still be of use to their owner, so they are set aside and not removed.
+    if folder.exists():
+        sentence += f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}"
+    return None, sentence
 
 
-def _look(folder: Path) -> tuple[Evaluation | None, str]:
-    """The evaluation in a folder, None without the folder; and what is wrong with the folder, "" for nothing."""
+def _inspect(folder: Path) -> tuple[Evaluation | None, str]:
+    """Return the evaluation in a folder, None if there is none or it is damaged, and the damage, "" for none."""
     if not folder.exists():
         return None, ""
     damage = checksums.damage(folder)
-    return (None, damage) if damage else (folders.read_record(Evaluation, folder / FILE), "")
+    if damage:
+        return None, damage
+    return folders.read_record(Evaluation, folder / FILE), ""
 
 
 def _set_aside(run_folder: Path, name: str) -> Path:
-    """Give the folder another name: `name`, or name-2, and so on."""
+    """Rename the folder to `name`, or to name-2, name-3 and so on if that is taken; return its new path."""
     return (run_folder / NAME).replace(folders.take(run_folder / name))

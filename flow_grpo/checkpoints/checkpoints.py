@@ -22,9 +22,12 @@ from flow_grpo.checkpoints import shards
 from flow_grpo.weights import fsdp_utils
 from flow_grpo.weights.ema import Ema
 
-FORMAT = 2  # of the files; those of another are not read
-STATE = "state"  # folder of the tensors
-NAME = r"epoch_(\d+)"  # of a checkpoint
+# Version of the files; those of another version are not read.
+FORMAT = 2
+# Folder of the tensors in a checkpoint.
+STATE = "state"
+# Pattern of a checkpoint's name.
+NAME = r"epoch_(\d+)"
 
 
 class Progress(NamedTuple):
@@ -38,31 +41,39 @@ class Progress(NamedTuple):
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:
-    """Every tensor a run needs to go on, by name and live: `save` reads them, `load` fills them in place.
+    """Return every tensor that a run needs to go on, by name and live: `save` reads them, `load` fills them in place.
 
-    Add what else the script trains under names of your own. Learning rates are not among them: they are the config's.
+    Add what else the script trains under names of your own. Learning rates are not among them: the config sets them.
     """
-    learned = fsdp_utils.trainable_parameters(transformer)
-    names = {p: name for name, p in learned.items()}
-    state = {f"model/{name}": p.detach() for name, p in learned.items()}
+    state = {}
+    name_of = {}
+    for name, parameter in fsdp_utils.trainable_parameters(transformer).items():
+        name_of[parameter] = name
+        state[f"model/{name}"] = parameter.detach()
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            state |= {f"optimizer/{names[p]}/{key}": value for key, value in _adamw_state(optimizer, group, p).items()}
+        for parameter in group["params"]:
+            for key, value in _adamw_state(optimizer, group, parameter).items():
+                state[f"optimizer/{name_of[parameter]}/{key}"] = value
     if ema is not None:
-        state |= {f"ema/{name}": average for name, average in ema.state_dict().items()}
+        for name, average in ema.state_dict().items():
+            state[f"ema/{name}"] = average
     return state
 
 
-def _adamw_state(optimizer: torch.optim.AdamW, group: dict[str, Any], p: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW's state of one parameter; before the first step, the zeros that the first step would make."""
+def _adamw_state(optimizer: torch.optim.AdamW, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return AdamW's state of one parameter; before the first step, the zeros that the first step would make."""
     assert isinstance(optimizer, torch.optim.AdamW)
-    state = optimizer.state[p]
+    state = optimizer.state[parameter]
     if not state:
+        # AdamW counts steps on the CPU, unless a kernel on the device reads the count.
         on_device = group["fused"] or group["capturable"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p.detach()), torch.zeros_like(p.detach())
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        state["exp_avg"] = torch.zeros_like(parameter.detach())
+        state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
     average = state["exp_avg"]
-    assert (average.shape, average.device) == (p.shape, p.device), "offloaded: reload_optimizer_state comes first"
+    # Offloaded moments lie on the CPU, and those of sharded weights have the shape of this rank's part.
+    is_in_place = average.shape == parameter.shape and average.device == parameter.device
+    assert is_in_place, "offloaded: reload_optimizer_state comes first"
     return state
 
 
@@ -75,23 +86,24 @@ def save(
     keep: int = 2,
     extra_files: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `folder`/epoch_..., all ranks together. A kill at any moment leaves the checkpoint before it in place, and
-    so does a failure, such as of a full disk.
+    """Write `folder`/epoch_..., all ranks together. After a kill at any moment, or a failure such as a full disk, the
+    checkpoint before it is still in place.
 
     Args:
         state: from `training_state`.
         config: the resolved config, of JSON values.
-        keep: how many to keep, the newest. Later epochs than this one are an abandoned future and go.
-        extra_files: puts more files into the folder that it is given, before anyone sees it; every rank calls it.
+        keep: number of checkpoints that stay, the newest. Those of later epochs than this one belong to an abandoned
+            future and are removed.
+        extra_files: writes more files into the folder that it is given, before anyone sees it; every rank calls it.
     """
     assert keep >= 1, "the checkpoint just written stays"
     checkpoint = Path(folder, f"epoch_{progress.epoch:06d}")
-    with replaced(checkpoint) as tmp:
-        distributed.on_main((tmp / STATE).mkdir)
-        distributed.on_all(shards.write, state, tmp / STATE)
+    with replaced(checkpoint) as scratch:
+        distributed.on_main((scratch / STATE).mkdir)
+        distributed.on_all(shards.write_tensors, state, scratch / STATE)
         if extra_files is not None:
-            extra_files(tmp)
-        distributed.on_main(_describe, tmp, progress, config)
+            extra_files(scratch)
+        distributed.on_main(_write_records, scratch, progress, config)
     distributed.on_main(prune, checkpoint.parent, progress.epoch, keep)
     return checkpoint
 
@@ -100,61 +112,71 @@ def load(checkpoint: Path | str, state: dict[str, Tensor], exact: bool = True) -
     """Fill `state`, from `training_state`, from a checkpoint, bit for bit, whatever the number of ranks that wrote it.
     Raises UserError where the checkpoint lacks some of these tensors, or, if `exact`, holds others."""
     progress = read_progress(Path(checkpoint))
-    shards.read(state, Path(checkpoint, STATE), exact)
+    shards.read_tensors(state, Path(checkpoint, STATE), exact)
     return progress
 
 
-def stored_of(checkpoint: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`state` without what a checkpoint of another algorithm lacks; what is learned stays, stored or not."""
+def without_missing(state: dict[str, Tensor], checkpoint: Path) -> dict[str, Tensor]:
+    """Return `state` without the extra tensors that a checkpoint of another algorithm lacks.
+
+    Weights, averages and optimizer state stay even if they are not stored, so that `load` refuses such a checkpoint.
+    """
+    stays = ("model/", "optimizer/", "ema/")
     stored = shards.read_index(checkpoint / STATE)
-    return {name: p for name, p in state.items() if name in stored or name.startswith(("model/", "optimizer/", "ema/"))}
+    return {name: tensor for name, tensor in state.items() if name in stored or name.startswith(stays)}
 
 
 def stored_names(checkpoint: Path, prefix: str) -> list[str]:
-    """Names of the tensors of a checkpoint that begin so."""
+    """Return the names of a checkpoint's tensors that begin with `prefix`."""
     return [name for name in shards.read_index(checkpoint / STATE) if name.startswith(prefix)]
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Raises UserError for what no run has written."""
+    """Return how far a checkpoint's run had come. Raises UserError for a file that no run has written."""
     path = checkpoint / "progress.json"
     stored = folders.read_json(path)
     if stored.get("format") != FORMAT:
         raise UserError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
+    # The file has more than these fields, and an older version wrote fewer.
     fields = {name: stored[name] for name in Progress._fields if name in stored}
     return folders.record_of(Progress, fields, path)
 
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
-    """The checkpoint at `path`, or the newest whole one in that folder, every byte of it read and compared with its
-    checksum, and a sentence for each damaged one that is passed over; None without any. All damaged is a UserError."""
+    """Return the checkpoint at `path`, or the newest undamaged one in that folder, None if there is none; and a
+    sentence for each damaged one that is passed over.
+
+    Every byte is read and compared with its checksum. Raises UserError where all are damaged.
+    """
     damaged = []
-    for checkpoint in reversed(_at(Path(path))):
-        if not (problem := checksums.damage(checkpoint)):
+    for checkpoint in reversed(_checkpoints_at(Path(path))):
+        damage = checksums.damage(checkpoint)
+        if not damage:
             return checkpoint, [f"{sentence}; the run goes on from {checkpoint}" for sentence in damaged]
-        damaged.append(f"{checkpoint} is damaged: {problem}")
+        damaged.append(f"{checkpoint} is damaged: {damage}")
     if damaged:
         raise UserError(f"{'; '.join(damaged)}; resume from another checkpoint, or start a run of another run_name")
     return None, []
 
 
-def find(path: Path) -> Path | None:
-    """The checkpoint at a path, or the newest in the folder there; None if there is none."""
-    return checkpoints[-1] if (checkpoints := _at(path)) else None
+def find_newest(path: Path) -> Path | None:
+    """Return the checkpoint at a path, or the newest in the folder there; None if there is none."""
+    checkpoints = _checkpoints_at(path)
+    return checkpoints[-1] if checkpoints else None
 
 
-def named(checkpoint: Path | None) -> str:
-    """The last checkpoint, for a sentence."""
+def newest_in_words(checkpoint: Path | None) -> str:
+    """Return the part of a sentence that names the newest checkpoint, as `find_newest` returns it."""
     return f"the last checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A folder for all ranks to write to, which takes the place of the one at `path` after the block.
+    """Yield a folder for all ranks to write to, which takes the place of the one at `path` after the block.
 
     A failure leaves everything as it was; a kill leaves what `folders.publish` says.
     """
-    scratch = distributed.on_main(_start, path)
+    scratch = distributed.on_main(_make_scratch, path)
     try:
         yield scratch
         distributed.on_main(folders.publish, scratch, path, True)
@@ -163,38 +185,41 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def _start(path: Path) -> Path:
+def _make_scratch(path: Path) -> Path:
     folders.recover(path)
     scratch = folders.scratch_beside(path)
     scratch.mkdir(parents=True)
     return scratch
 
 
-def _describe(tmp: Path, progress: Progress, config: dict[str, Any]) -> None:
-    (tmp / "config.json").write_text(json.dumps(config, indent=2))
+def _write_records(folder: Path, progress: Progress, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     stored = {"format": FORMAT, **progress._asdict(), "torch": torch.__version__}
-    (tmp / "progress.json").write_text(json.dumps(stored))
-    checksums.write(tmp)
+    (folder / "progress.json").write_text(json.dumps(stored))
+    checksums.write(folder)
 
 
 def prune(folder: Path, epoch: int, keep: int) -> None:
-    """Remove checkpoints that are older than the `keep` newest or of later epochs, and what a kill left behind."""
+    """Remove checkpoints of later epochs than `epoch`, all but the `keep` newest others, and what a kill left."""
     folders.remove_leftovers(folder, age_s=0.0)
-    checkpoints = _checkpoints(folder)
-    newest = [path for number, path in checkpoints if number <= epoch][-keep:]
+    checkpoints = _numbered(folder)
+    earlier = [path for number, path in checkpoints if number <= epoch]
     for _, path in checkpoints:
-        if path not in newest:
+        if path not in earlier[-keep:]:
             folders.remove(path)
 
 
-def _at(path: Path) -> list[Path]:
-    """The checkpoint at a path alone, or those in the folder there, oldest first."""
+def _checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoint at a path alone, or those in the folder there, oldest first."""
     if path.is_dir() and (re.fullmatch(NAME, path.name) or (path / "progress.json").is_file()):
         return [path]
-    return [checkpoint for _, checkpoint in _checkpoints(path)]
+    return [checkpoint for _, checkpoint in _numbered(path)]
 
 
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(epoch, folder) of the complete ones, oldest first."""
-    matches = [(re.fullmatch(NAME, path.name), path) for path in folder.glob("*")]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Return (epoch, folder) of each complete checkpoint, oldest first."""
+    checkpoints = []
+    for path in folder.glob("*"):
+        if match := re.fullmatch(NAME, path.name):
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)

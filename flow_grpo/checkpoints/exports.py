@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from flow_grpo.base import distributed, folders
 from flow_grpo.weights import fsdp_utils, lora_files, quantisation, safetensors_reader
 
-logging.getLogger("huggingface_hub").setLevel(logging.WARNING)  # it announces every file that it writes
+# The hub's client announces every file that it writes.
+logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
 
 
 def save_lora(pipeline: Any, folder: Path | str) -> None:
@@ -28,29 +29,34 @@ def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) ->
     layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
     settings = pipeline.transformer.peft_config["default"].to_dict()
     precision = quantisation.precision_of(pipeline.transformer)
+    # A set has no order in JSON: equal adapters would make files of different bytes.
+    for key, value in settings.items():
+        if isinstance(value, set):
+            settings[key] = sorted(value)
     with folders.published(Path(folder, lora_files.FILE)) as scratch:
         type(pipeline).save_lora_weights(
             folder,
             weight_name=scratch.name,
             transformer_lora_layers=layers,
-            # Without it the loader would take alpha = rank.
-            transformer_lora_adapter_metadata={
-                key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
-            },
+            # Without its settings the loader would take alpha = rank.
+            transformer_lora_adapter_metadata=settings,
         )
         _complete_header(scratch, {"base_precision": precision} if precision else {})
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
-    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`. A failure leaves the
-    folder as it was."""
+    """Write all weights as diffusers does, for its `from_pretrained` and for `fsdp_utils.prepare`.
+
+    A failure leaves the folder as it was.
+    """
     weights = fsdp_utils.full_state_dict(transformer, trainable_only=False)
     distributed.on_main(_save_transformer, transformer, Path(folder), weights)
 
 
 def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
     config = json.loads(transformer.to_json_string())
-    config["_class_name"] = config["_class_name"].removeprefix("FSDP")  # fully_shard subclasses the transformer's class
+    # fully_shard gives the transformer a subclass whose name begins with FSDP; diffusers knows the class itself.
+    config["_class_name"] = config["_class_name"].removeprefix("FSDP")
     pattern = safetensors_reader.WEIGHTS.replace(".", "{suffix}.")
     folders.recover(folder)
     with folders.published(folder, replaces=True) as scratch:
@@ -61,10 +67,12 @@ def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, T
 
 def _complete_header(file: Path, metadata: dict[str, str]) -> None:
     """Add metadata to the header of a safetensors file, and sort it, since safetensors writes it in any order."""
+    # A file is the header's length in 8 bytes, the header as JSON, padded to a multiple of 8 bytes, and the tensors.
     stored = file.read_bytes()
     end = 8 + int.from_bytes(stored[:8], "little")
     header = json.loads(stored[8:end])
-    header["__metadata__"] = dict(sorted((header["__metadata__"] | metadata).items()))
+    completed = header["__metadata__"] | metadata
+    header["__metadata__"] = dict(sorted(completed.items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])

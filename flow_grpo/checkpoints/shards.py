@@ -1,7 +1,7 @@
-"""Named tensors on a disk that every rank writes its rows of, and that any number of ranks can read in any layout.
+"""Named tensors on a disk: every rank writes its rows of them, and any number of ranks can read them in any layout.
 
-They lie in safetensors files of up to FILE_BYTES, or one tensor. A tensor that is not whole in a file has an entry
-NAME -> [its first row there, rows in all] in the file's metadata "rows".
+They are in safetensors files of up to FILE_BYTES, or of one larger tensor. A tensor that is not whole in a file has an
+entry NAME -> [number of its first row there, rows in all] in the file's metadata "rows".
 """
 
 import json
@@ -19,7 +19,8 @@ from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
 from flow_grpo.weights import fsdp_utils
 
-FILE_BYTES = 2**30  # of a file, whose tensors are copied to the CPU together
+# Size of a file, whose tensors are copied to the CPU together.
+FILE_BYTES = 2**30
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a whole tensor
@@ -31,30 +32,37 @@ class Part(NamedTuple):
     name: str
     rows: Any  # slice of the open file
     first: int  # number of the first row
-    shape: tuple[int, ...]  # of what is in the file
+    shape: tuple[int, ...]  # of the rows in the file
     whole: Kind
 
 
-def write(state: dict[str, Tensor], folder: Path) -> None:
+def write_tensors(state: dict[str, Tensor], folder: Path) -> None:
     """Write this rank's part of `state`."""
-    files, size = [], FILE_BYTES
-    for name, rows in _mine(state).items():
-        size += rows.tensor.nbytes
-        if size > FILE_BYTES:
+    files: list[dict[str, fsdp_utils.Rows]] = []
+    # Size of the last file. It is full, so that the first tensor begins a file.
+    file_bytes = FILE_BYTES
+    for name, rows in _rows_to_write(state).items():
+        file_bytes += rows.tensor.nbytes
+        if file_bytes > FILE_BYTES:
             files.append({})
-            size = rows.tensor.nbytes
+            file_bytes = rows.tensor.nbytes
         files[-1][name] = rows
     for number, parts in enumerate(files):
-        cut = {name: rows for name, rows in parts.items() if rows.tensor.shape != state[name].shape}
-        table = {name: [rows.first, len(state[name])] for name, rows in cut.items()}
-        tensors = {name: rows.tensor.detach().cpu().contiguous() for name, rows in parts.items()}
+        tensors = {}
+        cut = {}
+        for name, rows in parts.items():
+            tensors[name] = rows.tensor.detach().cpu().contiguous()
+            if rows.tensor.shape != state[name].shape:
+                cut[name] = [rows.first, len(state[name])]
         path = folder / f"rank_{distributed.rank():04d}_{number:04d}.safetensors"
-        save_file(tensors, path, {"rows": json.dumps(table)})
+        save_file(tensors, path, {"rows": json.dumps(cut)})
 
 
-def _mine(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
-    """The rows that this rank writes: of what several ranks hold alike, each writes about the same amount."""
-    loads, mine = defaultdict(Counter), {}
+def _rows_to_write(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
+    """Return the rows that this rank writes. Ranks that hold the same rows each write about as much of them."""
+    # Every rank comes to the same assignment, since it depends on names, sizes and layout alone.
+    loads = defaultdict(Counter)
+    mine = {}
     for name, tensor in state.items():
         rows = fsdp_utils.rows_of(tensor)
         load = loads[rows.num_copies]
@@ -66,8 +74,9 @@ def _mine(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
 
 
 def read_index(folder: Path) -> dict[str, Kind]:
-    """Which tensors a folder holds. Raises UserError where a file is none of these, or rows are missing."""
-    index, num_rows = {}, Counter()
+    """Return the tensors that a folder holds. Raises UserError where a file is no part of them, or rows are missing."""
+    index = {}
+    num_rows = Counter()
     for part in _parts(folder):
         index[part.name] = part.whole
         num_rows[part.name] += part.shape[0] if part.shape else 1
@@ -78,21 +87,30 @@ def read_index(folder: Path) -> dict[str, Kind]:
 
 
 def _parts(folder: Path) -> Iterator[Part]:
+    """Yield the rows of each tensor in each file, while the file is open."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 table = json.loads((file.metadata() or {})["rows"])
                 for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                    rows = file.get_slice(name)
-                    shape, dtype = tuple(rows.get_shape()), DTYPES[rows.get_dtype()]
-                    first, *num_rows = table.get(name, (0, *shape[:1]))
-                    yield Part(name, rows, first, shape, (dtype, (*num_rows, *shape[1:])))
+                    yield _part_of(name, file.get_slice(name), table)
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path} is no part of a checkpoint: {error}") from error
 
 
+def _part_of(name: str, rows: Any, table: dict[str, list[int]]) -> Part:
+    """Return a tensor of a file; `table` is the file's metadata "rows". Damaged metadata raises as Python does."""
+    shape = tuple(rows.get_shape())
+    whole = shape
+    first = 0
+    if name in table:
+        first, num_rows = table[name]
+        whole = (num_rows, *shape[1:])
+    return Part(name, rows, first, shape, (DTYPES[rows.get_dtype()], whole))
+
+
 @torch.no_grad()
-def read(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
+def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
     """Fill `state`; each rank reads its own rows. Raises UserError for other tensors, or more of them if `exact`."""
     stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
@@ -104,11 +122,14 @@ def read(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
             _fill(fsdp_utils.rows_of(state[part.name]), part)
 
 
-def _fill(own: fsdp_utils.Rows, part: Part) -> None:
-    """The rows that a part of a file and this rank's part of a tensor have in common."""
+def _fill(target: fsdp_utils.Rows, part: Part) -> None:
+    """Copy the rows that a part of a file and this rank's part of the tensor have in common."""
     if not part.shape:
-        own.tensor.copy_(part.rows[...])
+        target.tensor.copy_(part.rows[...])
         return
-    start, stop = max(own.first, part.first), min(own.first + len(own.tensor), part.first + part.shape[0])
+    # Both are row numbers in the whole tensor.
+    start = max(target.first, part.first)
+    stop = min(target.first + len(target.tensor), part.first + part.shape[0])
     if start < stop:
-        own.tensor[start - own.first : stop - own.first].copy_(part.rows[start - part.first : stop - part.first])
+        rows = part.rows[start - part.first : stop - part.first]
+        target.tensor[start - target.first : stop - target.first].copy_(rows)

@@ -76,9 +76,9 @@ def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
 def _of_run(name: str, folder: Path, weights: str) -> Candidate:
     config, source, label = run_config(folder), folder, weights
     if weights == "best":
-        if (source := best.find(folder)) is None:
+        if (source := best.find_best(folder)) is None:
             raise UserError(f"{name!r} has no best evaluation; take --weights last")
-        label = f"best, epoch {best.read(folder).epoch}"
+        label = f"best, epoch {best.read_best(folder).epoch}"
     lora, transformer = (source, None) if config.lora.rank else (None, source / "transformer")
     if not ((lora / lora_files.FILE).is_file() if lora else transformer.is_dir()):
         raise UserError(f"{source} holds no weights: the run did not come to its end; take --weights best")

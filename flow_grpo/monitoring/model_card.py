@@ -29,7 +29,7 @@ def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list
     """Write the cards of the last weights and of the best ones, whose commands load them from a place; what there is to
     tell the user."""
     run, notices = run_history.read_run(run_folder, run_folder.resolve().name), []
-    for folder in filter(None, [run_folder, best.find(run_folder)]):
+    for folder in filter(None, [run_folder, best.find_best(run_folder)]):
         try:
             write_card(run, folder, place)
         except (UserError, OSError) as error:  # all that training made is saved by now
@@ -120,7 +120,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     config, lines = run.config, run.lines("epoch")
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
     averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
-    chosen = best.read(run.folder) if folder.name == best.NAME else None
+    chosen = best.read_best(run.folder) if folder.name == best.NAME else None
     by = rewards.called(chosen.best_by, config.reward_fn) if chosen else ""
     return [
         ("prompts", Path(config.dataset).name),

@@ -63,10 +63,10 @@ def _evaluations_since(folder: Path) -> int:
     or best/, of which a run may have only one."""
     since = [0]
     with suppress(UserError):  # what needs a damaged record names it
-        if chosen := best.read(folder):
+        if chosen := best.read_best(folder):
             since.append(chosen.since)
     with suppress(UserError):
-        if newest := checkpoints.find(folder / "checkpoints"):
+        if newest := checkpoints.find_newest(folder / "checkpoints"):
             since.append(checkpoints.read_progress(newest).evaluations_since)
     return max(since)
 

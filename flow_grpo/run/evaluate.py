@@ -117,7 +117,7 @@ def conclude(run: Run) -> None:
     if chosen is None:
         run.board.say(f"{run.folder}: {why_no_best(run)}, so there is no best policy")
         return
-    name, folder = chosen.best_by, best.find(run.folder)
+    name, folder = chosen.best_by, best.find_best(run.folder)
     if chosen.split == run.test_prompts.name:
         figures = chosen.figures
     elif chosen.epoch == run.epoch:

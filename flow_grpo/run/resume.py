@@ -139,7 +139,7 @@ def _source(first: Path, resume_from: str) -> Source:
     if resume_from == "latest":
         return Source(_latest_folder(first))
     path = Path(os.path.realpath(resume_from))
-    if checkpoints.find(path) is None:
+    if checkpoints.find_newest(path) is None:
         expected = "a folder like epoch_000010, or one that holds such folders"
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.family(first):
@@ -155,8 +155,8 @@ def _latest_folder(first: Path) -> Path:
     """The newest folder of the run that has a checkpoint; otherwise the newest without one, or a new one."""
     family = [folder for folder in folders.family(first) if folder.is_dir()]
     own = [folder for folder in family if _name(folder) == first.name]
-    begun = [folder for folder in own if checkpoints.find(folder / "checkpoints")]
-    if not own and checkpoints.find(first / "checkpoints"):
+    begun = [folder for folder in own if checkpoints.find_newest(folder / "checkpoints")]
+    if not own and checkpoints.find_newest(first / "checkpoints"):
         raise UserError(
             f"config.resume_from: {first} is of the run {_name(first) or 'of an unknown name'}, not of {first.name}: "
             "correct config.run_name, or copy config.json from a checkpoint of the run"
@@ -170,13 +170,13 @@ def _latest(folder: Path) -> Source:
     path = folder / "checkpoints"
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
-    if checkpoints.find(path):
+    if checkpoints.find_newest(path):
         return Source(folder, path)
     parent = provenance.parent(folder)
     if parent is None:
         return Source(folder)
     checkpoint = Path(parent.checkpoint)
-    if checkpoints.find(checkpoint) is None:
+    if checkpoints.find_newest(checkpoint) is None:
         raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
     return Source(folder, checkpoint, Path(parent.folder))
 
@@ -235,7 +235,7 @@ def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
 
 def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
     """Raises UserError where config.resume_from names an older checkpoint: what came later would be destroyed."""
-    newest = checkpoints.find(folder / "checkpoints")
+    newest = checkpoints.find_newest(folder / "checkpoints")
     if newest and newest.name > checkpoint.name and path.resolve() != newest.parent.resolve():
         raise UserError(
             f"config.resume_from: {folder} has a later checkpoint than {path}: {newest.name}; with another "
@@ -262,8 +262,8 @@ def resume(run: Run, place: Place) -> None:
         wanted = best_candidate(run, run.epoch, {})
         before = None
         if progress.evaluation:
-            before = best.of_settings(progress.evaluation, place.checkpoint / "progress.json")
-        restored = best.restore(run.folder, place.checkpoint, wanted, before)
+            before = best.from_settings(progress.evaluation, place.checkpoint / "progress.json")
+        restored = best.restore_best(run.folder, place.checkpoint, wanted, before)
         run.best_evaluation, run.evaluations_since, notice = restored
         run.board.say(notice)
     if place.parent:

@@ -34,7 +34,7 @@ def save(run: Run) -> None:
     def extra_files(folder: Path) -> None:
         if run.config.lora.rank:
             export(run, folder)
-        distributed.on_main(best.link, run.folder, folder)
+        distributed.on_main(best.link_best, run.folder, folder)
 
     with run.board.timed("save"), explained(run.folder):
         _save_state(run, run.folder / "checkpoints", run.epoch, run.config.keep_checkpoints, extra_files)
@@ -70,15 +70,16 @@ def export(run: Run, folder: Path) -> None:
 
 
 def _check_finite(run: Run, tensors: dict[str, Tensor]) -> None:
-    last = checkpoints.find(run.folder / "checkpoints") if distributed.is_main() else None
-    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.named(last)})")
+    last = checkpoints.find_newest(run.folder / "checkpoints") if distributed.is_main() else None
+    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.newest_in_words(last)})")
 
 
 def state_after_failure(run: Run) -> str:
     """What an update that was not made leaves behind, as the end of a sentence."""
     problem = finite.problem(fsdp_utils.trainable_parameters(run.pipeline.transformer))
     weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
-    return f", which was not made; {weights}; {checkpoints.named(checkpoints.find(run.folder / 'checkpoints'))}"
+    last = checkpoints.newest_in_words(checkpoints.find_newest(run.folder / "checkpoints"))
+    return f", which was not made; {weights}; {last}"
 
 
 def load_export(run: Run, folder: Path) -> None:
@@ -129,13 +130,13 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
     candidate = best_candidate(run, epoch, figures)
     if best.improves(candidate, run.best_evaluation):
         with run.board.timed("save"), explained(run.folder):
-            best.write(run.folder, candidate, partial(_fill_best, run, epoch))
+            best.write_best(run.folder, candidate, partial(_fill_best, run, epoch))
         run.best_evaluation = candidate
 
 
 def load_best_state(run: Run) -> str:
     """Go back to the best evaluation's training state, but for the counters; why not, "" where it was done."""
-    folder = best.find(run.folder) / best.STATE
+    folder = best.find_best(run.folder) / best.STATE
     try:
         checkpoint, _ = distributed.on_main(checkpoints.choose, folder)
     except UserError as error:
@@ -156,7 +157,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     Another run's, which is not `exact`, may lack the reference and extra policies, or have some that this run does not
     need. Extra policies that it lacks become the loaded policy,"""
     tensors = state(run)
-    stored = tensors if exact else checkpoints.stored_of(checkpoint, tensors)
+    stored = tensors if exact else checkpoints.without_missing(tensors, checkpoint)
     progress = checkpoints.load(checkpoint, stored, exact)
     for policy, ema in run.extra_policies.items():
         if not any(name.startswith(f"{policy}/") for name in stored):
