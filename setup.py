@@ -1,3 +1,5 @@
+import re
+
 from setuptools import find_packages, setup
 
 OCR = ["rapidocr>=3.10,<3.11", "onnxruntime>=1.27,<2"]  # its weights come in the package: another one, other rewards
@@ -5,7 +7,7 @@ TENSORBOARD = ["tensorboard>=2.20,<3"]
 
 setup(
     name="flow_grpo",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', open("flow_grpo/__init__.py").read())[1],
     description="Reinforcement learning and preference optimisation for flow-matching image models",
     long_description=open("README.md").read(),
     long_description_content_type="text/markdown",

@@ -24,6 +24,7 @@ from refused import assert_refused, refusal
 from safetensors.torch import load_file
 from small import ROOT, config_of, evaluated, lines_of, train
 
+import flow_grpo
 from config import grpo
 from flow_grpo import rewards
 from flow_grpo.algorithms import losses
@@ -474,11 +475,20 @@ def test_the_tests_that_it_names_are_there():
         assert re.search(rf"def test_\w*{word}", text), (files, word)
 
 
-def test_the_changelog_has_every_bullet_once():
+def test_the_changelog_has_every_bullet_and_row_once():
     """A merge that keeps both sides can keep the whole of each."""
-    bullets = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
-    assert len(bullets) > 100
-    assert sorted(set(bullets)) == sorted(bullets)
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith(("- ", "| `"))]
+    assert len(lines) > 20
+    assert sorted(set(lines)) == sorted(lines)
+
+
+def test_the_changelog_is_the_notes_of_each_version_and_at_most_two_pages_of_what_is_not_released():
+    """A merge must not bring back bullets that a release took together: keep yours, below the heading."""
+    notes = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    unreleased, newest, *_ = notes
+    assert unreleased.startswith("Unreleased\n")
+    assert newest.startswith(f"{flow_grpo.__version__}\n")
+    assert [note.partition("\n")[0] for note in notes if note.count("\n") > 600] == []
 
 
 def test_hooks_need_no_network_and_do_what_make_check_and_make_docs_do():

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from small import ENV, ROOT
 
+import flow_grpo
 from flow_grpo.diffusers_patch import registry
 
 PACKAGE = ROOT / "flow_grpo"
@@ -189,3 +190,4 @@ def test_a_wheel_names_its_requirements_and_pythons_and_holds_its_licence_which_
     assert all(files[name] == (ROOT / name).read_bytes() for name in ("LICENSE", "NOTICE"))
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["license"], citation["version"]) == ("Apache-2.0", metadata["Version"])
+    assert metadata["Version"] == flow_grpo.__version__
