@@ -82,7 +82,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     loss = rows.step_weights * surrogate.loss
     run.meter.add(policy_loss=loss, **surrogate.metrics)
     if reference is not None:
-        kl = losses.gaussian_kl(step.mean, reference.mean, step.transition_std)
+        kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
     log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio

@@ -64,7 +64,7 @@ def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
     means = []
     for policy in teachers:
         with policy.applied():
-            means.append(recompute_steps(run, rows).mean)
+            means.append(recompute_steps(run, rows).prev_sample_mean)
     return means
 
 
@@ -73,7 +73,7 @@ def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
     """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
     means = means_of(run, rows, teachers)
     step = recompute_steps(run, rows)
-    kl = torch.stack([losses.gaussian_kl(step.mean, mean, step.transition_std) for mean in means]).mean(0)
+    kl = torch.stack([losses.gaussian_kl(step.prev_sample_mean, mean, step.transition_std) for mean in means]).mean(0)
     run.meter.add(policy_loss=kl)
     backward(run, rows.step_weights * kl, rows)
 

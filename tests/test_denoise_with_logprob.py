@@ -93,8 +93,8 @@ def test_a_window_is_the_loop_one_would_write_whose_log_probs_are_outside_the_fa
             step, traced = noisy_step(x, i, b, torch.randn(1, *SHAPE, generator=stream)), trace[i - window.start]
             torch.testing.assert_close(traced.latents[b], x[0])
             torch.testing.assert_close(traced.step.log_prob[b], step.log_prob[0])
-            torch.testing.assert_close(traced.step.next_latents[b], step.next_latents[0])
-            x = step.next_latents
+            torch.testing.assert_close(traced.step.prev_sample[b], step.prev_sample[0])
+            x = step.prev_sample
         torch.testing.assert_close(found[b], x[0])
 
 
@@ -112,8 +112,8 @@ def test_branches_are_what_one_gets_one_at_a_time_without_a_forward_too_many(ste
             for j in range(J):
                 step, row = noisy_step(trunk, i, b, noise[j : j + 1]), b * J + j
                 torch.testing.assert_close(trace[k].step.log_prob[row], step.log_prob[0])
-                torch.testing.assert_close(trace[k].step.next_latents[row], step.next_latents[0])
-                torch.testing.assert_close(found[b, k, j], ode_steps(step.next_latents, range(i + 1, T), b)[0])
+                torch.testing.assert_close(trace[k].step.prev_sample[row], step.prev_sample[0])
+                torch.testing.assert_close(found[b, k, j], ode_steps(step.prev_sample, range(i + 1, T), b)[0])
 
 
 @pytest.mark.parametrize("ode_rows", [1, 5, B * J])

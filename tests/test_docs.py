@@ -409,7 +409,7 @@ def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stron
     for t in scheduler.timesteps[:-1]:
         how = dict(noise_level=0.7, prev_sample=x)
         mean, reference = (sde_step_with_logprob(scheduler, x + v, t[None], x, **how) for v in (0.0, 0.1))
-        means = mean.mean, reference.mean
+        means = mean.prev_sample_mean, reference.prev_sample_mean
         ours += losses.gaussian_kl(*means, mean.transition_std)
         theirs += losses.gaussian_kl(*means, mean.std_dev_t)
         stds.append(mean.transition_std.item())

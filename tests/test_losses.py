@@ -100,7 +100,7 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
     stops = (kl > limit) & (advantages.sign() == (ratio - 1).sign())
     assert 0 < stops.sum() < (kl > limit).sum()
     learned = log_prob.clone().requires_grad_()
-    step = SimpleNamespace(log_prob=learned, mean=mean, transition_std=std.view(12, 1, 1))
+    step = SimpleNamespace(log_prob=learned, prev_sample_mean=mean, transition_std=std.view(12, 1, 1))
     rows, train = SimpleNamespace(log_probs=old, means=old_mean), ConfigDict(dict(kl_limit=limit))
     found = OBJECTIVES["dppo"].function(step, rows, advantages, train)
     assert torch.equal(found.beyond, kl > limit)

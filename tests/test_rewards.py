@@ -406,7 +406,7 @@ def spoiling_two(draw):
     def sampled(*args, **how):
         for number, (batch, drawn) in enumerate(draw(*args, **how)):
             if number == 0:
-                for tensor in (drawn.latents, *(x for t in drawn.trace for x in (t.latents, t.step.next_latents))):
+                for tensor in (drawn.latents, *(x for t in drawn.trace for x in (t.latents, t.step.prev_sample))):
                     tensor[:2] += 0.1
             yield batch, drawn
 

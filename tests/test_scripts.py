@@ -220,7 +220,7 @@ def test_the_minimal_script_samples_and_scores_as_the_package_does():
     for (timestep, latents, next_latents, log_prob), traced in zip(noisy_steps, samples.trace):
         torch.testing.assert_close(timestep, traced.timestep)
         torch.testing.assert_close(latents, traced.latents, rtol=0, atol=1e-4)
-        torch.testing.assert_close(next_latents, traced.step.next_latents, rtol=0, atol=1e-4)
+        torch.testing.assert_close(next_latents, traced.step.prev_sample, rtol=0, atol=1e-4)
         torch.testing.assert_close(log_prob, traced.step.log_prob, rtol=0, atol=1e-4)
 
 

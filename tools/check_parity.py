@@ -94,7 +94,7 @@ def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda row
         seen.clear()
         with mode():
             step = recompute_steps(run, change(rollout.take(minibatch, len(rows))))
-        mean = step.mean.detach()[:: plan.num_branches]
+        mean = step.prev_sample_mean.detach()[:: plan.num_branches]
         forwards.append(
             Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))
         )

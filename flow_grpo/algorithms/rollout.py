@@ -117,8 +117,8 @@ def from_trace(
         condition=condition,
         timesteps=torch.stack([t.timestep for t in trace], 1),
         latents=torch.stack([t.latents for t in trace], 1),
-        next_latents=torch.stack([t.step.next_latents.unflatten(0, (num_images, -1)) for t in trace], 1),
-        means=torch.stack([t.step.mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1),
+        next_latents=torch.stack([t.step.prev_sample.unflatten(0, (num_images, -1)) for t in trace], 1),
+        means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1),
         log_probs=torch.stack([t.step.log_prob.unflatten(0, (num_images, -1)) for t in trace], 1),
         step_weights=losses.step_weights(std, step_weight),
     )

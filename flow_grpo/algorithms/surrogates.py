@@ -44,14 +44,14 @@ def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 
 def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
-    densities = step.log_prob, rows.log_probs, step.mean, rows.means, step.transition_std
+    densities = step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
     loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
     return Surrogate(loss, losses.guard_log_ratio(*densities))
 
 
 def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
-    means = step.mean, rows.means, step.transition_std
+    means = step.prev_sample_mean, rows.means, step.transition_std
     loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
     beyond = losses.gaussian_kl(*means) > train.kl_limit
     return Surrogate(loss, step.log_prob - rows.log_probs, beyond)

@@ -137,7 +137,7 @@ def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
 def euler_step(requests: list[Request], velocities: Tensor) -> None:
     """One of the ODE, for requests of one schedule."""
     x, t = inputs_of(requests)
-    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).next_latents
+    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
     for request, latents in zip(requests, after.split(1)):
         request.latents = latents
 
@@ -166,9 +166,9 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
         request.trace.append(TracedStep(timestep, latents, drawn))
         if request.is_trunk:
-            new += make_branches(request, drawn.next_latents)
+            new += make_branches(request, drawn.prev_sample)
         else:
-            request.latents = drawn.next_latents
+            request.latents = drawn.prev_sample
     if new:
         euler_step(requests, velocities)
     return new

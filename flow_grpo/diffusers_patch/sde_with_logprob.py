@@ -6,7 +6,7 @@ different timesteps.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,37 @@ from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES
 
 
 class SDEStep(NamedTuple):
-    next_latents: Tensor  # [B, ...] f32, one step closer to the image
+    """One step of B rows. The names are those of diffusers, whose previous sample is the next one of the walk."""
+
+    prev_sample: Tensor  # [B, ...] f32, one step closer to the image
     log_prob: Tensor  # [B] f32, mean over the latent's elements, nats per element; 0 for an ODE step
-    mean: Tensor  # [B, ...] f32
+    prev_sample_mean: Tensor  # [B, ...] f32
     std_dev_t: Tensor  # [B, 1...] f32, diffusion coefficient, per sqrt(time)
     transition_std: Tensor  # [B, 1...] f32, standard deviation of the step itself
     dt: Tensor  # [B, 1...] f32, sigma_next - sigma, negative
 
-    prev_sample = property(lambda step: step.next_latents)  # by their published names
-    prev_sample_mean = property(lambda step: step.mean)
+
+class Transition(NamedTuple):
+    """The Gaussian that a noisy step draws from."""
+
+    mean: Tensor  # [B, ...] f32
+    std_dev_t: Tensor  # [B, 1...] f32, diffusion coefficient, per sqrt(time)
+    std: Tensor  # [B, 1...] f32
 
 
 def sde_step_with_logprob(
-    scheduler, model_output, timestep, sample, *, noise_level, sde_type="sde", prev_sample=None, noise=None
+    scheduler: Any,
+    model_output: Tensor,
+    timestep: Tensor,
+    sample: Tensor,
+    *,
+    noise_level: float,
+    sde_type: str = "sde",
+    prev_sample: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> SDEStep:
     """Take, or score, one step from `sample` to the scheduler's next sigma. Arguments are named as in diffusers.
+    Raises UserError for an unknown `sde_type`, and for a noisy step with neither `noise` nor `prev_sample`.
 
     Args:
         scheduler: anything with `sigmas` [T + 1] and `timesteps` [T], descending; read, never written.
@@ -43,62 +59,99 @@ def sde_step_with_logprob(
             same step with its Gaussian log_prob.
         prev_sample: score these next latents instead of drawing them.
         noise: standard normal draw, [B, ...]; needed when drawing a noisy step.
-
-    Raises:
-        UserError: unknown `sde_type`, or neither `prev_sample` nor `noise` for a noisy step.
     """
     if sde_type not in SDE_TYPES:
         raise UserError(f"sde_type is {sde_type!r}; there are: {', '.join(SDE_TYPES)}")
-    x, v = sample.float(), model_output.float()
+    x = sample.float()
+    v = model_output.float()
     sigma, sigma_next = _sigmas_at(scheduler, timestep, x)
     if noise_level == 0:
-        mean, std_dev_t = x + v * (sigma_next - sigma), torch.zeros_like(sigma)
-        return SDEStep(mean, mean.new_zeros(len(mean)), mean, std_dev_t, std_dev_t, sigma_next - sigma)
-    if prev_sample is None and noise is None:
-        raise UserError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
-
-    second_sigma = scheduler.sigmas[1].to(x)
-    mean, std_dev_t, transition_std = _MOMENTS[sde_type](x, v, sigma, sigma_next, second_sigma, noise_level)
-    prev_sample = mean + transition_std * noise.float() if prev_sample is None else prev_sample.float()
-    error = (prev_sample.detach() - mean) ** 2
-    if sde_type == "cps":
-        log_density = -error
-    else:
-        log_density = -error / (2 * transition_std**2) - torch.log(transition_std) - 0.5 * math.log(2 * math.pi)
-    log_prob = log_density.flatten(1).mean(1, dtype=torch.float64).float()  # float64 hides the order of the terms
-    return SDEStep(prev_sample, log_prob, mean, std_dev_t, transition_std, sigma_next - sigma)
+        return _ode_step(x, v, sigma, sigma_next)
+    transition = _TRANSITIONS[sde_type](x, v, sigma, sigma_next, scheduler.sigmas[1].to(x), noise_level)
+    if prev_sample is None:
+        prev_sample = _draw(transition, noise, noise_level)
+    prev_sample = prev_sample.float()
+    log_prob = _log_prob(prev_sample, transition, sde_type)
+    return SDEStep(prev_sample, log_prob, transition.mean, transition.std_dev_t, transition.std, sigma_next - sigma)
 
 
-def _sigmas_at(scheduler, timestep: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """This and the next sigma of each row, [B, 1...]: one gather on the device, no index search in Python."""
-    timesteps, sigmas = scheduler.timesteps.to(like), scheduler.sigmas.to(like)
-    index = (timestep.to(like)[:, None] - timesteps).abs().argmin(dim=1)
-    rows = (-1,) + (1,) * (like.ndim - 1)
-    return sigmas[index].view(rows), sigmas[index + 1].view(rows)
-
-
-def _sde_moments(x, v, sigma, sigma_next, second_sigma, eta):
-    """Flow-GRPO eq. 9; at sigma = 1 its diffusion coefficient is infinite, so the second sigma stands in."""
+def _ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> SDEStep:
+    """One of Euler, x + v dt."""
     dt = sigma_next - sigma
-    std_dev_t = eta * torch.sqrt(sigma / (1 - torch.where(sigma == 1, second_sigma, sigma)))
-    half_g2 = std_dev_t**2 / (2 * sigma)
-    mean = x * (1 + half_g2 * dt) + v * (1 + half_g2 * (1 - sigma)) * dt
-    return mean, std_dev_t, std_dev_t * torch.sqrt(-dt)
+    mean = x + v * dt
+    no_std = torch.zeros_like(sigma)
+    return SDEStep(mean, mean.new_zeros(len(mean)), mean, no_std, no_std, dt)
 
 
-def _dance_moments(x, v, sigma, sigma_next, second_sigma, eta):
+def _draw(transition: Transition, noise: Tensor | None, noise_level: float) -> Tensor:
+    if noise is None:
+        raise UserError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
+    return transition.mean + transition.std * noise.float()
+
+
+def _log_prob(prev_sample: Tensor, transition: Transition, sde_type: str) -> Tensor:
+    """Log-density of the outcomes [B, ...] of a noisy step, mean over their elements, [B] f32."""
+    # The outcome is data: a gradient reaches the log-prob through the mean alone.
+    squared_error = (prev_sample.detach() - transition.mean) ** 2
+    if sde_type == "cps":
+        log_density = -squared_error
+    else:
+        std = transition.std
+        log_density = -squared_error / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+
+    # A sum in float64, rounded once, does not depend on the order of its terms.
+    return log_density.flatten(1).mean(1, dtype=torch.float64).float()
+
+
+def _sigmas_at(scheduler: Any, timestep: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the present and the next sigma of each row, [B, 1...], so that they multiply x [B, ...]."""
+    timesteps = scheduler.timesteps.to(x)
+    sigmas = scheduler.sigmas.to(x)
+
+    # The nearest timestep is found on the device: a search in Python would wait for it in every step.
+    index = (timestep.to(x)[:, None] - timesteps).abs().argmin(dim=1)
+    column = (-1,) + (1,) * (x.ndim - 1)
+    return sigmas[index].view(column), sigmas[index + 1].view(column)
+
+
+def _sde_transition(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, second_sigma: Tensor, eta: float
+) -> Transition:
+    """Flow-GRPO eq. 9, with g = eta sqrt(sigma / (1 - sigma)) and the drift's correction g^2 / (2 sigma)."""
+    # At sigma = 1 the diffusion coefficient is infinite, so the second sigma stands in.
+    finite_sigma = torch.where(sigma == 1, second_sigma, sigma)
+    std_dev_t = eta * torch.sqrt(sigma / (1 - finite_sigma))
+    dt = sigma_next - sigma
+    correction = std_dev_t**2 / (2 * sigma)
+    mean = x * (1 + correction * dt) + v * (1 + correction * (1 - sigma)) * dt
+    return Transition(mean, std_dev_t, std_dev_t * torch.sqrt(-dt))
+
+
+def _dance_transition(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, second_sigma: Tensor, eta: float
+) -> Transition:
     """DanceGRPO: constant diffusion coefficient, drift corrected by the score (x - (1 - sigma) x_0) / sigma^2."""
-    dt, std_dev_t = sigma_next - sigma, torch.full_like(sigma, eta)
-    mean = x + (v + 0.5 * eta**2 * (x - (1 - sigma) * (x - sigma * v)) / sigma**2) * dt
-    return mean, std_dev_t, std_dev_t * torch.sqrt(-dt)
+    std_dev_t = torch.full_like(sigma, eta)
+    dt = sigma_next - sigma
+    x_0 = x - sigma * v
+    mean = x + (v + 0.5 * eta**2 * (x - (1 - sigma) * x_0) / sigma**2) * dt
+    return Transition(mean, std_dev_t, std_dev_t * torch.sqrt(-dt))
 
 
-def _cps_moments(x, v, sigma, sigma_next, second_sigma, eta):
+def _cps_transition(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, second_sigma: Tensor, eta: float
+) -> Transition:
     """Flow-CPS: rotate part of the remaining noise into fresh noise, so that the marginal at sigma_next is kept."""
     std_dev_t = sigma_next * math.sin(eta * math.pi / 2)
-    x_0, x_1 = x - sigma * v, x + (1 - sigma) * v
+    x_0 = x - sigma * v
+    x_1 = x + (1 - sigma) * v
     mean = (1 - sigma_next) * x_0 + x_1 * torch.sqrt(sigma_next**2 - std_dev_t**2)
-    return mean, std_dev_t, std_dev_t
+    return Transition(mean, std_dev_t, std_dev_t)
 
 
-_MOMENTS = {"sde": _sde_moments, "dance": _dance_moments, "cps": _cps_moments, "cps_gaussian": _cps_moments}
+_TRANSITIONS = {
+    "sde": _sde_transition,
+    "dance": _dance_transition,
+    "cps": _cps_transition,
+    "cps_gaussian": _cps_transition,
+}

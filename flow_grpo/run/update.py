@@ -31,7 +31,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
                 step = recompute_steps(run, rollout.take(rows, num_rows))
             row_index = rows.to(stored.device)
             rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
-            rollout.means.flatten(0, 1)[row_index] = step.mean.detach()[:: rollout.num_outcomes]
+            rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
     gaps = distributed.gather((rollout.log_probs - stored).abs().flatten())
     run.epoch_metrics["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
     run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
