@@ -1,5 +1,6 @@
 """Runs small enough for tests, and what they logged."""
 
+import ctypes
 import itertools
 import json
 import os
@@ -205,6 +206,22 @@ def no_file_above(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def permissions_hold():
+    """A folder that its mode makes read-only is so for root, too, who lays down the right to override modes."""
+    libc, override = ctypes.CDLL(None), 1 << 1  # CAP_DAC_OVERRIDE
+    header = (ctypes.c_uint32 * 2)(0x20080522)  # the interface's version; of this thread
+    rights = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable ones, twice 32 of them
+    assert libc.capget(header, rights) == 0
+    before, rights[0] = rights[0], rights[0] & ~override
+    assert libc.capset(header, rights) == 0
+    try:
+        yield
+    finally:
+        rights[0] = before
+        assert libc.capset(header, rights) == 0
 
 
 @torch.no_grad()

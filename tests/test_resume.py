@@ -14,14 +14,15 @@ import pytest
 import warm
 from PIL import Image
 from recorded import assert_same, go_on
-from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, train
+from refused import assert_refused
+from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, train
 from two_ranks import done, launch
 
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
-from flow_grpo.monitoring import health, model_card, run_history, trackers
+from flow_grpo.monitoring import health, model_card, provenance, run_history, trackers
 from flow_grpo.run import input_files, resume
 from flow_grpo.run import run as runs
 
@@ -68,6 +69,20 @@ WEIGHTS = [  # stored, the config's today, what a resumed run has; None = it is 
     ("sqrt3", "mean_one", None),
     ("mean_one", "", None),
 ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes Linux's capabilities from root")
+@pytest.mark.parametrize("name", ["checkpoints", "images", provenance.SOURCE])
+def test_a_folder_that_the_run_could_not_save_into_is_refused_when_it_is_resumed(name, tmp_path):
+    folder = a_run_that_ended(tmp_path, NAME)
+    config = config_of(NAME, tmp_path, resume_from="latest")
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name).chmod(0o555)
+    with permissions_hold():
+        assert_refused([(name, lambda: resume.take_folder(config), [f"{name} cannot be written"])])
+    (folder / name).chmod(0o755)
+    assert resume.take_folder(config).checkpoint, "and so it goes on"
+    folders.release(folder)
 
 
 @pytest.mark.parametrize(("stored", "wanted", "expected"), WEIGHTS)
