@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import warm
 from ml_collections import ConfigDict
 from PIL import Image
-from refused import assert_refused
 from small import ENV, ROOT, no_file_above, random_images
 
 from flow_grpo.base import alerts
@@ -170,27 +170,48 @@ def test_a_tracker_that_is_missing_is_refused(monkeypatch):
             trackers.check(logger)
 
 
-def test_a_wandb_that_could_not_send_a_run_is_refused_and_one_that_sends_nothing_says_so(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+LOGS_IN = """
+import os, sys
+from flow_grpo.monitoring import trackers
 
-    def check(mode, key=""):
-        monkeypatch.setenv("WANDB_MODE", mode)
-        monkeypatch.setenv("WANDB_API_KEY", key)
+for word in sys.argv[1:]:
+    os.environ["WANDB_MODE"], os.environ["WANDB_API_KEY"] = word.split(":")
+    try:
         trackers.check("wandb")
+        print("taken")
+    except trackers.UserError as error:
+        print(error)
+"""
 
-    check("offline")
-    check("disabled")
-    rows = [("no key", lambda: check("online"), ["WANDB_MODE", "'online'", "`wandb login`"])]
-    rows.append(("cut key", lambda: check("online", "abc"), ["WANDB_API_KEY", "'online'", "40"]))
-    rows.append(("misspelt", lambda: check("on-line"), ["'on-line'", "online"]))
-    assert_refused(rows)
-    assert trackers.notice("wandb", tmp_path) == ""
-    monkeypatch.delenv("WANDB_MODE")
+
+def test_a_wandb_that_could_not_send_a_run_is_refused(tmp_path):
+    """In a process of its own: wandb remembers how the first run of a process was logged in."""
+    (tmp_path / "logs_in.py").write_text(LOGS_IN)
+    env = {name: value for name, value in ENV.items() if name != "NETRC"}
+    env |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}  # a home without .netrc
+    rows = [
+        ("offline:", ["taken"]),
+        ("disabled:", ["taken"]),
+        ("online:", ["WANDB_MODE", "'online'", "`wandb login`"]),
+        ("online:abc", ["WANDB_API_KEY", "'online'", "40"]),
+        ("on-line:", ["'on-line'", "online"]),
+        ("online:" + 40 * "a", ["taken"]),  # the last one, since wandb stays logged in
+    ]
+    done = warm.run([tmp_path / "logs_in.py", *(words for words, _ in rows)], env)
+    assert done.returncode == 0, done.stderr
+    for (row, expected), answer in zip(rows, done.stdout.splitlines(), strict=True):
+        assert [word for word in expected if word not in answer] == [], row
+
+
+def test_a_wandb_that_sends_nothing_although_it_has_a_key_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     assert f"wandb sync {tmp_path}" in trackers.notice("wandb", tmp_path)
     assert trackers.notice("tensorboard", tmp_path) == ""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert trackers.notice("wandb", tmp_path) == ""
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    assert trackers.notice("wandb", tmp_path) == ""
 
 
 SERVICE_DIES = """
