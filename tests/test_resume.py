@@ -275,6 +275,13 @@ def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_pat
     assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
 
 
+def test_renamed_folders_that_seem_to_come_from_each_other_have_an_origin(tmp_path):
+    for name, parent in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        provenance.write_parent(tmp_path / name, provenance.Parent(str(tmp_path / parent)))
+    assert trackers.origin(tmp_path / "a") == "a"
+
+
 def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
     before, how = sums_of(tmp_path), how | dict(run_name="branch")
     branch = train(NAME, "runs", **how, resume_from=f"{RUN}/checkpoints/epoch_000001")

@@ -130,9 +130,14 @@ KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def origin(run_dir: Path) -> str:
-    """Name of the run that a branch, or a branch of a branch, comes from; of any other run its own."""
-    while parent := provenance.parent(run_dir):
-        run_dir = Path(parent.folder)
+    """Name of the run that a branch, or a branch of a branch, comes from; of any other run its own. Folders that were
+    renamed may seem to come from each other: the search ends at one that it has visited."""
+    visited = set()
+    while run_dir not in visited:
+        visited.add(run_dir)
+        parent = provenance.parent(run_dir)
+        if parent:
+            run_dir = Path(parent.folder)
     return run_dir.name
 
 
