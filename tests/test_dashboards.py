@@ -312,6 +312,9 @@ def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, 
     assert list(first) == to_uint8(random_images(1, seed=10))[0, 0, 0].tolist()
     board.truncate(20)  # the way of evaluating has changed, so the line of epoch 20 goes
     assert [*plots.evaluations(tmp_path)] == [0, 10]
+    dashboard.plot_samples(tmp_path, since=20)
+    assert not (tmp_path / "samples.png").exists(), "there is nothing to compare yet"
+    dashboard.plot_samples(tmp_path, since=20)
 
 
 def test_a_picture_that_a_disk_refuses_leaves_the_old_one(tmp_path, board):

@@ -194,10 +194,13 @@ def _is_in(page: Image.Image, box: list[int]) -> bool:
 
 
 def plot_samples(run_dir, since: int = 0) -> None:
-    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one. Evaluations of
-    before `since` were made in another way, so theirs are not put beside the last ones."""
+    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one. Evaluations
+    before epoch `since` were made in another way: they are left out, and a picture of them alone is removed."""
+    file = Path(run_dir, "samples.png")
     sheets = {epochs: sheet for epochs, sheet in evaluations(run_dir).items() if epochs >= since}
     if not sheets:
+        if since:
+            file.unlink(missing_ok=True)
         return
     ends = min(sheets), max(sheets)
     pairs = zip(*(panel_pictures(sheets[epochs]) for epochs in ends))
@@ -210,7 +213,7 @@ def plot_samples(run_dir, since: int = 0) -> None:
         picture, caption, _ = pair[0]
         rows[-1] += [(None, wrap(caption, picture.width), ""), *((image, [], figure) for image, _, figure in pair)]
     page, _ = draw_cells(rows)
-    with folders.published(Path(run_dir, "samples.png")) as scratch:
+    with folders.published(file) as scratch:
         page.save(scratch, "png")
 
 
