@@ -331,7 +331,8 @@ def write_sheet(folder, number, row, scores, split):
     images, prompts = torch.stack([*scores.images.values()]), [split.prompts[i] for i in numbers]
     sheet = contact_sheet(beside_sources(images, prompts), captions_of(prompts), scores.values["avg"][0, numbers])
     name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
-    sheet.page.save(folder / f"{number}_{name}.png")
+    with folders.published(folder / f"{number}_{name}.png") as scratch:
+        sheet.page.save(scratch, "png")
 
 
 def as_json(row, scores):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,9 @@ from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_uint8
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.data.prompts import Split
+from flow_grpo.evaluation.evaluation import Scores
 from flow_grpo.monitoring import dashboard, plots, progress, trackers
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
@@ -320,9 +324,12 @@ def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, 
 def test_a_picture_that_a_disk_refuses_leaves_the_old_one(tmp_path, board):
     board.log_images(random_images(2), ["a", "b"], [1.0, 0.0], epoch=0, step=0)
     records = [{"kind": "eval", "epoch": 0, "eval/shapes": 0.5}]
+    row, split = {"policy": "base", "weights": ""}, Split("test", [Prompt("a red circle", {})])
+    scores = Scores({"avg": torch.zeros(1, 1)}, {0: random_images(1)[0]}, {})
     draws = {
         "samples.png": lambda file: dashboard.plot_samples(file.parent),
         "reward.png": lambda file: dashboard.plot_reward(records, board.config, file),
+        "1_base.png": lambda file: evaluate.write_sheet(file.parent, 1, row, scores, split),
     }
     for name, draw in draws.items():
         draw(tmp_path / name)
