@@ -159,7 +159,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "which the chosen loss does not read is refused": ("test_refusals.py", "kl_limit is 0.1"),
     "it would destroy what came later": ("test_resume.py", "def test_a_run_goes_on_from_nothing_but_its_own_folder"),
     "Any other folder than a run's is refused": ("test_refusals.py", 'resume_from="nowhere"'),
-    "If the data set, model, reference or pairs have changed": ("test_resume.py", '"preferences.path"'),
+    "If any but a reward has changed, the run is refused": ("test_resume.py", '"preferences.path"'),
     "A request that is refused (other 3xx and 4xx)": ("test_scoring.py", "def test_a_hostile_server_is_an_error"),
     "what is refused (`checks`)": NOT_OURS,
     "layers that a run does not train are refused": ("test_policies.py", "would_compute_otherwise_is_refused"),
