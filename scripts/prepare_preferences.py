@@ -138,7 +138,7 @@ def check(config, options: Options):
     source, script = options.source, preparing(options)
     checks.check(config, script)
     script.plan(config, 1)
-    load_weights.check(config, family := model_classes.resolve(config))
+    load_weights.check_model(config, family := model_classes.resolve(config))
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if source:

@@ -59,11 +59,11 @@ def chosen_folder(run_folder: Path, weights: str) -> Path:
 def check(folder: Path) -> None:
     """Raises UserError for weights that are not those that were written, or not finite."""
     if (folder / lora_files.FILE).is_file():
-        lora_files.check(folder)
+        lora_files.check_adapter(folder)
         return
     checksums.check(folder)
     for file in sorted((folder / "transformer").glob("*.safetensors")):
-        if problem := finite.problem(load_file(file)):
+        if problem := finite.problem_of_tensors(load_file(file)):
             raise UserError(f"{file} is not uploaded: {problem}")
 
 

@@ -44,7 +44,7 @@ def check_teachers(config: ConfigDict) -> None:
         as_start = config.copy_and_resolve_references()
         as_start.lora.path = folder
         try:
-            load_weights.check(as_start, model_classes.resolve(config))
+            load_weights.check_model(as_start, model_classes.resolve(config))
         except UserError as error:
             raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
 
@@ -53,7 +53,7 @@ def teacher(run: Run, folder: str) -> Ema:
     """The policy that a LoRA folder holds, in the layout of the student's own adapter."""
     policy = Ema(fsdp_utils.trainable_parameters(run.model.transformer))
     with policy.applied():
-        fsdp_utils.fill(run.model.transformer, None, policies.stored_adapter(folder))
+        fsdp_utils.fill_weights(run.model.transformer, None, policies.stored_adapter(folder))
     return policy
 
 

@@ -22,7 +22,7 @@ WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_first_tensor_that_is_not_finite_is_named(dtype):
     def problem(*rows):
-        return finite.problem({name: torch.tensor(row, dtype=dtype) for name, row in zip("abcd", rows)})
+        return finite.problem_of_tensors({name: torch.tensor(row, dtype=dtype) for name, row in zip("abcd", rows)})
 
     assert problem() == problem([1.0, 3e38], [], 3.0) == ""
     assert problem([1.0], [0.0, NAN], [-INF], 3.0) == "2 of 4 tensors hold NaN or infinities, b the first"

@@ -224,13 +224,13 @@ def by_evaluate(folder):
 
 def by_a_run(folder):
     """As a run begins with it, whose rank and alpha the file has."""
-    adapter = lora_files.read(folder)
+    adapter = lora_files.read_adapter(folder)
     config = table.default_config()
     config.lora.update(rank=adapter.rank, alpha=adapter.alpha, path=str(folder))
-    load_weights.check(config, QwenImage)
+    load_weights.check_model(config, QwenImage)
     model = QwenImage.load(config.model, torch.device("cpu"))
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
-    load_weights.fill(config, model)
+    load_weights.fill_model(config, model)
     return model.transformer
 
 
@@ -281,18 +281,18 @@ def test_a_lora_of_peft_starts_a_run_and_is_evaluated_as_diffusers_file_of_the_s
     for load in (by_evaluate, by_a_run):
         assert torch.equal(velocity(load(folder)), expected)
     stronger = written_by_peft(tmp_path / "peft", stored, lora_alpha=16)
-    assert lora_files.read(stronger).alpha == 16
+    assert lora_files.read_adapter(stronger).alpha == 16
     assert (velocity(by_evaluate(stronger)) - expected).abs().max() > 1e-3
 
 
 def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tmp_path):
     named = written(tmp_path, stored, RIGHT["saved"]).joinpath(lora_files.FILE).rename(tmp_path / "style.safetensors")
     save_file({"text": torch.zeros(2)}, tmp_path / "embedding.safetensors")
-    assert lora_files.find(tmp_path) == lora_files.find(named) == named
+    assert lora_files.find_file(tmp_path) == lora_files.find_file(named) == named
     peft = written_by_peft(tmp_path / "peft", stored, name="mine.safetensors", lora_alpha=6)
     files = [peft / "mine.safetensors", peft / lora_files.PEFT_CONFIG]
     assert lora_files.files_of(peft) == lora_files.files_of(files[0]) == files
-    adapters = [lora_files.check(path) for path in (tmp_path, named, *files[:1])]
+    adapters = [lora_files.check_adapter(path) for path in (tmp_path, named, *files[:1])]
     assert [adapter.alpha for adapter in adapters] == [8, 8, 6]
     for path in (named, tmp_path, peft):
         assert policies_to_compare.find(str(path), table.default_config(), "best").weights == "LoRA"
@@ -321,7 +321,9 @@ def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(sto
         "hub id": ("someone/style", "hf download someone/style --local-dir"),
         "nothing": (tmp_path / "nothing", "does not exist"),
     }
-    assert_refused([(name, lambda path=path: lora_files.check(path), words) for name, (path, *words) in rows.items()])
+    assert_refused(
+        [(name, lambda path=path: lora_files.check_adapter(path), words) for name, (path, *words) in rows.items()]
+    )
     find = lambda: policies_to_compare.find(str(rows["above"][0]), table.default_config(), "best")  # noqa: E731
     assert_refused([("by evaluate", find, [rows["above"][1]])])
 
@@ -332,7 +334,7 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
     if os.access(closed, os.X_OK):
         pytest.skip("root may look into every folder")
     find = lambda: policies_to_compare.find(str(closed), table.default_config(), "best")  # noqa: E731
-    assert_refused([("find", lambda: lora_files.find(closed), [closed]), ("evaluate", find, [closed])])
+    assert_refused([("find", lambda: lora_files.find_file(closed), [closed]), ("evaluate", find, [closed])])
 
 
 def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):
@@ -346,14 +348,14 @@ def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stor
     for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], b"", b"no safetensors"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=lora_files.FILE):
-            lora_files.check(tmp_path)
+            lora_files.check_adapter(tmp_path)
 
 
 def test_a_run_adapts_the_layers_that_its_config_names_and_its_file_and_its_card_say_which(shallow, tmp_path):
     targets = "attn.to_q", "img_in"  # in the blocks, and before them
     folder = train("shapes_qwenimage", tmp_path, **shallow, lora__targets=targets, num_epochs=1, eval_freq=0)
     adapted = {f"transformer_blocks.{block}.attn.to_q" for block in range(2)} | {"img_in"}
-    assert {*lora_files.read(folder).layers} == adapted
+    assert {*lora_files.read_adapter(folder).layers} == adapted
     assert all(word in (folder / "README.md").read_text() for word in ("lora.targets", *targets))
     pipeline = QwenImagePipeline.from_pretrained(shallow["model"], **ALONE)
     pipeline.load_lora_weights(folder)

@@ -47,7 +47,7 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
         quantisation.quantise_units(transformer, model.SHARD_UNITS, precision)
         units = [unit for unit in transformer.modules() if type(unit).__name__ in model.SHARD_UNITS]
     assert nn.Linear not in {type(module) for unit in units for module in unit.modules()}
-    safetensors_reader.read(empty.to_empty(device="cpu"), tmp_path, copy_to)
+    safetensors_reader.fill_transformer(empty.to_empty(device="cpu"), tmp_path, copy_to)
     expected = numbers_of(model.transformer)
     assert expected
     torch.testing.assert_close(numbers_of(empty), expected, rtol=0, atol=0)

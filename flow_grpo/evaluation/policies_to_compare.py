@@ -70,7 +70,7 @@ def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
         return Candidate(name, "base", config, None, None)
     what = "does not exist" if not folder.exists() else "is none of these"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
-    raise UserError(f"{name!r} {what}: {kinds}{lora_files.what_is_there(folder)}")
+    raise UserError(f"{name!r} {what}: {kinds}{lora_files.hint(folder)}")
 
 
 def _of_run(name: str, folder: Path, weights: str) -> Candidate:
@@ -97,7 +97,7 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
         )
     if candidate.lora is None:
         return
-    adapter = lora_files.check(candidate.lora)
+    adapter = lora_files.check_adapter(candidate.lora)
     lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
 
 
@@ -108,9 +108,9 @@ def load(candidate: Candidate, family: type[FlowModel], device: torch.device) ->
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
     model.transformer.requires_grad_(candidate.transformer is not None)
     if candidate.lora is not None:
-        adapter = lora_files.read(candidate.lora)
+        adapter = lora_files.read_adapter(candidate.lora)
         policies.attach(model.transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
         init = policies.stored_adapter(candidate.lora)
-    load_weights.fill(config, model, weights=candidate.transformer, init=init)
-    finite.check(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
+    load_weights.fill_model(config, model, weights=candidate.transformer, init=init)
+    finite.check_tensors(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
     return model

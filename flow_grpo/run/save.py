@@ -71,12 +71,12 @@ def export(run: Run, folder: Path) -> None:
 
 def _check_finite(run: Run, tensors: dict[str, Tensor]) -> None:
     last = checkpoints.find_newest(run.folder / "checkpoints") if distributed.is_main() else None
-    finite.check(tensors, f"after update {run.step} nothing is saved ({checkpoints.newest_in_words(last)})")
+    finite.check_tensors(tensors, f"after update {run.step} nothing is saved ({checkpoints.newest_in_words(last)})")
 
 
 def state_after_failure(run: Run) -> str:
     """What an update that was not made leaves behind, as the end of a sentence."""
-    problem = finite.problem(fsdp_utils.trainable_parameters(run.pipeline.transformer))
+    problem = finite.problem_of_tensors(fsdp_utils.trainable_parameters(run.pipeline.transformer))
     weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
     last = checkpoints.newest_in_words(checkpoints.find_newest(run.folder / "checkpoints"))
     return f", which was not made; {weights}; {last}"
@@ -87,9 +87,9 @@ def load_export(run: Run, folder: Path) -> None:
     offload.wait_for_offloaded(run.parameters)
     transformer = run.pipeline.transformer
     if run.config.lora.rank:
-        fsdp_utils.fill(transformer, None, policies.stored_adapter(folder))
+        fsdp_utils.fill_weights(transformer, None, policies.stored_adapter(folder))
     else:
-        fsdp_utils.fill(transformer, folder / "transformer", None)
+        fsdp_utils.fill_weights(transformer, folder / "transformer", None)
 
 
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:

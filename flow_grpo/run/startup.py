@@ -194,7 +194,7 @@ def _load_frozen(
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """That everything the config names is there; the prompts."""
-    load_weights.check(config, family)
+    load_weights.check_model(config, family)
     if config.sample.text_multiple and not family.CUTS_PADDING:
         raise UserError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
@@ -237,7 +237,7 @@ def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | 
     recomputed = config.fsdp.activation_checkpointing
     if recomputed == 1:
         model.transformer.enable_gradient_checkpointing()
-    load_weights.fill(config, model, mesh)
+    load_weights.fill_model(config, model, mesh)
     attention = flash_attention.usable(config.attention)
     if config.compile or attention:
         model.fuse(attention)

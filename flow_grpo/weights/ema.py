@@ -13,15 +13,22 @@ class Ema:
     """Float32 averages of float32 parameters, in the parameters' own layout (sharded ones stay sharded)."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], decay: float = 0.9, interval: int = 8):
-        self.parameters, self.decay, self.interval = parameters, decay, interval
-        self.averages = {name: p.detach().clone() for name, p in parameters.items()}
+        self.parameters = parameters
+        self.decay = decay
+        self.interval = interval
         self.is_applied = False
-        assert all(p.dtype == torch.float32 for p in parameters.values())
+        self.averages: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            assert parameter.dtype == torch.float32
+            self.averages[name] = parameter.detach().clone()
 
     def update(self, step: int) -> None:
-        """Call after every optimizer step with the number taken so far, n; moves at every `interval`-th, by a decay of
-        min((1 + n) / (10 + n), decay): early averages follow the weights closely. Before the first of these the average
-        is the weights themselves, so that a run of few steps exports what it learned."""
+        """Call after every optimizer step with the number taken so far, n.
+
+        The average moves at every `interval`-th step by a decay of min((1 + n) / (10 + n), decay), so that early
+        averages follow the weights closely. Before the first of these steps the average is the weights themselves, so
+        that a run of few steps exports what it learned.
+        """
         if step < self.interval:
             self.move(1.0)
         elif step % self.interval == 0:
@@ -31,12 +38,12 @@ class Ema:
     def move(self, share: float) -> None:
         """average = (1 - share) average + share weight."""
         assert not self.is_applied
-        for name, p in self.parameters.items():
-            self.averages[name].lerp_(p, share)
+        for name, parameter in self.parameters.items():
+            self.averages[name].lerp_(parameter, share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model carries the averages inside this block, and the very same training weights after it."""
+        """Give the model the averages inside this block, and the very same training weights after it."""
         assert not self.is_applied
         self._swap()
         try:
@@ -45,7 +52,7 @@ class Ema:
             self._swap()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live averages, for a checkpoint to save or to fill in place."""
+        """Return the live averages, for a checkpoint to save or to fill in place."""
         assert not self.is_applied
         return self.averages
 
@@ -53,7 +60,8 @@ class Ema:
     def _swap(self) -> None:
         self.is_applied = not self.is_applied
         offload.wait_for_offloaded(self.parameters.values())
-        for name, p in self.parameters.items():  # tensor by tensor: no second copy of the model
-            present = p.clone()
-            p.copy_(self.averages[name])
+        # Tensor by tensor, which needs no second copy of the model.
+        for name, parameter in self.parameters.items():
+            present = parameter.clone()
+            parameter.copy_(self.averages[name])
             self.averages[name].copy_(present)

@@ -1,4 +1,4 @@
-"""Whether tensors hold finite numbers alone: asked of everything before it is saved, exported or scored."""
+"""Checks that tensors hold finite numbers alone, before they are saved, exported or scored."""
 
 import math
 
@@ -10,25 +10,33 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.weights import fsdp_utils
 
 
-def problem(tensors: dict[str, Tensor]) -> str:
-    """Which of this rank's parts of some tensors are not finite, in words, "" for none; one wait for the device."""
-    parts = {name: fsdp_utils.local_part(tensor.detach()) for name, tensor in tensors.items()}
-    parts = {name: part for name, part in parts.items() if part.numel()}  # a rank may have no rows of a small tensor
-    if not parts or nn.utils.get_total_norm(list(parts.values()), math.inf).isfinite():  # the largest; NaN if one is
+def problem_of_tensors(tensors: dict[str, Tensor]) -> str:
+    """Return which of this rank's parts of tensors are not finite, in words, "" for none; one wait for the device."""
+    parts = {}
+    for name, tensor in tensors.items():
+        part = fsdp_utils.local_part(tensor.detach())
+        # A rank may have no rows of a small tensor.
+        if part.numel():
+            parts[name] = part
+    if not parts:
+        return ""
+    # The norm of infinite order is the largest number, or NaN if there is one.
+    largest = nn.utils.get_total_norm(list(parts.values()), math.inf)
+    if largest.isfinite():
         return ""
     bad = [name for name, part in parts.items() if not part.isfinite().all()]
     return f"{len(bad)} of {len(parts)} tensors hold NaN or infinities, {bad[0]} the first"
 
 
-def check(tensors: dict[str, Tensor], what: str) -> None:
-    """Raises FloatingPointError, on every rank, unless all are finite; all ranks must call."""
-    problems = [part for part in distributed.gather_objects([problem(tensors)]) if part]
-    if problems:
-        raise FloatingPointError(f"{what}: {problems[0]}")
+def check_tensors(tensors: dict[str, Tensor], what: str) -> None:
+    """Raises FloatingPointError, on every rank, unless all tensors are finite; all ranks must call."""
+    for problem in distributed.gather_objects([problem_of_tensors(tensors)]):
+        if problem:
+            raise FloatingPointError(f"{what}: {problem}")
 
 
 def check_images(finite: Tensor, prompts: list[Prompt]) -> None:
-    """Raises FloatingPointError, which names a prompt, unless all are finite; `finite` [B] bool."""
+    """Raises FloatingPointError, which names a prompt, unless all images are finite; `finite` [B] bool."""
     bad = (~finite).nonzero().flatten().tolist()
     if bad:
         first = prompts[bad[0]]

@@ -1,8 +1,8 @@
-"""How the transformer's weights lie on the ranks, how they are filled, and how their gradients come together. The only
-module that knows of FSDP2 and its tensors.
+"""Layout of the transformer's weights over the ranks: sharding, filling, reduction of gradients. No other module knows
+FSDP2 and its tensors.
 
-Weights lie in one of three layouts, which differ in memory and traffic but not in numbers: `replicate` (every rank has
-all; fast with LoRA, since only adapter gradients travel), `shard` (FSDP2: every rank has 1/world of each tensor) and
+There are three layouts, which differ in memory and traffic but not in numbers: `replicate` (every rank has all weights;
+fast with LoRA, since only the adapter's gradients travel), `shard` (FSDP2: every rank has 1/world of each tensor) and
 `hybrid` (sharded inside groups of ranks, replicated across groups).
 """
 
@@ -25,15 +25,20 @@ from flow_grpo.weights import quantisation, safetensors_reader
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+# (parameter name, shape) -> an adapter's first weights, float32 on the CPU. They depend on the name alone, so that
+# every rank and every layout starts from the same numbers.
+AdapterInit = Callable[[str, torch.Size], Tensor]
+
 
 def is_sharded(network: nn.Module) -> bool:
-    """Whether a forward gathers weights from all ranks, so that these must make equally many."""
+    """Return whether a forward gathers weights from all ranks, which must then make equally many forwards."""
     return isinstance(network, FSDPModule)
 
 
 def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceMesh | None:
-    """The ranks as `prepare` lays weights out on them; None = replicate, which `shard` on a single rank is too, unless
-    its weights are to be offloaded. Make one per run: each opens process groups of its own."""
+    """Return the ranks as `prepare` lays weights out on them; None = every rank has all weights, as also with `shard`
+    on a single rank, unless its weights are to be offloaded. Make one mesh per run: each opens its own process groups.
+    """
     world_size = distributed.world_size()
     if offload and not torch.distributed.is_initialized():
         raise UserError("config.fsdp.offload 'weights' needs torchrun, on one GPU too: torchrun --nproc_per_node=1 ...")
@@ -41,14 +46,15 @@ def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceM
         return None
     if mode == "shard":
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    per_machine = int(os.environ["LOCAL_WORLD_SIZE"])  # ranks that torchrun has started on each
+    # torchrun says how many ranks it has started on each machine.
+    per_machine = int(os.environ["LOCAL_WORLD_SIZE"])
     shape = (world_size // per_machine, per_machine)
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by name: the adapter, or all weights."""
-    return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
+    """Return the trained parameters by name: the adapter's, or all."""
+    return {name: parameter for name, parameter in transformer.named_parameters() if parameter.requires_grad}
 
 
 def prepare(
@@ -59,7 +65,7 @@ def prepare(
     device: torch.device,
     precision: str,
     weights: Path | str | None,
-    init: Callable[[str, torch.Size], Tensor] | None = None,
+    init: AdapterInit | None = None,
     offload: bool = False,
 ) -> nn.Module:
     """Lay a FlowModel's network out over the ranks, in place, and fill its `transformer`. Trainable parameters become
@@ -70,101 +76,113 @@ def prepare(
         mesh: from `make_mesh`.
         units: class names of the modules that gather their weights at once, e.g. ("QwenImageTransformerBlock",).
         precision: "fp32" or "bf16", of the frozen weights, and of all weights in a sharded forward. The caller
-            brings the inputs: autocast for float32 weights, in every layout, or inputs of that dtype.
+            provides autocast for float32 weights, in every layout, or inputs of that dtype.
         weights: folder with diffusers' safetensors, of which each rank reads its own rows.
-        init: (name, shape) -> adapter weight f32, CPU. By name, so that ranks and layouts start equal.
-        offload: sharded weights, gradients and what the optimizer keeps of them stay in pinned host memory; a unit's
-            weights come to the device for as long as it computes.
+        init: the adapter's first weights.
+        offload: keep sharded weights, their gradients and the optimizer's state of them in pinned host memory; a
+            unit's weights are on the device only while it computes.
     """
     transformer = network.transformer
-    for p in transformer.parameters():
-        p.data = p.data.to(torch.float32 if p.requires_grad else DTYPES[precision])
+    dtype = DTYPES[precision]
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
     for layer in quantisation.quantised_layers(transformer).values():
-        layer.dtype = DTYPES[precision]
+        layer.dtype = dtype
     if weights is None:
         transformer.to(device)
     if mesh is not None:
-        _shard(network, mesh, units, DTYPES[precision], offload)
+        _shard(network, mesh, units, dtype, offload)
     _materialise(network, device, offload)
-    fill(transformer, weights, init)
+    fill_weights(transformer, weights, init)
     return network
 
 
 @torch.no_grad()
-def fill(transformer: nn.Module, weights: Path | str | None, init: Callable[[str, torch.Size], Tensor] | None) -> None:
-    """Write stored weights into a transformer that is laid out, all but its adapters from `weights`, these by `init`.
+def fill_weights(transformer: nn.Module, weights: Path | str | None, init: AdapterInit | None) -> None:
+    """Fill a transformer that is laid out: its adapters by `init`, everything else from the folder `weights`.
 
-    Arguments and errors as in `prepare`; None leaves what is there.
+    Arguments and errors as in `prepare`; None leaves those weights as they are.
     """
     if weights is not None:
-        safetensors_reader.read(transformer, Path(weights), _copy_rows)
+        safetensors_reader.fill_transformer(transformer, Path(weights), _copy_rows)
     if init is not None:
-        adapters = {name: p for name, p in trainable_parameters(transformer).items() if "lora_" in name}
-        for name, p in adapters.items():
-            _copy_rows(p.detach(), init(name, p.shape))
+        for name, parameter in trainable_parameters(transformer).items():
+            if "lora_" in name:
+                _copy_rows(parameter.detach(), init(name, parameter.shape))
 
 
 def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: torch.dtype, offload: bool) -> None:
-    """FSDP2 over each unit and the rest.
+    """Apply FSDP2 to each unit and to the rest.
 
-    A unit may mix bf16 frozen and float32 trainable parameters, since FSDP2 asks only the trainable ones for one dtype.
-    So adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
+    A unit may mix bf16 frozen and float32 trainable parameters: FSDP2 needs one dtype of the trainable ones only. So
+    adapters are sharded along with their layers, which divides their gradients and moments over the ranks too.
     """
     unit_modules = [module for module in network.modules() if type(module).__name__ in units]
     assert unit_modules, f"no module of {type(network.transformer).__name__} is one of {units}"
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The root reshards too. By default it would stay gathered after a no-grad forward, and go on using old weights when
-    # something else than backward (the EMA, a checkpoint) writes new ones.
+    # The root reshards too. By default it would stay gathered after a no-grad forward, and would use old weights after
+    # something other than backward (the EMA, a checkpoint) has written new ones.
     fsdp_options = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if offload:
         fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for module in [*unit_modules, network]:
         fully_shard(module, **fsdp_options)
+    # The order in which FSDP2 itself prefetches is that of the last forward, and a loss may have several.
     following = [*unit_modules[1:], network]
-    for module, before in zip(following, unit_modules):  # its own order forgets all forwards but the last
-        module.set_modules_to_backward_prefetch([before])
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes there in place
+    for module, preceding in zip(following, unit_modules):
+        module.set_modules_to_backward_prefetch([preceding])
+    # A view would be a mistake if somebody wrote to it in place. Nobody does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     network.register_forward_hook(_separate)
 
 
 def _separate(network: nn.Module, inputs: tuple, output: Tensor) -> Tensor | None:
     """Make the backward of a forward one step of the loss's graph."""
-    return _OneForward.apply([output], torch.zeros((), requires_grad=True)) if output.requires_grad else None
+    if not output.requires_grad:
+        return None
+    return _OneForward.apply([output], torch.zeros((), requires_grad=True))
 
 
 class _OneForward(torch.autograd.Function):
-    """One forward's output, in a list, which hides its graph; its backward is walked whole before autograd goes on.
+    """Output of one forward, whose whole backward runs before autograd goes on.
 
-    In one graph autograd would hold the whole gradient of every weight, until each of the loss's forwards (two, with
-    guidance) had added to it. So FSDP2 reduces and shards it layer by layer, for one forward after the other.
+    In one graph autograd would hold the whole gradient of every weight until each of the loss's forwards (two, with
+    guidance) had added to it. Apart, FSDP2 reduces and shards gradients layer by layer, one forward after the other.
     """
 
     @staticmethod
     def forward(ctx, output: list[Tensor], _: Tensor) -> Tensor:
-        """_: a scalar that requires grad, without which autograd would not call `backward`."""
+        """Copy the output; a list hides its graph from autograd.
+
+        `_` is a scalar that requires grad, without which autograd would not call `backward`.
+        """
         ctx.output = output[0]
-        return output[0].clone()  # no view, which could not be written to
+        # A view of the output could not be written to in place.
+        return output[0].clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[None, None]:
-        output, ctx.output = ctx.output, None
+        output = ctx.output
+        ctx.output = None
         torch.autograd.backward(output, gradient)
         return None, None
 
 
 def _materialise(network: nn.Module, device: torch.device, offload: bool) -> None:
-    """Give meta parameters memory and move the rest. Unlike `to_empty` it leaves real buffers their values."""
+    """Give meta parameters memory and move the rest. Unlike `to_empty` it keeps the values of real buffers."""
 
     def place(tensor: Tensor) -> Tensor:
         target = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
-        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=target)
+        return tensor.to(target)
 
     network._apply(place)
 
 
 def _copy_rows(target: Tensor | QuantisedLinear, source: Any) -> None:
-    """This rank's rows of `source`, a tensor or a slice of a safetensors file, into `target`."""
+    """Copy this rank's rows of `source`, a tensor or a slice of a safetensors file, to `target`."""
     if isinstance(target, QuantisedLinear):
         target.store(source[:])
         return
@@ -177,7 +195,7 @@ def _copy_rows(target: Tensor | QuantisedLinear, source: Any) -> None:
 
 
 class Rows(NamedTuple):
-    """What a rank has of a tensor."""
+    """Part of a tensor that a rank holds."""
 
     tensor: Tensor  # live; the whole one, unless it is sharded
     first: int  # its first row's number in the whole tensor
@@ -186,68 +204,79 @@ class Rows(NamedTuple):
 
 
 def rows_of(tensor: Tensor) -> Rows:
-    """This rank's rows of a tensor in any layout."""
+    """Return this rank's rows of a tensor in any layout."""
     if not isinstance(tensor, DTensor):
         return Rows(tensor, 0, distributed.rank(), distributed.world_size())
     mesh = tensor.device_mesh
-    num_rows = -(-tensor.shape[0] // mesh.size(-1))  # FSDP2 splits dim 0 like torch.chunk: the last ranks may get none
-    copy, num_copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
-    return Rows(tensor.to_local(), mesh.get_local_rank(-1) * num_rows, copy, num_copies)
+    # FSDP2 splits dim 0 like torch.chunk, in parts of ceil(rows / ranks): the last ranks may get none.
+    num_rows = -(-tensor.shape[0] // mesh.size(-1))
+    first = mesh.get_local_rank(-1) * num_rows
+    if mesh.ndim == 2:
+        return Rows(tensor.to_local(), first, copy=mesh.get_local_rank(0), num_copies=mesh.size(0))
+    return Rows(tensor.to_local(), first, copy=0, num_copies=1)
 
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Mean of the gradients over the ranks, in one all-reduce. FSDP has averaged sharded ones in backward."""
-    # Who has no gradient here has none anywhere (Qwen-Image's last text MLP). Zeros would let weight decay shrink it.
-    grads = [p.grad for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if distributed.world_size() == 1 or not grads:
+    """Average the gradients over the ranks, in one all-reduce. FSDP has averaged sharded ones in backward."""
+    # A parameter without a gradient has none on any rank (Qwen-Image's last text MLP). Zeros in its place would let
+    # weight decay shrink it.
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter, DTensor):
+            gradients.append(parameter.grad)
+    if distributed.world_size() == 1 or not gradients:
         return
-    flat = distributed.average(torch.cat([grad.flatten() for grad in grads]))
-    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads])):
-        grad.copy_(mean.view_as(grad))
+    means = distributed.average(torch.cat([gradient.flatten() for gradient in gradients]))
+    start = 0
+    for gradient in gradients:
+        stop = start + gradient.numel()
+        gradient.copy_(means[start:stop].view_as(gradient))
+        start = stop
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most `max_norm`; returns the norm before, [] f32, without a host sync."""
-    parameters = [p for p in parameters if p.grad is not None]
-    if not parameters:
+    """Scale gradients to a global norm of at most `max_norm`. Returns the norm before, [] f32, without a host sync."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
         raise ValueError("no trained weight has a gradient: call backward() on a loss of the transformer before a step")
-    norm = full_tensor(nn.utils.get_total_norm([p.grad for p in parameters]))
+    norm = full_tensor(nn.utils.get_total_norm(gradients))
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 def weight_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The norm of all weights together, [] f32; all ranks must call."""
-    return full_tensor(nn.utils.get_total_norm([p.detach() for p in parameters]))
+    """Return the norm of all weights together, [] f32; all ranks must call."""
+    return full_tensor(nn.utils.get_total_norm([parameter.detach() for parameter in parameters]))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on every rank; all ranks must call."""
+    """Return the whole of a sharded tensor, on every rank; all ranks must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor; another one as it is."""
+    """Return this rank's rows of a sharded tensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def from_local_part(rows: Tensor, whole: Tensor) -> Tensor:
-    """The inverse of `local_part`, with `rows` for those of `whole`."""
+    """Return a tensor of the layout of `whole` whose rows on this rank are `rows`; the inverse of `local_part`."""
     if not isinstance(whole, DTensor):
         return rows
-    layout = whole.device_mesh, whole.placements
-    return DTensor.from_local(rows, *layout, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        rows, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def full_state_dict(transformer: nn.Module, trainable_only: bool = True) -> dict[str, Tensor]:
-    """Whole tensors by name, on the CPU of rank 0 and {} elsewhere: what is trained, or all and persistent buffers.
-
-    All ranks must call.
-    """
+    """Return whole tensors by name, on the CPU of rank 0 and {} elsewhere: those that are trained, or all of them and
+    persistent buffers. All ranks must call."""
     tensors = trainable_parameters(transformer) if trainable_only else transformer.state_dict()
     state = {}
-    for name, tensor in tensors.items():  # one at a time: more than one need not fit beside the shards
+    # One tensor at a time: more than one need not fit beside the shards.
+    for name, tensor in tensors.items():
         whole = full_tensor(tensor.detach())
         if distributed.is_main():
             state[name] = whole.to("cpu", copy=True)

@@ -1,6 +1,5 @@
 """A model's transformer, laid out over the ranks, quantised, and filled."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -10,30 +9,35 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.weights import fsdp_utils, lora_files, model_files, policies, quantisation
 
 
-def check(config: ConfigDict, family: type[FlowModel]) -> None:
-    """Raises UserError, before any weight is loaded, for a model whose parts are not there, and for an adapter
-    or a cache of prompts that cannot be used. `model_files.check_weights` says the rest of a model."""
+def check_model(config: ConfigDict, family: type[FlowModel]) -> None:
+    """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter or a cache
+    of prompts that cannot be used. `model_files.check_weights` checks a model's files of weights."""
     model_files.check_parts(config.model, family)
     if config.lora.targets or config.lora.path:
         transformer = family.empty_transformer(config.model)
         policies.check_targets(config.lora, transformer, family)
-    if adapter := policies.check_lora(config.lora):
-        lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
-        lora_files.check_targets(config.lora.path, adapter, policies.targets(config.lora, family))
+        adapter = policies.check_lora(config.lora)
+        if adapter is not None:
+            lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
+            lora_files.check_trained(config.lora.path, adapter, policies.targets(config.lora, family))
     if config.cache_dir:
         folders.make(Path(config.cache_dir), "config.cache_dir")
 
 
-def fill(
+def fill_model(
     config: ConfigDict,
     model: FlowModel,
     mesh: fsdp_utils.DeviceMesh | None = None,
     *,
     weights: Path | None = None,
-    init: Callable | None = None,
+    init: fsdp_utils.AdapterInit | None = None,
 ) -> None:
-    """Fill a transformer on the meta device: its adapters by `init`, None = by config.lora, the rest from the folder
-    `weights`, None = the model's own."""
+    """Fill a transformer on the meta device, after its layers are quantised.
+
+    Args:
+        weights: folder of everything but adapters; None = the model's own.
+        init: the adapter's first weights; None = by config.lora.
+    """
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,

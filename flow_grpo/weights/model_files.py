@@ -1,7 +1,7 @@
-"""A diffusers model on the disk, looked through before any of its weights is loaded: whether each part is there, and
-whether its files are whole. Headers alone are read of weights.
+"""Checks of a diffusers model on the disk, before any of its weights is loaded: all parts are there and their files are
+whole. Only the headers of weights are read.
 
-Of a hub id only what an offline cache has is looked at: elsewhere the hub has the rest.
+A model on the hub is checked only if the cache is offline: otherwise the hub has what the cache lacks.
 """
 
 import json
@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import diffusers
 import torch
@@ -23,26 +24,40 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.loading import WITHOUT_WEIGHTS
 from flow_grpo.weights import safetensors_reader
+from flow_grpo.weights.safetensors_reader import Shapes
 
-WEIGHTS = {"diffusers": safetensors_reader.WEIGHTS, "transformers": "model.safetensors"}  # by a part's library
-PICKLES = {"diffusers": "diffusion_pytorch_model.bin", "transformers": "pytorch_model.bin"}  # read, too
-SETTINGS = re.compile(  # JSON files that diffusers and transformers read
-    r"(\w+_)?config\.json|tokenizer\.json|vocab\.json|special_tokens_map\.json|added_tokens\.json"
-)
-TOKENS = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")  # a tokenizer has one
+# Name of a part's file of weights, and of the pickle that is read in its place, by the part's library.
+WEIGHTS = {"diffusers": safetensors_reader.WEIGHTS, "transformers": "model.safetensors"}
+PICKLES = {"diffusers": "diffusion_pytorch_model.bin", "transformers": "pytorch_model.bin"}
+# JSON files that diffusers and transformers read.
+SETTINGS = re.compile(r"(\w+_)?config\.json|tokenizer\.json|vocab\.json|special_tokens_map\.json|added_tokens\.json")
+# Parts without which no pipeline works that has an argument of this name.
+NEEDED = ("scheduler", "transformer", "vae", "text_encoder", "tokenizer")
+# A tokenizer has one of these.
+TOKENS = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+
+
+class Part(NamedTuple):
+    """Entry of model_index.json."""
+
+    library: str  # "diffusers", "transformers" or a module of the pipeline's own
+    class_name: str
 
 
 def check_parts(model: str, family: type[FlowModel]) -> None:
     """Raises UserError for a model that lacks a part, or whose tokenizers, scheduler or transformer's settings cannot
     be read. Opens no file of weights."""
-    if (folder := _folder_of(model)) is None:
+    folder = _folder_of(model)
+    if folder is None:
         return
-    named = _parts(folder)
-    if absent := [part for part in _needed(family) if part not in named]:
+    parts = _parts(folder)
+    arguments, _ = family.PIPELINE._get_signature_keys(family.PIPELINE)
+    absent = [name for name in NEEDED if name in arguments and name not in parts]
+    if absent:
         raise UserError(f"config.model {quoted(model)} is not whole: its model_index.json names no {', '.join(absent)}")
-    for part in named:
-        if part == "transformer" or _is_without_weights(part):
-            _check_part(folder / part)
+    for name in parts:
+        if name == "transformer" or _is_without_weights(name):
+            _check_part(folder / name)
 
 
 def check_weights(
@@ -52,140 +67,163 @@ def check_weights(
     compared with its config.
 
     Args:
-        transformer: folder of weights that take the place of the model's own.
+        transformer: folder of weights that replace the model's own.
         frozen_parts: whether text encoders and the VAE will be loaded.
     """
-    if (folder := _folder_of(model)) is None:
+    folder = _folder_of(model)
+    if folder is None:
         return
     empty = family.empty_transformer(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-    safetensors_reader.check(transformer or folder / "transformer", shapes, type(empty).__name__)
+    weights = transformer or folder / "transformer"
+    safetensors_reader.check_transformer(weights, empty.state_dict(), type(empty).__name__)
     if not frozen_parts:
         return
-    for part, (library, kind) in _parts(folder).items():
-        if part != "transformer" and library in WEIGHTS and not _is_without_weights(part):
-            _check_part(folder / part)
-            _check_frozen(folder / part, library, kind)
+    for name, part in _parts(folder).items():
+        if name != "transformer" and part.library in WEIGHTS and not _is_without_weights(name):
+            _check_part(folder / name)
+            _check_frozen(folder / name, part)
 
 
 def _folder_of(model: str) -> Path | None:
-    """A folder, or a snapshot in the cache that nothing can be added to; None of what may still be downloaded."""
+    """Return a model's folder, or its snapshot in an offline cache; None for a model that may still be downloaded."""
     folder = Path(locations.resolve(model))
     if folder.is_dir():
         return folder
-    index = try_to_load_from_cache(model, "model_index.json") if constants.is_offline_mode() else None
+    if not constants.is_offline_mode():
+        return None
+    # The cache returns a path, or something else for a file that it lacks.
+    index = try_to_load_from_cache(model, "model_index.json")
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _parts(folder: Path) -> dict[str, tuple[str, str]]:
-    """Name -> library and class of each part that model_index.json names."""
+def _parts(folder: Path) -> dict[str, Part]:
+    """Return the parts that model_index.json names."""
     index = folder / "model_index.json"
-    if problem := folders.problem_of(index):
+    problem = folders.problem_of(index)
+    if problem:
         raise UserError(f"{in_one_line(index)} {problem}")
-    entries = {part: entry for part, entry in folders.read_json(index).items() if isinstance(entry, list)}
-    is_part = lambda entry: len(entry) == 2 and all(isinstance(name, str) for name in entry)  # noqa: E731
-    return {part: tuple(entry) for part, entry in entries.items() if is_part(entry)}
+    parts = {}
+    for name, entry in folders.read_json(index).items():
+        # Other entries are settings of the pipeline, and an absent part is [null, null].
+        if isinstance(entry, list) and len(entry) == 2 and all(isinstance(word, str) for word in entry):
+            parts[name] = Part(*entry)
+    return parts
 
 
-def _needed(family: type[FlowModel]) -> list[str]:
-    """Parts without which no pipeline of a model works."""
-    parts, _ = family.PIPELINE._get_signature_keys(family.PIPELINE)
-    return [part for part in ("scheduler", "transformer", "vae", "text_encoder", "tokenizer") if part in parts]
-
-
-def _is_without_weights(part: str) -> bool:
-    return part.startswith(WITHOUT_WEIGHTS) or part.endswith("processor")
+def _is_without_weights(name: str) -> bool:
+    return name.startswith(WITHOUT_WEIGHTS) or name.endswith("processor")
 
 
 def _check_part(folder: Path) -> None:
-    """Raises UserError for a part that is not there, or a file of it, other than weights, that cannot be read."""
+    """Raises UserError for a part that is missing, or whose settings or tokenizer cannot be read."""
     try:
         if not folder.is_dir():
             raise UserError(f"{in_one_line(folder)} is no folder, but model_index.json names this part of the model")
         files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise UserError(f"{in_one_line(folder)} cannot be read: {error.strerror}") from error
-    names = {path.name for path in files}
-    if folder.name.startswith("tokenizer") and not names & {*TOKENS}:
+    is_tokenizer = folder.name.startswith("tokenizer")
+    if is_tokenizer and not any(path.name in TOKENS for path in files):
         raise UserError(f"{in_one_line(folder)} holds no tokenizer: it has none of {', '.join(TOKENS)}")
-    config = "scheduler_config.json" if folder.name == "scheduler" else "config.json"
-    if not _is_without_weights(folder.name) or folder.name == "scheduler":
-        files.append(folder / config)
+    # The config must be there; other files are read only if they are.
+    if folder.name == "scheduler":
+        files.append(folder / "scheduler_config.json")
+    elif not _is_without_weights(folder.name):
+        files.append(folder / "config.json")
     for path in files:
         _check_settings(path)
 
 
 def _check_settings(path: Path) -> None:
-    is_json = SETTINGS.fullmatch(path.name)
-    if is_json or path.suffix in (".txt", ".model"):
-        problem = folders.problem_of(path)
-        if not problem and is_json:
-            problem = _json_problem(path)
-        if problem:
-            raise UserError(f"{in_one_line(path)} {problem}")
+    is_json = SETTINGS.fullmatch(path.name) is not None
+    if not is_json and path.suffix not in (".txt", ".model"):
+        return
+    problem = folders.problem_of(path)
+    if not problem and is_json:
+        problem = _json_problem(path)
+    if problem:
+        raise UserError(f"{in_one_line(path)} {problem}")
 
 
 def _json_problem(path: Path) -> str:
+    """Return why a file is no JSON object, "" if it is one."""
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         return f"is no JSON: {in_one_line(error)}"
-    return "" if isinstance(stored, dict) else "holds no JSON object"
+    if not isinstance(stored, dict):
+        return "holds no JSON object"
+    return ""
 
 
-def _check_frozen(folder: Path, library: str, kind: str) -> None:
-    """Raises UserError for weights of a text encoder or a VAE that are not there, not whole, quantised already, or not
+def _check_frozen(folder: Path, part: Part) -> None:
+    """Raises UserError for weights of a text encoder or a VAE that are missing, not whole, quantised already, or not
     those of its class."""
     config = folders.read_json(folder / "config.json")
-    if quantisation := config.get("quantization_config"):
-        kind = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
         raise UserError(
-            f"{in_one_line(folder / 'config.json')} says that its weights are quantised ({quoted(kind)}), which is not "
-            "supported: take the model's published weights"
+            f"{in_one_line(folder / 'config.json')} says that its weights are quantised ({quoted(method)}), which is "
+            "not supported: take the model's published weights"
         )
-    pickle, name = folder / PICKLES[library], WEIGHTS[library]
+    name = WEIGHTS[part.library]
+    pickle = folder / PICKLES[part.library]
     is_pickled = not any((folder / file).exists() for file in (name, name + safetensors_reader.INDEX))
+    # A pickle's names and shapes are known only when it is loaded.
     if is_pickled and pickle.is_file():
-        if problem := folders.problem_of(pickle):
+        problem = folders.problem_of(pickle)
+        if problem:
             raise UserError(f"{in_one_line(pickle)} {problem}")
         return
-    shapes = {}
-    for file in safetensors_reader.files_of(folder, name):
+    shapes: Shapes = {}
+    for file in safetensors_reader.weight_files(folder, name):
         shapes |= safetensors_reader.header_of(file).shapes
     with loading.foreign(str(folder), "config.json"):
-        lacking = LACKING[library](folder, kind, shapes)
+        lacking = LACKING[part.library](folder, part.class_name, shapes)
     if lacking:
         raise UserError(
-            f"{in_one_line(folder)} does not hold this {kind}: missing, or of another shape: "
-            f"{safetensors_reader.some_names(lacking)}"
+            f"{in_one_line(folder)} does not hold this {part.class_name}: missing, or of another shape: "
+            f"{safetensors_reader.first_names(lacking)}"
         )
 
 
-def _lacking_in_diffusers(folder: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """The names of a class's weights that are not stored, or in another shape. What it has no name for is ignored, as
-    diffusers does."""
-    family = getattr(diffusers, kind)
+def _lacking_in_diffusers(folder: Path, class_name: str, shapes: Shapes) -> list[str]:
+    """Return the names of a class's weights that are not stored, or in another shape. As in diffusers, stored weights
+    that the class does not have are ignored."""
+    family = getattr(diffusers, class_name)
     with init_empty_weights():
         wanted = family.from_config(family.load_config(folder)).state_dict()
     return sorted(name for name, weight in wanted.items() if shapes.get(name) != tuple(weight.shape))
 
 
-def _lacking_in_transformers(folder: Path, kind: str, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """As transformers itself reports it, which stores some weights by other names than the class has, and draws those
-    that it misses at random. Its loader gets weights without values."""
-    family = getattr(transformers, kind)
-    stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    how = dict(state_dict=stored, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True)
+def _lacking_in_transformers(folder: Path, class_name: str, shapes: Shapes) -> list[str]:
+    """Return what transformers' own loader reports as missing or mismatched, given weights without values.
+
+    Only the loader knows by which names it stores some weights; those that it misses it would draw at random.
+    """
+    family = getattr(transformers, class_name)
     with _silent():
-        _, report = family.from_pretrained(None, config=family.config_class.from_pretrained(folder), **how)
-    return sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
+        _, report = family.from_pretrained(
+            None,
+            config=family.config_class.from_pretrained(folder),
+            state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    names = set(report["missing_keys"])
+    for name, *_ in report["mismatched_keys"]:
+        names.add(name)
+    return sorted(names)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Transformers prints neither its report nor a bar."""
+    """Let transformers print neither its report nor a progress bar inside this block."""
     log = transformers.utils.logging
-    level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    level = log.get_verbosity()
+    has_bars = log.is_progress_bar_enabled()
     log.set_verbosity(log.CRITICAL)
     log.disable_progress_bar()
     try:

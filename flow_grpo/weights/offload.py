@@ -1,4 +1,4 @@
-"""What stays in host memory, for a while or between its uses: optimizer states, and weights that FSDP2 offloads."""
+"""Tensors in host memory: optimizer states, for a while, and weights that FSDP2 offloads between their uses."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from flow_grpo.weights import fsdp_utils
 
-MOMENTS = {"exp_avg", "exp_avg_sq"}  # of AdamW; its step count stays where it is
+# State of AdamW that moves; its step count stays where it is.
+MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 def wait_for_offloaded(parameters: Iterable[Tensor]) -> None:
-    """To be called before weights in host memory are written: the device may not have read them yet."""
-    if torch.cuda.is_available() and any(p.device.type == "cpu" for p in parameters):
+    """Wait before weights in host memory are written: the device may not have read them yet."""
+    if torch.cuda.is_available() and any(parameter.device.type == "cpu" for parameter in parameters):
         torch.cuda.synchronize()
 
 
@@ -21,6 +22,7 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for key in MOMENTS & state.keys():
             moment = fsdp_utils.local_part(state[key])
+            # Only pinned memory is filled without a wait for each tensor.
             in_host_memory = torch.empty_like(moment, device="cpu", pin_memory=moment.is_cuda)
             state[key] = in_host_memory.copy_(moment, non_blocking=True)
     if torch.cuda.is_available():
@@ -29,7 +31,7 @@ def offload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 def reload_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Undo `offload_optimizer_state`, if it was called."""
-    for p, state in optimizer.state.items():
+    for parameter, state in optimizer.state.items():
         for key in MOMENTS & state.keys():
-            moment = fsdp_utils.local_part(state[key]).to(p.device, non_blocking=True)
-            state[key] = fsdp_utils.from_local_part(moment, p)
+            moment = fsdp_utils.local_part(state[key]).to(parameter.device, non_blocking=True)
+            state[key] = fsdp_utils.from_local_part(moment, parameter)

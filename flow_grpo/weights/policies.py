@@ -1,4 +1,4 @@
-"""The policies that live in one transformer: the trained one, and the reference it started from."""
+"""Policies of one transformer: the trained one, and the reference that it is held to."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,36 +21,41 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import stochastic_rounding
 from flow_grpo.weights import fsdp_utils, lora_files, quantisation
 from flow_grpo.weights.ema import Ema
+from flow_grpo.weights.fsdp_utils import AdapterInit
 
 
 def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
     """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
     transformer.requires_grad_(lora.rank == 0)
-    if lora.rank:
-        with next(transformer.parameters()).device:  # on the meta device peft's own first weights cost no time
-            transformer.add_adapter(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets)))
+    if not lora.rank:
+        return
+    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
+    # On the meta device, if the transformer is there, peft's own first weights cost no time.
+    with next(transformer.parameters()).device:
+        transformer.add_adapter(settings)
 
 
 def targets(lora, family: type[FlowModel]) -> tuple[str, ...]:
-    """Ends of the names of the layers that config.lora adapts."""
+    """Return the ends of the names of the layers that config.lora adapts."""
     return tuple(lora.targets) or family.LORA_TARGETS
 
 
 def check_targets(lora, transformer: nn.Module, family: type[FlowModel]) -> None:
-    """Raises UserError for an entry of lora.targets that is the end of no linear layer's name, or also of another's."""
+    """Raises UserError for an entry of lora.targets that ends no layer's name, or the name of another kind of layer."""
     layers = dict(transformer.named_modules())
     for target in lora.targets:
-        ends = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
-        if not ends or not all(isinstance(layer, nn.Linear) for layer in ends):
+        # With a dot in front, a target matches whole parts of a name alone.
+        matching = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
+        if not matching or not all(isinstance(layer, nn.Linear) for layer in matching):
             raise UserError(
                 f"config.lora.targets has {quoted(target)}, which is not the end of linear layers' names in "
                 f"{family.NAME}; such ends are {', '.join(family.LORA_TARGETS[:12])}"
             )
 
 
-def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
-    """(parameter name, shape) -> the adapter's first weights: A normal / rank and B zero, or those of lora.path for the
-    layers that it adapts. By name, so that every rank and every layout of the weights starts from the same numbers."""
+def adapter_init(lora, seed: int) -> AdapterInit:
+    """Return the adapter's first weights: A normal / rank and B zero, or those of lora.path for the layers that it
+    adapts."""
 
     def init(name: str, shape: torch.Size) -> Tensor:
         if ".lora_B." in name:
@@ -60,31 +65,37 @@ def adapter_init(lora, seed: int) -> Callable[[str, torch.Size], Tensor]:
     return stored_adapter(lora.path, init) if lora.path else init
 
 
-def stored_adapter(path: Path | str, otherwise: Callable = lambda name, shape: torch.zeros(shape)) -> Callable:
-    """(parameter name, shape) -> the weights of the adapter in a LoRA file; `otherwise` for those of layers that it
-    does not adapt."""
-    stored = lora_files.weights(path)
+def _zeros(name: str, shape: torch.Size) -> Tensor:
+    return torch.zeros(shape)
 
-    def weight(name: str, shape: torch.Size) -> Tensor:
-        known = stored.get(name.replace(".default.", "."))
-        return otherwise(name, shape) if known is None else known
 
-    return weight
+def stored_adapter(path: Path | str, otherwise: AdapterInit = _zeros) -> AdapterInit:
+    """Return the weights of the adapter in a LoRA file, and `otherwise` for layers that it does not adapt."""
+    stored = lora_files.read_weights(path)
+
+    def init(name: str, shape: torch.Size) -> Tensor:
+        # peft has the adapter's name, "default", in each parameter's; files have not.
+        weight = stored.get(name.replace(".default.", "."))
+        if weight is None:
+            return otherwise(name, shape)
+        return weight
+
+    return init
 
 
 def check_lora(lora) -> lora_files.Adapter | None:
-    """What is in lora.path; None where that is "".
+    """Return the adapter of lora.path; None where that is "".
 
     Raises:
-        UserError: it is no LoRA file, or folder of one, of this rank and alpha, or not finite.
+        UserError: the path is no LoRA file or folder of one, it has another rank or alpha, or is not finite.
     """
     if not lora.path:
         return None
     try:
-        file = lora_files.find(lora.path)
+        file = lora_files.find_file(lora.path)
     except UserError as error:
         raise UserError(f"lora.path: {error}") from error
-    adapter = lora_files.check(file)
+    adapter = lora_files.check_adapter(file)
     if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
         raise UserError(
             f"{in_one_line(file)} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to "
@@ -96,15 +107,17 @@ def check_lora(lora) -> lora_files.Adapter | None:
 def predict(
     model: FlowModel, precision: str, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size
 ) -> Tensor:
-    """The model's velocity under the autocast that float32 adapters over weights of `precision` need."""
+    """Return the model's velocity under the autocast that float32 adapters over weights of `precision` need."""
     dtype = fsdp_utils.DTYPES[precision]
     with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
         return model.velocity(x, t, condition, guidance_scale, size)
 
 
 def adapters_off(transformer: nn.Module) -> AbstractContextManager:
-    """The base model inside this block. Touches nothing but a flag of each adapted layer (peft's own switch would also
-    turn requires_grad off and on)."""
+    """Make the transformer the base model inside this block.
+
+    Only a flag of each adapted layer changes; peft's own switch would also turn requires_grad off and on.
+    """
     return quantisation.flagged(_adapted_layers(transformer), "_disable_adapters")
 
 
@@ -113,24 +126,24 @@ def _adapted_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
 
 
 class MergedWeights:
-    """A copy of the weights that an adapter adapts, with the present adapter added: one product per layer instead of
-    three.
+    """Copy of the adapted weights with the present adapter added: one product per layer instead of three.
 
     For forwards whose velocity enters no log-prob: its last bits differ, in bf16 by stochastic rounding of the sum.
-    Weights that are not sharded only.
+    Only for weights that are not sharded.
 
     Args:
-        fp8: a copy of 8 bits, and products of such: half of the memory, less time, other images.
+        fp8: copy weights in 8 bits, and multiply in 8 bits: half of the memory, less time, other images.
     """
 
     @torch.no_grad()
     def __init__(self, transformer: nn.Module, fp8: bool = False):
-        self.transformer, self.layers = transformer, _adapted_layers(transformer)
+        self.transformer = transformer
+        self.layers = _adapted_layers(transformer)
         self.base_layers = [_merged_layer(layer, fp8) for layer in self.layers]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The transformer computes with the copy inside this block; outside it, everything is bitwise what it was."""
+        """Make the transformer compute with the copy inside this block; after it, everything is bitwise as before."""
         self._exchange()
         try:
             with adapters_off(self.transformer), quantisation.products_of_8_bits(self.transformer):
@@ -143,66 +156,79 @@ class MergedWeights:
             layer.base_layer, self.base_layers[number] = self.base_layers[number], layer.base_layer
 
 
-def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable:
-    """() -> context of the forwards whose velocity enters no log-prob, with the present weights: as
-    sample.rollout_weights says."""
+def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable[[], AbstractContextManager]:
+    """Return what makes the context of forwards whose velocity enters no log-prob, by sample.rollout_weights, with the
+    present weights."""
     weights = config.sample.rollout_weights
     if "merged" in weights:
         return MergedWeights(transformer, fp8=weights == "merged_fp8").applied
-    return partial(quantisation.products_of_8_bits, transformer) if weights == "fp8" else nullcontext
+    if weights == "fp8":
+        return partial(quantisation.products_of_8_bits, transformer)
+    return nullcontext
 
 
 def _merged_layer(layer: BaseTunerLayer, fp8: bool) -> nn.Module:
-    base, change = layer.get_base_layer(), layer.get_delta_weight("default")
+    base = layer.get_base_layer()
+    change = layer.get_delta_weight("default")
     if fp8:
         return quantisation.merged_copy(base, change)
-    other, total = copy.copy(base), base.weight.float() + change
+    total = base.weight.float() + change
     if base.weight.dtype != torch.float32:
         total = stochastic_rounding.rounded(total, base.weight.dtype)
-    other._parameters = dict(base._parameters, weight=nn.Parameter(total, requires_grad=False))
-    return other
+    # A shallow copy shares the bias and whatever else the layer has; its own dict of parameters has the new weight.
+    merged = copy.copy(base)
+    merged._parameters = dict(base._parameters, weight=nn.Parameter(total, requires_grad=False))
+    return merged
 
 
 class Reference:
-    """The policy that the trained one is held to: the present one or, with an interval, the trained policy as it was
-    after the last multiple of `interval` optimizer steps.
+    """Policy that the trained one is held to: the first one or, with an interval, the trained policy as it was after
+    the last multiple of `interval` optimizer steps.
 
-    A fresh LoRA adapter that is never followed needs no memory for it: the reference is the base. Otherwise a copy of
-    what is trained is kept in its own layout (sharded weights stay sharded).
+    A fresh LoRA adapter without an interval needs no memory for it: the reference is the base. Otherwise the trained
+    weights are copied in their own layout (sharded ones stay sharded).
 
     Args:
-        guidance_scale: of the first reference; None = as the policy's. What the reference becomes later is the policy
-            as it is trained, so its guidance is the policy's.
+        guidance_scale: of the first reference; None = the policy's. A later reference is the policy as it was trained,
+            so it has the policy's guidance.
+        fresh: the adapter is new, so that the first reference is the base.
     """
 
     def __init__(
         self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float | None = None, fresh: bool = True
     ):
-        self.transformer, self.interval, self.guidance_scale = transformer, interval, guidance_scale
-        self.num_moves = 0  # how often it has become the policy
-        self.is_fresh = bool(fresh and _adapted_layers(transformer))  # the first reference is the base
-        copied = interval or not self.is_fresh
-        self.copy = Ema(fsdp_utils.trainable_parameters(transformer)) if copied else None
+        self.transformer = transformer
+        self.interval = interval
+        self.guidance_scale = guidance_scale
+        self.num_moves = 0  # times that it has become the policy
+        self.is_fresh = bool(fresh and _adapted_layers(transformer))
+        self.copy: Ema | None = None
+        if interval or not self.is_fresh:
+            self.copy = Ema(fsdp_utils.trainable_parameters(transformer))
 
     def applied(self) -> AbstractContextManager:
-        """The transformer is the reference inside this block, and the trained policy, bit for bit, after it."""
+        """Make the transformer the reference inside this block, and the trained policy, bit for bit, after it."""
         return self.copy.applied() if self.copy else adapters_off(self.transformer)
 
-    def guidance(self, of_policy: float) -> float:
-        """The guidance scale of the reference's forwards: its own until it first becomes the policy."""
-        return of_policy if self.num_moves or self.guidance_scale is None else self.guidance_scale
+    def guidance(self, policy_scale: float) -> float:
+        """Return the guidance scale of the reference's forwards: its own until it first becomes the policy."""
+        if self.guidance_scale is None or self.num_moves:
+            return policy_scale
+        return self.guidance_scale
 
     def follow(self, step: int) -> None:
         """Call after every optimizer step with the number taken so far."""
-        if self.interval and step % self.interval == 0:
+        if self.copy and self.interval and step % self.interval == 0:
             self.num_moves += 1
             self.copy.move(1.0)
 
     @torch.no_grad()
     def reset(self) -> bool:
-        """Become the first reference again; False where that is not known any more."""
+        """Become the first reference again, once it has moved. Returns False if its weights are not known any more."""
         if not self.is_fresh:
             return False
+        # An adapter whose B is zero computes nothing: the policy is the base again.
+        assert self.copy is not None, "a reference without a copy never moves"
         for name, weight in self.copy.averages.items():
             if "lora_B" in name:
                 weight.zero_()
@@ -210,5 +236,5 @@ class Reference:
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a checkpoint has to keep, live: nothing where the reference is the first policy."""
-        return self.copy.state_dict() if self.interval else {}
+        """Return the live tensors that a checkpoint has to keep: none while the reference is the first policy."""
+        return self.copy.state_dict() if self.copy and self.interval else {}

@@ -2,7 +2,7 @@
 in rollout and update alike the transformer is a policy of its own, whose log-probs agree bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from flow_grpo.base.errors import UserError
 from flow_grpo.kernels.quantised_linear import EightBitLinear, NF4Linear, QuantisedLinear
 
-KINDS = {"fp8_weights": EightBitLinear, "nf4": NF4Linear}  # by config.base_precision
+# Layers by config.base_precision.
+KINDS: dict[str, type[EightBitLinear] | type[NF4Linear]] = {"fp8_weights": EightBitLinear, "nf4": NF4Linear}
 
 
 def check_device(config: ConfigDict, device: torch.device) -> None:
-    """Raises UserError where config asks for 8-bit floats and the GPU cannot: their products, and the compiler's use
-    of them, came with compute capability 8.9 (Ada, Hopper)."""
+    """Raises UserError where the config asks for 8-bit floats and the GPU has none: their products, and the compiler's
+    use of them, came with compute capability 8.9 (Ada, Hopper)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
         return
     name = torch.cuda.get_device_name(device)
@@ -29,12 +30,21 @@ def check_device(config: ConfigDict, device: torch.device) -> None:
 
 
 def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: str) -> None:
-    """Put quantised layers in the place of the frozen linear layers inside modules of these classes, one at a time:
-    those that have an adapter, beneath it, and those that have none. `precision`: of KINDS; "" changes nothing."""
+    """Replace the frozen linear layers inside modules of these classes by quantised ones, one at a time. An adapted
+    layer is replaced beneath its adapter.
+
+    Args:
+        units: class names of modules.
+        precision: a key of KINDS; "" changes nothing.
+    """
     if not precision:
         return
-    inside = [unit for unit in transformer.modules() if type(unit).__name__ in units]
-    for parent in [module for unit in inside for module in unit.modules()]:
+    # All parents are listed before any is changed.
+    parents = []
+    for module in transformer.modules():
+        if type(module).__name__ in units:
+            parents += module.modules()
+    for parent in parents:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad:
                 setattr(parent, name, KINDS[precision].of(child))
@@ -42,7 +52,7 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
 
 
 def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> EightBitLinear:
-    """A layer of 8 bits whose W is that of a frozen one plus a change [out, in]."""
+    """Return an 8-bit layer whose weight is that of a frozen layer plus a change [out, in]."""
     is_quantised = isinstance(base, EightBitLinear)
     dtype = base.dtype if is_quantised else base.weight.dtype
     copy = EightBitLinear(*change.shape, base.bias, dtype, change.device)
@@ -54,25 +64,31 @@ def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> EightBitLin
 
 
 def precision_of(transformer: nn.Module) -> str:
-    """Of its frozen layers, as in KINDS; "" where none is quantised."""
-    kinds = {type(layer) for layer in quantised_layers(transformer).values()}
-    return next((name for name, kind in KINDS.items() if kind in kinds), "")
+    """Return the precision of the frozen layers, a key of KINDS; "" where none is quantised."""
+    for layer in quantised_layers(transformer).values():
+        for name, kind in KINDS.items():
+            if type(layer) is kind:
+                return name
+    return ""
 
 
 def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
-    """By name."""
+    """Return the quantised layers by name."""
     return {name: module for name, module in transformer.named_modules() if isinstance(module, QuantisedLinear)}
 
 
 def products_of_8_bits(transformer: nn.Module) -> AbstractContextManager:
-    """Inside, layers that store 8 bits round x as well: faster. For forwards whose velocity enters no log-prob."""
+    """Make 8-bit layers round their inputs, too, inside this block, which is faster.
+
+    For forwards whose velocity enters no log-prob.
+    """
     layers = [layer for layer in quantised_layers(transformer).values() if isinstance(layer, EightBitLinear)]
     return flagged(layers, "rounds_x")
 
 
 @contextmanager
-def flagged(modules: list[nn.Module], name: str) -> Iterator[None]:
-    """Inside, an attribute of these modules is True; outside it is False."""
+def flagged(modules: Sequence[nn.Module], name: str) -> Iterator[None]:
+    """Set an attribute of these modules to True inside this block, and to False after it."""
     for module in modules:
         setattr(module, name, True)
     try:

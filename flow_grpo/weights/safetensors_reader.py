@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,12 +17,17 @@ from flow_grpo.base.formatting import in_one_line
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import quantisation
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"  # diffusers' name, also of the index: WEIGHTS + ".index.json"
-INDEX = ".index.json"  # behind the name of the only file
-READERS = 4  # threads; a layer in full precision is in memory for each
-FLOATS = "F", "BF"  # the first letters of safetensors' names of kinds of floats
-SHOWN = 3  # names in a sentence
-FOREIGN = {  # a pattern of weights' names -> who writes such
+# Name of a transformer's only file in diffusers, and the ending that makes it the name of the index of several.
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+INDEX = ".index.json"
+# Threads; each has a layer in full precision in memory.
+READERS = 4
+# First letters of safetensors' names of floating-point dtypes.
+FLOATS = ("F", "BF")
+# Names that a message shows.
+MOST_NAMES = 3
+# Pattern of weights' names -> the program that writes such names.
+FOREIGN = {
     r"\.(absmax|nested_absmax|quant_map|SCB|quant_state\..+)$": "quantised by bitsandbytes",
     r"\.(qweight|qzeros|g_idx)$": "quantised by GPTQ or AWQ",
     r"(^|\.)(scaled_fp8|comfy_quant)$|\.(scale_weight|scale_input|weight_scale|input_scale)$": "of scaled fp8",
@@ -31,31 +36,39 @@ FOREIGN = {  # a pattern of weights' names -> who writes such
     r"^(module|_orig_mod|_fsdp_wrapped_module)\.": "of a module that was wrapped by DDP, FSDP or torch.compile",
 }
 
+Shapes = dict[str, tuple[int, ...]]  # name of a tensor -> shape
+Targets = dict[str, Tensor | QuantisedLinear]  # name in a file -> where it goes
+# (tensor or quantised layer, tensor or slice of a file) -> None; copies this rank's part of the second to the first.
+CopyRows = Callable[[Tensor | QuantisedLinear, Any], None]
+
 
 class Header(NamedTuple):
-    """What a file of safetensors says of itself."""
+    """Header of a safetensors file."""
 
     metadata: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]  # by name
+    shapes: Shapes
     dtypes: dict[str, str]  # by name, as safetensors writes them, such as "BF16"
 
 
 def header_of(file: Path) -> Header:
-    """The header of a file, which says how long the file is. Raises UserError for a file that is not whole."""
+    """Return the header of a file, which says how long the file is. Raises UserError for a file that is not whole."""
     try:
         with safe_open(file, framework="pt") as tensors:
-            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {name: part.get_dtype() for name, part in slices.items()}
-            return Header(tensors.metadata() or {}, shapes, dtypes)
+            header = Header(tensors.metadata() or {}, {}, {})
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+                rows = tensors.get_slice(name)
+                header.shapes[name] = tuple(rows.get_shape())
+                header.dtypes[name] = rows.get_dtype()
+            return header
     except (SafetensorError, OSError) as error:
-        problem = folders.problem_of(file) or _how_much_is_missing(file)
+        problem = folders.problem_of(file) or _missing_bytes(file)
         problem = problem or f"cannot be read as safetensors: {in_one_line(error)}"
         raise UserError(f"{in_one_line(file)} {problem}") from error
 
 
-def _how_much_is_missing(file: Path) -> str:
-    """By a header that can be read; "" where it cannot, or nothing is missing."""
+def _missing_bytes(file: Path) -> str:
+    """Return how much a file lacks of what its header says; "" if the header cannot be read, or nothing is missing."""
+    # A file is the header's length in 8 bytes, the header as JSON, and the tensors, whose offsets the header has.
     with file.open("rb") as stored:
         header_size = int.from_bytes(stored.read(8), "little")
         size = file.stat().st_size
@@ -65,43 +78,59 @@ def _how_much_is_missing(file: Path) -> str:
             whole = 8 + header_size + max(ends)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return ""
-    return f"is cut off: it has {size:,} of {whole:,} bytes; fetch it again" if size < whole else ""
+    if size >= whole:
+        return ""
+    return f"is cut off: it has {size:,} of {whole:,} bytes; fetch it again"
 
 
-def read(transformer: nn.Module, folder: Path, copy_rows: Callable) -> None:
-    """Fill everything but adapters from `folder`, by copy_rows(tensor or quantised layer, slice of a file), which fills
-    what this rank has of it. peft calls the adapted layers' own weights base_layer. Raises UserError for names or
-    shapes in `folder` that are not the transformer's, and for names that are missing."""
-    tensors = {name: tensor for name, tensor in transformer.state_dict().items() if "lora_" not in name}
-    tensors |= {f"{name}.weight": layer for name, layer in quantisation.quantised_layers(transformer).items()}
-    targets = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
-    files = check(folder, {name: tuple(tensor.shape) for name, tensor in targets.items()}, type(transformer).__name__)
-    with ThreadPoolExecutor(READERS) as pool:  # one thread copies less than disk and bus can give
-        list(pool.map(partial(_read_file, targets, copy_rows), files))
+def fill_transformer(transformer: nn.Module, folder: Path, copy_rows: CopyRows) -> None:
+    """Fill everything but adapters from the files of `folder`.
+
+    Raises UserError for names or shapes in `folder` that are not the transformer's, and for names that are missing.
+    """
+    targets: Targets = {}
+    for name, tensor in transformer.state_dict().items():
+        if "lora_" not in name:
+            targets[_stored_name(name)] = tensor
+    for name, layer in quantisation.quantised_layers(transformer).items():
+        targets[_stored_name(f"{name}.weight")] = layer
+    files = check_transformer(folder, targets, type(transformer).__name__)
+    # One thread copies less than disk and bus can give. The list makes an error of a thread one of this function.
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(partial(_copy_file, targets, copy_rows), files))
 
 
-def _read_file(targets: dict[str, Tensor | QuantisedLinear], copy_rows: Callable, file: Path) -> None:
+def _stored_name(name: str) -> str:
+    """Return the name of a parameter in diffusers' files: peft calls an adapted layer's own weights base_layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def _copy_file(targets: Targets, copy_rows: CopyRows, file: Path) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             copy_rows(targets[name], tensors.get_slice(name))
 
 
-def check(folder: Path, wanted: dict[str, tuple[int, ...]], what: str) -> list[Path]:
-    """The files of a transformer's folder, whose headers alone are read. Raises UserError unless these hold weights of
-    the `wanted` names and shapes. `what`: the transformer's class."""
-    files = files_of(folder, WEIGHTS)
-    stored, dtypes, file_of = {}, {}, {}
+def check_transformer(folder: Path, targets: Mapping[str, Tensor | QuantisedLinear], class_name: str) -> list[Path]:
+    """Return the files of a transformer's folder; only their headers are read. Raises UserError unless they hold
+    weights of the names and shapes of `targets`."""
+    files = weight_files(folder, WEIGHTS)
+    stored: Shapes = {}
+    dtypes: dict[str, str] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         header = header_of(file)
         stored |= header.shapes
         dtypes |= header.dtypes
         file_of |= dict.fromkeys(header.shapes, file)
-    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    missing = sorted(targets.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - targets.keys())
     if missing or unexpected:
-        raise UserError(f"{in_one_line(folder)} does not hold this {what}: {_difference(missing, unexpected)}")
+        raise UserError(f"{in_one_line(folder)} does not hold this {class_name}: {_difference(missing, unexpected)}")
     for name, shape in stored.items():
-        if shape != wanted[name]:
-            raise UserError(f"{name} is {list(shape)} in {file_of[name]}, {list(wanted[name])} in the model")
+        wanted = tuple(targets[name].shape)
+        if shape != wanted:
+            raise UserError(f"{name} is {list(shape)} in {file_of[name]}, {list(wanted)} in the model")
         if not dtypes[name].startswith(FLOATS):
             raise UserError(
                 f"{name} is of {dtypes[name]} in {in_one_line(file_of[name])}, quantised without its scales; "
@@ -111,42 +140,50 @@ def check(folder: Path, wanted: dict[str, tuple[int, ...]], what: str) -> list[P
 
 
 def _difference(missing: list[str], unexpected: list[str]) -> str:
-    """Which names are not as they should be, and who writes such names where that is known."""
-    for pattern, kind in FOREIGN.items():
-        if foreign := [name for name in unexpected if re.search(pattern, name)]:
+    """Return which names are missing or unexpected, or the program that writes the unexpected ones if it is known."""
+    for pattern, origin in FOREIGN.items():
+        foreign = [name for name in unexpected if re.search(pattern, name)]
+        if foreign:
             return (
-                f"its weights are {kind} ({foreign[0]}); it takes diffusers' own names in bf16, fp16 or fp32, "
+                f"its weights are {origin} ({foreign[0]}); it takes diffusers' own names in bf16, fp16 or fp32, "
                 "as save_pretrained writes them, and config.base_precision quantises while loading"
             )
-    problems = {"missing": missing, "unexpected": unexpected}
-    return "; ".join(f"{kind}: {some_names(names)}" for kind, names in problems.items() if names)
+    problems = []
+    if missing:
+        problems.append(f"missing: {first_names(missing)}")
+    if unexpected:
+        problems.append(f"unexpected: {first_names(unexpected)}")
+    return "; ".join(problems)
 
 
-def some_names(names: list[str]) -> str:
-    """The first names, and how many others there are."""
-    others = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {others} more" if others > 0 else "")
+def first_names(names: list[str]) -> str:
+    """Return the first names, and how many others there are, for a message."""
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[:MOST_NAMES])} and {len(names) - MOST_NAMES} more"
 
 
-def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of a model's weights: those of the index, or the only one, which is called `name`. Raises UserError for
-    one that is not there, with what is."""
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a model's weights: those of the index, or the only one, which is called `name`.
+
+    Raises UserError for a missing file, with a hint at what is there.
+    """
+    names = {name}
     index = folder / (name + INDEX)
     if index.is_symlink() or index.exists():
-        names = _shards(index)
-    else:
-        names = {name}
+        names = _names_in_index(index)
     absent = [file for file in sorted(names) if not (folder / file).exists()]
     if absent == [name]:
-        raise UserError(f"{in_one_line(folder)} has no {name}{_what_is_there(folder, name)}")
+        raise UserError(f"{in_one_line(folder)} has no {name}{_hint(folder, name)}")
     if absent:
         files = f"of the {len(names)} files that {index.name} names, {len(absent)}"
-        raise UserError(f"{in_one_line(folder)} has no {some_names(absent)} ({files})")
+        raise UserError(f"{in_one_line(folder)} has no {first_names(absent)} ({files})")
     return [folder / file for file in sorted(names)]
 
 
-def _shards(index: Path) -> set[str]:
-    if problem := folders.problem_of(index):
+def _names_in_index(index: Path) -> set[str]:
+    problem = folders.problem_of(index)
+    if problem:
         raise UserError(f"{in_one_line(index)} {problem}")
     weight_map = folders.read_json(index).get("weight_map")
     is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
@@ -155,22 +192,23 @@ def _shards(index: Path) -> set[str]:
     return set(weight_map.values())
 
 
-def _what_is_there(folder: Path, name: str) -> str:
-    """What may have been meant by a folder that lacks `name`, as the rest of a sentence."""
+def _hint(folder: Path, name: str) -> str:
+    """Return what may have been meant by a folder that lacks `name`, as the rest of a sentence."""
     if (folder / name).is_symlink():
         return " (a link to a file that is gone)"
-    stem, names = name.removesuffix(".safetensors"), sorted(path.name for path in folder.iterdir())
-    variants = [other for other in names if re.fullmatch(rf"{stem}\.\w+\.safetensors", other)]
-    indices = [other for other in names if other.startswith(stem) and other.endswith(".json")]
-    shards = [other for other in names if re.fullmatch(rf"{stem}.*-of-\d+\.safetensors", other)]
-    pickled = [other for other in names if other.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    others = [other for other in names if other.endswith((".safetensors", ".gguf", ".onnx", ".msgpack", ".h5"))]
-    if variants:
-        return f" but the variant {variants[0]}: rename it to {name}"
-    if indices:
-        return f" but the index of a variant, {indices[0]}: rename that to {name}{INDEX}"
-    if shards:
-        return f" and no {name}{INDEX} for its {len(shards)} parts ({shards[0]}): fetch the index, too"
-    if pickled:
-        return f" but {pickled[0]}: load the model in diffusers and save it by save_pretrained"
-    return f"; it has {some_names(others)}" if others else ": its download is not whole; fetch it again"
+    # Pattern of names that are there -> hint. The first pattern that fits a name counts.
+    stem = name.removesuffix(".safetensors")
+    hints = {
+        rf"{stem}\.\w+\.safetensors": " but the variant {first}: rename it to {name}",
+        rf"{stem}.*\.json": " but the index of a variant, {first}: rename that to {index}",
+        rf"{stem}.*-of-\d+\.safetensors": " and no {index} for its {count} parts ({first}): fetch the index, too",
+        r".*\.(bin|pt|pth|ckpt)": " but {first}: load the model in diffusers and save it by save_pretrained",
+        r".*\.(safetensors|gguf|onnx|msgpack|h5)": "; it has {names}",
+    }
+    for pattern, hint in hints.items():
+        fitting = sorted(path.name for path in folder.iterdir() if re.fullmatch(pattern, path.name))
+        if fitting:
+            return hint.format(
+                name=name, index=name + INDEX, first=fitting[0], count=len(fitting), names=first_names(fitting)
+            )
+    return ": its download is not whole; fetch it again"
