@@ -1,7 +1,7 @@
 """What functions of one's own declare: which settings they read, and what a model card calls the method.
 
 A script's `main` takes other functions in the place of its `rollout`, `add_gradients` or `advantages`. What only such a
-function reads (`read_in` of an entry of table.py) another one would ignore, unless it declares that it reads it.
+function reads (`read_in` of a field of sections.py) another one would ignore, unless it declares that it reads it.
 """
 
 from collections.abc import Callable

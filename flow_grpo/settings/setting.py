@@ -1,9 +1,9 @@
-"""One setting: what an entry of table.py says, and which values it allows."""
+"""One setting: what its field in sections.py says, and which values it allows."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from ml_collections import ConfigDict
 
@@ -14,8 +14,81 @@ ALL = GRPO, PR, NFT, DPO, DISTILL = "grpo", "pr", "nft", "dpo", "distill"  # val
 LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
 
 
+class FrozenDict(Mapping[str, Any]):
+    """A dict of names that nobody changes. Its entries are attributes, too: `config.custom.temperature`."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = dict(values)
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                self._values[key] = FrozenDict(value)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(f"there is no {name!r} in {self!r}")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({self._values})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict, of which anything but the entries of lists may be changed."""
+        return {key: _plain(value) for key, value in self.items()}
+
+
+class Section:
+    """Some settings: a frozen dataclass of fields that `setting` makes, and of further sections."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict, as config.json holds it."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, Section | FrozenDict) else value
+
+
+class Facts(TypedDict, total=False):
+    """What a field says of its setting; the fields of `Setting` of these names."""
+
+    unit: str
+    choices: Collection[str]
+    min: float
+    max: float
+    used_by: tuple[str, ...]
+    resumable: bool
+    read_in: str
+    when: tuple[tuple, ...]
+
+
+T = TypeVar("T")
+
+
+def setting(default: T, **facts: Unpack[Facts]) -> T:
+    """Return the field of a section for a setting. Its type is that of its value, for the type checker."""
+    made: Any
+    if isinstance(default, Mapping):
+        made = field(default_factory=lambda: FrozenDict(default), metadata=dict(facts))
+    else:
+        made = field(default=default, metadata=dict(facts))
+    return made
+
+
 @dataclass(frozen=True)
 class Setting:
+    """What the field of a setting says, and what follows for a value."""
+
     key: str  # dotted
     default: Any
     meaning: str

@@ -1,0 +1,453 @@
+"""Every setting: a field with its type, default and limits, and its meaning below it.
+
+The defaults are a run of the shipped tiny Qwen-Image on the shapes task, on any machine. The experiment is stated here
+(prompts, images, updates per epoch); how it divides over the GPUs is arithmetic (algorithms/batch_plan.py). From these
+fields follow the config that files and flags edit, what a value may be, what a script refuses because it would ignore
+it, what a resumed run may change, docs/reference/settings.md, and the types that an editor and the type checker know.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.setting import DISTILL, DPO, GRPO, NFT, PR, Section, setting
+
+ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
+RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
+NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
+MAX_BATCH_SIZE = 4096  # rows of a forward
+TINY = 1e-6  # the least of a number above 0
+
+
+@dataclass(frozen=True)
+class Reward(Section):
+    """How rewards are scored; what `reward.args` says of one reward goes before what is said here."""
+
+    args: Mapping[str, Any] = setting({})
+    """Overrides by reward: NAME -> any setting of this section, options of its load(), and url, the server that scores
+    it, such as http://127.0.0.1:18087, or a list of such."""
+
+    device: str = setting("", resumable=True)
+    """Device of a reward's model, such as "cuda:7"; "" = the rank's own."""
+
+    batch_size: int = setting(32, unit="images", min=1, max=10**5)
+    """Images per request."""
+
+    max_masked_share: float = setting(0.0, min=0, max=1)
+    """0 = a failed reward ends the run. Above 0, its image is left out of its group; the run ends if that is more than
+    this fraction of the images or scouts of an epoch, an evaluation or a file."""
+
+    token_file: str = setting("", resumable=True)
+    """File whose first line is the token that a server asks for; "" = the environment's REWARD_TOKEN."""
+
+    timeout_s: float = setting(120.0, unit="s", min=0.1, resumable=True)
+    """Time limit of one request. A call in a thread may take 300 s more."""
+
+
+@dataclass(frozen=True)
+class Lora(Section):
+    """The adapter that is trained."""
+
+    rank: int = setting(32, min=0, max=4096)
+    """Rank of the adapter; 0 trains the full weights."""
+
+    alpha: int = setting(64, min=1)
+    """Scale of the adapter, times its rank."""
+
+    path: str = setting("", when=(("lora.rank",),))
+    """LoRA of diffusers or peft to start from, a folder or a file; "" = a fresh adapter."""
+
+    targets: tuple[str, ...] = setting((), when=(("lora.rank",),))
+    """Ends of the names of the linear layers that the adapter adapts, such as ('attn.to_q', 'attn.to_v'); () = the
+    model's own list."""
+
+
+@dataclass(frozen=True)
+class Fsdp(Section):
+    """How weights lie over the GPUs."""
+
+    mode: Literal["replicate", "shard", "hybrid"] = setting("replicate", resumable=True)
+    """Layout of the weights. shard = over all GPUs; hybrid = over those of a machine."""
+
+    activation_checkpointing: float = setting(0.0, min=0, max=1, resumable=True)
+    """Fraction of activations that the backward recomputes: 0 = none, 1 = all but the blocks' inputs, a third more
+    compute. Between the two the compiler chooses what costs least, which takes compile."""
+
+    offload: Literal["", "optimizer", "weights"] = setting("", resumable=True)
+    """What stays in host memory: "" = nothing; optimizer = its state while images are sampled; weights = also sharded
+    weights, one GPU's too, which are fetched block by block."""
+
+
+@dataclass(frozen=True)
+class Sample(Section):
+    """The rollout."""
+
+    num_steps: int = setting(10, min=2, max=1000)
+    """Denoising steps of a rollout."""
+
+    guidance_scale: float = setting(1.0, min=0, max=1000)
+    """Guidance scale; above 1 costs a second forward per step."""
+
+    noise_level: float = setting(0.7, min=TINY, max=10, used_by=NOISY)
+    """Noise level eta of the SDE step; at most 1 for cps and cps_gaussian."""
+
+    sde_type: Literal["sde", "dance", "cps", "cps_gaussian"] = setting("sde", used_by=NOISY)
+    """Formula of a noisy step; cps_gaussian is cps with its true log-density."""
+
+    num_prompts_per_epoch: int = setting(16, min=1, max=10**6)
+    """Prompts per epoch, on all GPUs together."""
+
+    num_images_per_prompt: int = setting(8, min=1, max=10**4)
+    """Group size; in train_*_pr.py, trunks per prompt."""
+
+    batch_size: int = setting(16, unit="rows", min=1, max=MAX_BATCH_SIZE)
+    """Rows per forward and GPU wherever a log-prob is computed: rollout and update."""
+
+    global_std: bool = setting(False, used_by=ONLINE, read_in="advantages")
+    """Divide advantages by the std of the whole epoch instead of the group's."""
+
+    baseline: Literal["group", "prompt", "all"] = setting("group", used_by=ONLINE)
+    """What rewards are compared within: group = images of a prompt, or branches of a trunk's step; prompt = branches of
+    all its trunks at a step, in train_*_pr.py; all = the whole epoch."""
+
+    scouts_per_image: int = setting(0, unit="images", min=0, max=1000, used_by=(GRPO, NFT), read_in="rollout")
+    """Cheap images that are drawn for each trained one: the best and the worst of a prompt are drawn again from their
+    noise, by the update's weights, and trained; 0 = none."""
+
+    scout_ratio: float = setting(
+        0.4, min=0, max=1, used_by=(GRPO, NFT), read_in="rollout", when=(("sample.scouts_per_image",),)
+    )
+    """Fraction of the forwards of a scout after its noise; 0 = all of them."""
+
+    # train_*_nft.py asks for 0.
+    sde_window_size: int = setting(2, unit="steps", min=0, used_by=(GRPO, NFT, DISTILL))
+    """Steps that are sampled with noise and trained; 0 = all but the last."""
+
+    sde_window_range: tuple[int, int] = setting((0, 5), used_by=(GRPO, DISTILL))
+    """Steps [first, last) in which the window lies; without a window the default, or all steps but the last."""
+
+    sde_window_interval: int = setting(
+        0, unit="updates", min=0, used_by=(GRPO, DISTILL), read_in="rollout", when=(("sample.sde_window_size",),)
+    )
+    """0 = the window is at a random place in every batch; N = it moves on by one step every N updates, and from the end
+    of the range back to its start."""
+
+    same_latent: bool = setting(False, used_by=(GRPO, DISTILL))
+    """Start a group from one noise: it is one image until the window."""
+
+    num_branches: int = setting(1, min=1, max=4096, used_by=(PR,))
+    """Noisy branches per step of a trunk, at least 2."""
+
+    completion_batch_size: int = setting(0, unit="rows", min=0, max=4096, used_by=(*ONLINE, DISTILL), resumable=True)
+    """Rows per forward without a log-prob, at most the images of an epoch; 0 = sample.batch_size."""
+
+    flash_ratio: float = setting(0.0, min=0, max=1)
+    """After the noise, compute only this fraction of the forwards; 0 = all of them."""
+
+    flash_solver: Literal["dpm", "extrapolate"] = setting("dpm", when=(("sample.flash_ratio",),))
+    """Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a forward."""
+
+    text_multiple: int = setting(0, unit="tokens", min=0, max=2048, resumable=True)
+    """Pad text to a multiple of this where no log-prob is computed; 0 = text_tokens."""
+
+    rollout_weights: Literal["exact", "merged", "merged_fp8", "fp8"] = setting(
+        "exact", when=(("lora.rank",), ("fsdp.mode", "replicate"))
+    )
+    """Weights of forwards without a log-prob: exact = the update's; merged = a copy with the adapter added, faster;
+    merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products of base_precision
+    fp8_weights."""
+
+
+@dataclass(frozen=True)
+class Train(Section):
+    """The update."""
+
+    learning_rate: float = setting(3e-4, min=0, max=1000)
+    """Highest learning rate of the run."""
+
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = setting("constant")
+    """linear and cosine fall to 0 at the end of num_epochs."""
+
+    warmup_updates: int = setting(0, unit="updates", min=0)
+    """Updates over which the learning rate rises from 0."""
+
+    adam_betas: tuple[float, float] = setting((0.9, 0.999), min=0, max=0.9999999)
+    """Betas of AdamW."""
+
+    weight_decay: float = setting(1e-4, min=0, max=1000)
+    """Weight decay of AdamW."""
+
+    max_grad_norm: float = setting(1.0, min=TINY)
+    """Norm to which longer gradients are scaled down."""
+
+    updates_per_epoch: int = setting(2, unit="updates", min=1, max=10**6)
+    """Optimizer steps per epoch and inner epoch."""
+
+    inner_epochs: int = setting(1, min=1, max=1000)
+    """Passes over one rollout, reshuffled."""
+
+    objective: str = setting("clip", choices=OBJECTIVES, used_by=RATIO, read_in="add_gradients")
+    """Loss of a noisy step."""
+
+    forward_objective: str = setting("nft", choices=FORWARD_OBJECTIVES, used_by=(NFT,), read_in="add_gradients")
+    """Loss of finished images that are noised afresh."""
+
+    old_log_prob: Literal["rollout", "recompute"] = setting("rollout", used_by=RATIO)
+    """Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row."""
+
+    clip_range: float = setting(1e-4, min=0, used_by=ONLINE, read_in="add_gradients")
+    """Clip range of the ratio. Log-probs are means over elements, so ratios stay near 1."""
+
+    kl_limit: float = setting(1e-5, unit="nat per latent element", min=0, used_by=RATIO, read_in="add_gradients")
+    """KL of a step from the rollout's beyond which a row stops pushing further."""
+
+    parity_limit: float = setting(1.0, unit="clip ranges", min=0, used_by=RATIO, resumable=True)
+    """End the run if log-ratios of an epoch's first update, which should be 0, are larger than this, on average larger
+    than a tenth of it, or clipped in more than a hundredth of it of all rows; 0 = no limit, as with clip_range 0."""
+
+    adv_clip_max: float = setting(5.0, min=TINY, used_by=ONLINE, read_in="add_gradients")
+    """Largest size of an advantage."""
+
+    reward_aggregation: Literal["sum", "gdpo"] = setting("sum", used_by=ONLINE, read_in="advantages")
+    """How several rewards become one advantage: sum = of weighted rewards; gdpo = of their advantages."""
+
+    diversity_weight: float = setting(0.0, min=0, used_by=ONLINE, read_in="advantages")
+    """Weight, beside the rewards, of an image's distance to the mean of its group's images (its part of
+    health/diversity, 0.8 of the tiny base); 0 = none."""
+
+    filter_groups: bool = setting(
+        False,
+        used_by=ONLINE,
+        read_in="advantages",
+        when=(("sample.baseline", "group", "prompt"), ("train.diversity_weight", 0.0)),
+    )
+    """Leave groups whose rewards are all alike out of the mean that is the loss."""
+
+    beta: float = setting(0.0, min=0, used_by=ONLINE, read_in="add_gradients")
+    """Weight of the KL to the reference policy; in train_*_nft.py, of the squared distance to it."""
+
+    reference_interval: int = setting(0, unit="updates", min=0, used_by=(*ONLINE, DPO), when=(("train.beta",),))
+    """Let the policy become its own reference every N updates; 0 = never."""
+
+    reference_guidance_scale: float = setting(0.0, min=0, max=1000, used_by=ONLINE, when=(("train.beta",),))
+    """Guidance scale of the first reference: above the policy's, the policy learns it; 0 = the policy's."""
+
+    guidance_scale: float = setting(0.0, min=0, max=1000, used_by=ONLINE, when=(("train.old_log_prob", "recompute"),))
+    """Guidance scale of the policy in the update, the old and the trained one; 0 = sample's."""
+
+    shared_noise: bool = setting(False, used_by=(NFT,))
+    """Noise the images of a group alike, to the same levels."""
+
+    flow_matching_weight: float = setting(0.0, min=0, used_by=(NFT,), read_in="add_gradients")
+    """Weight of flow matching on the run's own images, good and bad alike."""
+
+    dgpo_beta: float = setting(100.0, min=0, used_by=(NFT,), read_in="add_gradients")
+    """How sharply a group's difference of velocity errors decides; published 10 to 100 over a fixed reference, 2000 and
+    more over the old policy."""
+
+    proximal_weight: float = setting(30.0, min=0, used_by=(NFT,), read_in="add_gradients")
+    """Weight of the log-ratio beside the advantage; 0 = none. Published as advantages of 0.1 (reward - mean): 10 / the
+    std that advantages are divided by."""
+
+    nft_beta: float = setting(1.0, min=TINY, used_by=(NFT,), read_in="add_gradients")
+    """Share of the trained policy in the mixture that is compared with x_0."""
+
+    old_decay_schedule: float = setting(1.0, min=0, max=2, used_by=(NFT,))
+    """What the sampling policy keeps of itself: 1 = up to a half, 2 = up to 0.999, see losses.old_policy_decay; a
+    number below 1 = always this share."""
+
+    dpo_beta: float = setting(1000.0, min=0, used_by=(DPO,), read_in="add_gradients")
+    """How sharply a pair's difference of velocity errors decides."""
+
+    teachers: tuple[str, ...] = setting((), used_by=(DISTILL,), when=(("lora.rank",),))
+    """Folders of the LoRA adapters that are learned from, such as best/ of other runs."""
+
+    step_weight: Literal["", "equal", "sqrt3", "mean_one"] = setting("", used_by=NOISY, read_in="add_gradients")
+    """Weight of a step's loss: sqrt3 = sqrt(3) * transition_std; mean_one = transition_std / its mean over the trained
+    steps, which TempFlow-GRPO's constants are; equal = 1; "" = no choice, which is 1 too, and which train_*_pr.py
+    refuses."""
+
+    timestep_fraction: float = setting(
+        1.0, min=TINY, max=1, used_by=(*ONLINE, DISTILL), when=(("sample.sde_window_size", 0),)
+    )
+    """Train int(this * num_steps) steps, the first ones, in train_*_nft.py one of each equal share; never the last. A
+    window is trained whole."""
+
+    ema_decay: float = setting(0.9, min=0, max=1)
+    """Decay of the averaged weights: min((1 + n) / (10 + n), this) after n updates."""
+
+    ema_interval: int = setting(8, unit="updates", min=1)
+    """Updates between averagings; before the first, the average is the weights."""
+
+
+@dataclass(frozen=True)
+class Preferences(Section):
+    """Pairs of a better and a worse image."""
+
+    path: str = setting("", used_by=(DPO,))
+    """Folder of parquet files from prepare_preferences.py; "" = online, of images just sampled."""
+
+    min_margin: float = setting(0.0, min=0, used_by=(DPO,))
+    """Of rollouts, keep pairs whose winner's reward is higher by more than this."""
+
+
+@dataclass(frozen=True)
+class Eval(Section):
+    """The evaluation: deterministic, with averaged weights."""
+
+    rewards: tuple[str, ...] = setting((), resumable=True)
+    """Names of rewards that are measured but not trained on: they show what is hacked."""
+
+    num_prompts: int = setting(272, unit="prompts", min=0, resumable=True)
+    """Validation and test prompts, at most, evenly spread; 0 = none."""
+
+    noises_per_prompt: int = setting(1, min=1, max=10**4, resumable=True)
+    """Images of a prompt, always from the same noises."""
+
+    best_by: str = setting("avg", resumable=True)
+    """Metric under eval/ whose highest value makes the policy in best/."""
+
+    test_freq: int = setting(0, unit="epochs", min=0, resumable=True)
+    """Test every N epochs, and before the first and after the last; 0 = only these."""
+
+    num_steps: int = setting(10, min=2, max=1000, resumable=True)
+    """Deterministic denoising steps."""
+
+    guidance_scale: float = setting(1.0, min=0, max=1000, resumable=True)
+    """Guidance scale; above 1 costs a second forward per step."""
+
+    batch_size: int = setting(64, unit="rows", min=1, max=10**5, resumable=True)
+    """Rows per forward and GPU."""
+
+
+@dataclass(frozen=True)
+class Health(Section):
+    """Alarms, each of which compares the run with itself; 0 = no limit; see [health](../design/health.md)."""
+
+    action: Literal["log", "lower_learning_rate", "stop", "roll_back"] = setting("log", resumable=True)
+    """What an alarm does: log = print it; lower_learning_rate = halve it; stop = save and end; roll_back = to the best
+    weights and half of the learning rate; the fourth time, stop."""
+
+    reward_drop: float = setting(3.0, unit="standard errors", min=0, resumable=True)
+    """Largest fall of the training reward below its best (means of 5 epochs), less what chance explains."""
+
+    eval_drop: float = setting(3.0, unit="standard errors", min=0, resumable=True)
+    """Largest fall of the evaluation below its best."""
+
+    epochs_without_signal: int = setting(3, unit="epochs", min=0, resumable=True)
+    """Most epochs in a row in which nothing could be learned."""
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """The run."""
+
+    # A checkpoint without it may be resumed.
+    algorithm: Literal["grpo", "pr", "nft", "dpo", "distill"] = setting("grpo", resumable=True)
+    """Script that the config is for; another one refuses it."""
+
+    name: str = setting("base", resumable=True)
+    """Name of this config, set by the file that made it."""
+
+    method: str = setting("", resumable=True)
+    """What a model card calls the algorithm; "" = by the script and its loss, or as functions of your own say."""
+
+    run_name: str = setting("", resumable=True)
+    """Run folder under output_dir; "" = name."""
+
+    output_dir: str = setting("runs", resumable=True)
+    """Folder in which run folders are made."""
+
+    logger: Literal["wandb", "tensorboard", "none"] = setting("wandb", resumable=True)
+    """Tracker that also shows the curves. "none" writes report.html at every evaluation."""
+
+    alert: str = setting("", resumable=True)
+    """Who is told of alarms, the end and a crash: "wandb" = its own alerts; else a command that gets a sentence as its
+    last argument, such as "ntfy publish my_runs"; "" = nobody."""
+
+    resume_from: str = setting("", resumable=True)
+    # The space keeps the quotation marks apart.
+    """ "" starts a new run; "latest" resumes the newest checkpoint of this run; else a checkpoint's folder: another
+    run's begins a branch."""
+
+    accept_changes: bool = setting(False, resumable=True)
+    """Resume even if files of the data set, model, lora.path or pairs have changed."""
+
+    dry_run: int = setting(0, min=0, max=10**5, resumable=True)
+    """Say what the run would be on this number of GPUs, without loading its weights; 0 = train. --dry_run stands for
+    the number that torchrun starts, --dry_run=8 for eight."""
+
+    custom: Any = setting({})
+    """Settings of your own, which a config file of your own adds and no check looks at."""
+
+    seed: int = setting(42, min=-(2**63), max=2**63 - 1)
+    """Seed of every random draw of the run."""
+
+    num_epochs: int = setting(100, min=1, resumable=True)
+    """Number of epochs, each a rollout and an update."""
+
+    max_hours: float = setting(0.0, unit="h", min=0, resumable=True)
+    """Stop after the first epoch that ends more than this many hours after the run began; 0 = no limit."""
+
+    save_freq: int = setting(10, unit="epochs", min=0, resumable=True)
+    """Save a checkpoint every N epochs, and after the last; 0 = only after the last."""
+
+    keep_checkpoints: int = setting(2, min=1, resumable=True)
+    """Number of newest checkpoints that are kept."""
+
+    eval_freq: int = setting(10, unit="epochs", min=0, resumable=True)
+    """Evaluate every N epochs, and before the first and after the last; 0 = never."""
+
+    model: str = setting("flow_grpo/assets/tiny_qwenimage")
+    """Diffusers folder, or id on the hub."""
+
+    model_class: str = setting("")
+    """Model class of your own, as MODULE:CLASS, importable; "" = by the pipeline of model. A run stores
+    MODULE:CLASS@DIGEST of its source."""
+
+    dataset: str = setting("dataset/shapes")
+    """Folder with {train,validation,test}_metadata.jsonl or .txt; validation is optional."""
+
+    reward_fn: Mapping[str, float] = setting({"shapes": 1.0})
+    """Weight of each reward, a file of flow_grpo/rewards; 0 = not used."""
+
+    height: int = setting(64, unit="pixels", min=16, max=8192)
+    """Height of an image; a multiple of 16."""
+
+    width: int = setting(64, unit="pixels", min=16, max=8192)
+    """Width of an image; a multiple of 16."""
+
+    text_tokens: int = setting(20, unit="tokens", min=1, max=2048)
+    """Width to which every prompt embedding is padded, in rollout and update alike."""
+
+    cache_dir: str = setting("", resumable=True)
+    """Folder in which runs share encoded prompts, so that no text encoder stays on the GPU; "" = none."""
+
+    precision: Literal["fp32", "bf16"] = setting("fp32")
+    """Precision of the transformer; trained weights are stored in fp32."""
+
+    base_precision: Literal["", "fp8_weights", "nf4"] = setting("", when=(("lora.rank",), ("fsdp.mode", "replicate")))
+    """Precision of the frozen layers beneath an adapter, in rollout and update alike; "" = precision."""
+
+    vae_precision: Literal["fp32", "bf16"] = setting("fp32", resumable=True)
+    """Precision of VAE decodes. With bf16, pixels differ by less than 0.3 of 255 on average."""
+
+    attention: Literal["", "flash_4"] = setting("", when=(("precision", "bf16"), ("lora.rank",)), resumable=True)
+    """Attention of Qwen-Image on a GPU; "" = torch's; "flash_4" = FlashAttention-4, faster under masks, with repeatable
+    gradients."""
+
+    compile: bool = setting(False, resumable=True)
+    """Compile transformer blocks and the decoder; the first start is slow."""
+
+    vae_batch_size: int = setting(32, unit="images", min=1, max=10**5, resumable=True)
+    """Images per VAE decode."""
+
+    reward: Reward = field(default_factory=Reward)
+    lora: Lora = field(default_factory=Lora)
+    fsdp: Fsdp = field(default_factory=Fsdp)
+    sample: Sample = field(default_factory=Sample)
+    train: Train = field(default_factory=Train)
+    preferences: Preferences = field(default_factory=Preferences)
+    eval: Eval = field(default_factory=Eval)
+    health: Health = field(default_factory=Health)
