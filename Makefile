@@ -19,7 +19,7 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench
+.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench lock dist test-versions
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -58,11 +58,33 @@ docs: .venv/ready  ## write the tables and code of docs/ that the program knows
 bench: .venv/ready  ## seconds per phase and memory, one JSON line
 	$(VENV) benchmarks/bench.py $(ARGS)
 
-.venv/ready: requirements.txt setup.py
+# The lowest release lies in a folder of its own, before the environment's.
+OLD := .venv/lowest
+SMOKE := train_qwenimage:grpo.py:shapes_qwenimage train_qwenimage_pr:grpo.py:shapes_qwenimage_pr \
+	train_qwenimage_nft:nft.py:shapes_qwenimage_nft train_qwenimage_dpo:dpo.py:shapes_qwenimage_dpo,online
+test-versions: .venv/ready  ## quick tests and smoke runs with the lowest diffusers that requirements.txt allows
+	lowest=$$(sed -n 's/^diffusers>=\([0-9.]*\),.*/\1/p' requirements.txt); \
+	$(VENV) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLD) "diffusers==$$lowest.0"
+	PYTHONPATH=$(OLD):$(PYTHONPATH) OMP_NUM_THREADS=1 $(TEST) $(QUICK:%=tests/test_%.py) tests/test_models.py $(ARGS)
+	for run in $(SMOKE); do PYTHONPATH=$(OLD):$(PYTHONPATH) $(VENV) scripts/$${run%%:*}.py --config config/$${run#*:},smoke \
+		--config.output_dir=$$(mktemp -d) --config.logger=none || exit 1; done
+
+lock: .venv/ready  ## pin what the tests run with, for Python 3.11 and newer: requirements.lock
+	$(VENV) -m pip install --quiet --disable-pip-version-check uv
+	echo "# Written by make lock. pip install -c requirements.lock -e '.[test]' installs these versions." > requirements.lock
+	$(VENV) -m uv pip compile --quiet --universal --python-version 3.11 --extra test --no-header --no-annotate \
+		--no-emit-index-url --no-emit-find-links pyproject.toml | sed 's/+cpu//' >> requirements.lock
+
+dist: .venv/ready  ## dist/: a source archive and, built from it, a wheel
+	$(VENV) -m pip install --quiet --disable-pip-version-check build
+	$(VENV) -m build
+
+.venv/ready: requirements.txt requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and $(TOO_OLD))'
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo $(NO_VENV) >&2; exit 1; }
 	test -x $(VENV) || $(PYTHON) -m venv .venv
-	test -L .venv || $(VENV) -m pip install --quiet --disable-pip-version-check -e '.[test]'  # a link is another clone's
+	test -L .venv || $(VENV) -m pip --version > /dev/null 2>&1 || $(VENV) -m ensurepip > /dev/null  # uv leaves pip out
+	test -L .venv || $(VENV) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[test]'  # a link is another clone's
 	@touch $@
 
 TOO_OLD := "flow_grpo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 demo"

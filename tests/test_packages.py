@@ -101,7 +101,7 @@ def test_what_scripts_of_ones_own_import_from_where_it_was_is_what_is_there_now(
 def test_folders_are_small_enough_to_choose_from():
     entries = [entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]
     assert {entry.name for entry in entries if entry.is_dir()} == {*MAY_IMPORT, "assets"}
-    assert len(entries) <= 17
+    assert len(entries) <= 18
     sizes = {path.parent.relative_to(PACKAGE).as_posix(): 0 for path in MODULES.values()}
     for path in MODULES.values():
         sizes[path.parent.relative_to(PACKAGE).as_posix()] += path.name != "__init__.py"
@@ -150,16 +150,16 @@ def test_scripts_are_the_algorithm():
             assert len(script.read_text().splitlines()) <= 25
 
 
-SOURCES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE", "NOTICE")
+SOURCES = ("pyproject.toml", "MANIFEST.in", "requirements.txt", "README.md", "LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of a copy of the package, without anything else of the checkout but the data set that it ships."""
+    """The wheel of a copy of the checkout, without its tests and docs."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in SOURCES:
         shutil.copy(ROOT / name, folder)
-    for name in ("flow_grpo", "dataset/shapes"):
+    for name in ("flow_grpo", "dataset/shapes", "dataset/edits", "scripts", "config"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, folder]
     subprocess.run(command, check=True, env=ENV, capture_output=True, timeout=300)
@@ -179,6 +179,29 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"flow_grpo"}
 
 
+def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    run_folder = tmp_path / "runs"
+    flags = [
+        f"--config.output_dir={run_folder}",
+        "--config.num_epochs=1",
+        "--config.logger=none",
+        "--config.eval_freq=0",
+    ]
+    name = "config/nft.py:shapes_qwenimage_nft,smoke"
+    command = [sys.executable, "-m", "flow_grpo", "train_qwenimage_nft", "--config", name, *flags]
+    env = ENV | dict(PYTHONPATH=str(tmp_path / "site"))
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (folder,) = run_folder.glob("*/")
+    assert (folder / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+    listed = subprocess.run([*command[:3], "--help"], env=env, cwd=tmp_path, capture_output=True, text=True).stdout
+    for script in (ROOT / "scripts").glob("*.py"):
+        assert f"\n  {script.stem} " in listed
+    unknown = subprocess.run([*command[:3], "train_qwen"], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert (unknown.returncode, "nearest: train_qwenimage" in unknown.stderr) == (1, True)
+
+
 def test_a_wheel_names_its_requirements_and_pythons_and_holds_its_licence_which_the_citation_names(wheel):
     files = {name.rpartition("/")[2]: wheel.read(name) for name in wheel.namelist() if ".dist-info/" in name}
     metadata = Parser().parsestr(files["METADATA"].decode())
@@ -186,7 +209,8 @@ def test_a_wheel_names_its_requirements_and_pythons_and_holds_its_licence_which_
     lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line and line[0] != "#"]
     assert len(needed) == len(lines)
     assert metadata["Requires-Python"] == ">=3.11"
-    assert "License :: OSI Approved :: Apache Software License" in metadata.get_all("Classifier")
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == flow_grpo.__version__
     assert all(files[name] == (ROOT / name).read_bytes() for name in ("LICENSE", "NOTICE"))
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["license"], citation["version"]) == ("Apache-2.0", metadata["Version"])

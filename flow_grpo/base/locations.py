@@ -7,6 +7,9 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 
 PACKAGE = Path(__file__).parents[1]
+# Where scripts/, config/ and dataset/ lie: the checkout, or what an installed package carries of it.
+_IS_CHECKOUT = (PACKAGE.parent / "config" / "grpo.py").is_file()
+ROOT = PACKAGE.parent if _IS_CHECKOUT else PACKAGE / "assets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 
 

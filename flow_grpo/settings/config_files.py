@@ -12,11 +12,11 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.locations import PACKAGE
 from flow_grpo.settings import table, unknown_names
 
-CHECKOUT = PACKAGE.parent.resolve()
+CHECKOUT = locations.ROOT.resolve()
 
 
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
