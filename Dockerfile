@@ -6,6 +6,6 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /flow_grpo
 COPY . .
-RUN make .venv/ready
+RUN make install
 ENV PATH=/flow_grpo/.venv/bin:$PATH
 CMD ["python", "-m", "flow_grpo", "--help"]

@@ -19,12 +19,14 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench lock dist test-versions
+.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench lock dist test-versions install
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
 	@$(VENV) -m flow_grpo.monitoring.report $$(ls -td runs/*/ | head -n 1)
 	@folder=$$(ls -td runs/*/ | head -n 1); echo "Look at $${folder}report.html, $${folder}reward.png and $${folder}samples.png."
+
+install: .venv/ready  ## the environment alone
 
 test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
 	OMP_NUM_THREADS=1 $(TEST) $(ARGS)

@@ -54,6 +54,10 @@ def check(words, own_configs):
 
 def check_python(words, own_configs):
     """What stands behind `python` or `torchrun`."""
+    if "flow_grpo" in words:  # python -m flow_grpo SCRIPT is python scripts/SCRIPT.py
+        place = words.index("flow_grpo")
+        assert words[place - 1] == "-m", words
+        words = [*words[: place - 1], f"scripts/{words[place + 1]}.py", *words[place + 2 :]]
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), words
         return
