@@ -54,10 +54,7 @@ def check(words, own_configs):
 
 def check_python(words, own_configs):
     """What stands behind `python` or `torchrun`."""
-    if "flow_grpo" in words:  # python -m flow_grpo SCRIPT is python scripts/SCRIPT.py
-        place = words.index("flow_grpo")
-        assert words[place - 1] == "-m", words
-        words = [*words[: place - 1], f"scripts/{words[place + 1]}.py", *words[place + 2 :]]
+    words = by_path(words)
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), words
         return
@@ -82,6 +79,15 @@ def check_python(words, own_configs):
         return
     for flag in [word.partition("=")[0] for word in arguments if word.startswith("--")]:
         assert f'"{flag}"' in source or flag.startswith("--config"), (flag, words)
+
+
+def by_path(words):
+    """`-m flow_grpo SCRIPT`, by the path of the script that it runs."""
+    if "flow_grpo" not in words:
+        return words
+    place = words.index("flow_grpo")
+    assert words[place - 1] == "-m", words
+    return [*words[: place - 1], f"scripts/{words[place + 1]}.py", *words[place + 2 :]]
 
 
 def gpus(options):
