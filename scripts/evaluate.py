@@ -108,7 +108,7 @@ def override(config, args):
     if args.rewards:
         for name, _ in args.rewards:
             if "." in name:  # which a ConfigDict does not take as a key
-                rewards.check_name(name, "--rewards")
+                rewards.check_reward_name(name, "--rewards")
         with config.unlocked():
             config.reward_fn = {name: 1.0 if weight is None else weight for name, weight in args.rewards}
             config.eval.rewards = ()
@@ -349,8 +349,8 @@ def main(args):
     for candidate in compared:
         quantisation.check_device(candidate.config, ranks.device)
         if candidate.transformer:  # a LoRA file has been compared with its checksums before
-            distributed.on_main(checksums.check, candidate.transformer.parent)
-    folder = distributed.on_main(folders.take, Path(args.out).absolute(), "--out")
+            distributed.on_main(checksums.check_files, candidate.transformer.parent)
+    folder = distributed.on_main(folders.make_new_folder, Path(args.out).absolute(), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
     scored = []  # (settings of a row, its scores without images)

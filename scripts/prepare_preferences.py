@@ -304,7 +304,7 @@ def claim(config, options: Options, folder: Path, digests: dict[str, str]) -> bo
     Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
     """
     unfinished, report = folder / "unfinished", folder / "report.json"
-    if not folders.make(folder, "config.preferences.path") and not folder.is_dir():
+    if not folders.make_folder(folder, "config.preferences.path") and not folder.is_dir():
         raise UserError(f"config.preferences.path: {folder} is no folder")
     complete = report.exists() and not unfinished.exists()
     if not complete and not unfinished.exists() and {path.name for path in folder.iterdir()} - {folders.LOCK}:

@@ -61,7 +61,7 @@ def check(folder: Path) -> None:
     if (folder / lora_files.FILE).is_file():
         lora_files.check_adapter(folder)
         return
-    checksums.check(folder)
+    checksums.check_files(folder)
     for file in sorted((folder / "transformer").glob("*.safetensors")):
         if problem := finite.problem_of_tensors(load_file(file)):
             raise UserError(f"{file} is not uploaded: {problem}")

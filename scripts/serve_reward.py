@@ -31,7 +31,7 @@ def parser():
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError for what a user can mend and can be known without importing torch."""
-    rewards.check_name(args.name, "serve_reward.py")
+    rewards.check_reward_name(args.name, "serve_reward.py")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}; it may be 0 to 65535")
     if not read_token(args.token_file) and not args.without_token and args.host not in THIS_MACHINE:

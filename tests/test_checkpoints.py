@@ -359,7 +359,7 @@ def write_best(folder, number):
 
 
 def read_best(folder):
-    checksums.check(best.find_best(folder))
+    checksums.check_files(best.find_best(folder))
     step = json.loads((best.find_best(folder) / best.FILE).read_text())["epoch"]
     assert (best.find_best(folder) / "x").read_text() == str(step)
     return step

@@ -251,7 +251,7 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
         score = rewards.load("brightness", torch.device("cpu"), {"gamma": 2.0})
         images = torch.stack([torch.zeros(3, 8, 8), torch.full((3, 8, 8), 0.5)])
         assert score(images, ["", ""], [{}, {}]).tolist() == [0.0, 0.25]
-        assert "brightness" in rewards.known()
+        assert "brightness" in rewards.reward_names()
         assert rewards.bounds("brightness") == (0.0, 1.0)
     finally:
         sys.modules.pop("flow_grpo.rewards.brightness", None)
@@ -398,8 +398,8 @@ def test_settings_metrics_and_functions_that_have_the_part_of_other_code_bases_a
 def test_every_reward_is_listed_once_with_what_it_needs():
     page = (ROOT / "docs/reference/rewards.md").read_text()
     needs = page.split("| needs | rewards |")[1].split("\n\n")[0]
-    listed = [name for name in re.findall(r"`(\w+)`", needs) if name in rewards.known()]
-    assert sorted(listed) == [name for name in rewards.known() if f"| `{name}` |" in page] == sorted(set(listed))
+    listed = [name for name in re.findall(r"`(\w+)`", needs) if name in rewards.reward_names()]
+    assert sorted(listed) == [name for name in rewards.reward_names() if f"| `{name}` |" in page] == sorted(set(listed))
 
 
 def test_a_beta_that_is_copied_from_flow_grpos_code_is_divided_by_how_much_stronger_the_kl_is_here():

@@ -51,7 +51,7 @@ def child(function):
 
 def take_at_once(first, together):
     together.wait()
-    return folders.take(first)
+    return folders.make_new_folder(first)
 
 
 def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
@@ -61,7 +61,7 @@ def test_runs_that_start_together_get_folders_of_their_own(tmp_path):
         with ThreadPoolExecutor(8) as pool:
             taken = list(pool.map(take_at_once, [first] * 8, [together] * 8))
         assert {path.name for path in taken} == {first.name, *(f"{first.name}-{number}" for number in range(2, 9))}
-        assert folders.family(first)[-1] == tmp_path / f"{attempt}-8"
+        assert folders.numbered_folders(first)[-1] == tmp_path / f"{attempt}-8"
 
 
 def test_a_running_folder_is_refused_with_its_holder_until_this_one_is_killed(tmp_path):
@@ -97,14 +97,14 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
 
 def test_a_start_that_fails_leaves_nothing_and_what_was_written_stays(tmp_path):
     def fail(folder, files):
-        with folders.given_back(folder):
+        with folders.released_on_error(folder):
             folders.lock(folder)
             for name in files:
                 (folder / name).touch()
             raise KeyError
 
     for files in ([], ["config.json"]):
-        folder = folders.take(tmp_path / "run")
+        folder = folders.make_new_folder(tmp_path / "run")
         with pytest.raises(KeyError):
             fail(folder, files)
         assert folder.exists() == bool(files)
@@ -120,9 +120,9 @@ def test_a_folder_of_another_owner_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_known_in_any_words():
-    assert folders.is_full(OSError(errno.ENOSPC, "No space left"))
-    assert folders.is_full(SafetensorError("I/O error: Disk quota exceeded (os error 122)"))
-    assert not folders.is_full(OSError(errno.EIO, "os error 5"))
+    assert folders.is_disk_full(OSError(errno.ENOSPC, "No space left"))
+    assert folders.is_disk_full(SafetensorError("I/O error: Disk quota exceeded (os error 122)"))
+    assert not folders.is_disk_full(OSError(errno.EIO, "os error 5"))
 
 
 def test_a_rank_ends_with_a_torchrun_that_is_killed(monkeypatch):

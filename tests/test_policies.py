@@ -339,7 +339,7 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
 
 def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):
     path = written(tmp_path, stored, RIGHT["saved"]) / lora_files.FILE
-    checksums.write(tmp_path)
+    checksums.write_checksums(tmp_path)
     whole = path.read_bytes()
     policies.check_lora(lora(path=tmp_path))
     for other in (lora(rank=8, path=tmp_path), lora(alpha=4, path=tmp_path)):

@@ -344,7 +344,7 @@ def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlie
     newest = tmp_path / NEWEST
     for folder in (tmp_path / RUN, newest):  # it knows so without its best policy, too
         shutil.rmtree(folder / best.NAME)
-    checksums.write(newest)
+    checksums.write_checksums(newest)
     folder = train(NAME, "runs", **how | dict(num_epochs=3, resume_from="latest", eval__num_steps=4))
     assert best.read_best(folder).since == 2
     assert " last, " in (said := capsys.readouterr().out)

@@ -107,7 +107,7 @@ def test_a_thread_that_hangs_does_not_hold_the_process():
 
 def test_what_is_waited_for_is_said(monkeypatch):
     told, lines = threading.Event(), []
-    monkeypatch.setattr(pools, "notice", lambda line: (lines.append(line), told.set()))
+    monkeypatch.setattr(pools, "print_notice", lambda line: (lines.append(line), told.set()))
     monkeypatch.setattr(pools, "SIGN_OF_LIFE_S", 0.0)
     slow = pool_of(lambda images, *_: images.mean((1, 2, 3)) if told.wait(20) else None)
     assert torch.equal(submit(slow)()["own"], IMAGES.mean((1, 2, 3)))
@@ -254,7 +254,7 @@ def test_what_a_reward_changes_of_the_process_is_put_back(write, tmp_path, monke
     assert torch.equal(submit(pool)()["misused"], IMAGES.mean((1, 2, 3)))
     assert state() == before
     with pytest.raises(UserError, match="reward 'misused' did not label the images: KeyError: 'color'"):
-        rewards.labels(["misused"], IMAGES, as_prompts(["a"]))
+        rewards.image_labels(["misused"], IMAGES, as_prompts(["a"]))
     assert state() == before
 
 

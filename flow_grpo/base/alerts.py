@@ -13,7 +13,7 @@ TIMEOUT_S = 30
 senders: dict[str, Callable[[str], None]] = {}  # name -> of one sentence; a tracker that can tell enters itself
 
 
-def check(alert: str) -> None:
+def check_alert(alert: str) -> None:
     """Raises UserError unless config.alert is "", "wandb" or a command that can be read."""
     try:
         words = shlex.split(alert)

@@ -21,7 +21,7 @@ FILE = "checksums.json"
 CHUNK = 2**22  # bytes
 
 
-def write(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder."""
     names = list(_names(folder))
     (folder / FILE).write_text(json.dumps(dict(zip(names, _sums_of(folder, names)))))
@@ -41,7 +41,7 @@ def damage(folder: Path) -> str:
     return f"{', '.join(changed[:3])}: the bytes are not those that were written" if changed else ""
 
 
-def check(folder: Path) -> None:
+def check_files(folder: Path) -> None:
     """Raises UserError for a folder whose files are not those that its checksums.json was written for."""
     if (folder / FILE).exists() and (problem := damage(folder)):
         raise UserError(

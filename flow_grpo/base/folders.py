@@ -34,7 +34,7 @@ Record = TypeVar("Record")
 _held: dict[Path, TextIO] = {}  # the system takes a lock back when its file is closed, at the latest by its end
 
 
-def as_any_new_file(file: Path) -> None:
+def apply_umask(file: Path) -> None:
     """Give a file the permissions that the user's umask asks for: safetensors lets nobody but its owner read it."""
     umask = os.umask(0o077)
     os.umask(umask)
@@ -72,7 +72,7 @@ def publish(scratch: Path, path: Path, replaces: bool = False) -> None:
     """
     for part in [*scratch.rglob("*"), scratch]:
         if part.is_file() and not part.is_symlink():
-            as_any_new_file(part)
+            apply_umask(part)
         if not part.is_symlink():
             sync(part)
     if replaces and path.exists():
@@ -112,24 +112,32 @@ def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -
                 remove(leftover)
 
 
-def family(first: Path) -> list[Path]:
-    """What there is of `first`, NAME-2, NAME-3 and so on, the lowest number first, whatever lies there."""
-    pattern = re.compile(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?")
-    matches = [(pattern.fullmatch(path.name), path) for path in first.parent.glob("*")]
-    numbers = {path: int(match[1] or 1) for match, path in matches if match}
-    return sorted(numbers, key=numbers.get)
+def numbered_folders(first: Path) -> list[Path]:
+    """Return what exists of `first`, NAME-2, NAME-3 and so on, the lowest number first, whatever it is."""
+    numbers = {path: _number_after(first, path) for path in first.parent.glob("*")}
+    members = [path for path, number in numbers.items() if number]
+    return sorted(members, key=numbers.get)
 
 
-def take(first: Path, key: str = "config.output_dir") -> Path:
+def _number_after(first: Path, path: Path) -> int | None:
+    """Return 1 for `first`, N for NAME-N, and None for other names."""
+    match = re.fullmatch(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?", path.name)
+    return int(match[1] or 1) if match else None
+
+
+def make_new_folder(first: Path, key: str = "config.output_dir") -> Path:
     """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
-    taken = family(first)
-    number = 1 + int(taken[-1].name.removeprefix(first.name)[1:] or 1) if taken else 1
-    while not make(folder := first if number == 1 else first.with_name(f"{first.name}-{number}"), key):
+    taken = numbered_folders(first)
+    number = _number_after(first, taken[-1]) + 1 if taken else 1
+    # Another process may make the same folder in between: only the one that makes it has it.
+    while True:
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        if make_folder(folder, key):
+            return folder
         number += 1
-    return folder
 
 
-def make(folder: Path, key: str) -> bool:
+def make_folder(folder: Path, key: str) -> bool:
     """Make a folder; False if it is there already. Raises UserError with `key`, the setting or flag that names it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +183,7 @@ def _wait_for_lock(file: TextIO, folder: Path) -> None:
         time.sleep(0.1)
 
 
-def held() -> list[Path]:
+def held_folders() -> list[Path]:
     """The folders that this process keeps others out of, the one that it took last in the end."""
     return list(_held)
 
@@ -202,7 +210,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def problem_of(path: Path) -> str:
+def file_problem(path: Path) -> str:
     """Why a file cannot be what its name says, "" where it may be: it is not there, empty, unreadable or a Git LFS
     pointer, which stands for a file that a clone has not fetched."""
     try:
@@ -269,7 +277,7 @@ def is_unused(folder: Path) -> bool:
 
 
 @contextmanager
-def given_back(folder: Path) -> Iterator[None]:
+def released_on_error(folder: Path) -> Iterator[None]:
     """If the block fails: release the folder that this process holds. If it is unused, it is removed."""
     try:
         yield
@@ -284,12 +292,12 @@ def given_back(folder: Path) -> Iterator[None]:
         raise
 
 
-def is_full(error: Exception) -> bool:
+def is_disk_full(error: Exception) -> bool:
     """Whether a disk is full, or a user's share of it."""
     return _is_one_of(error, FULL)
 
 
-def is_refused(error: BaseException) -> bool:
+def is_disk_error(error: BaseException) -> bool:
     """Whether a disk is full, broken or not to be written by this user: what no change of the code would mend."""
     return _is_one_of(error, REFUSED)
 
@@ -299,7 +307,7 @@ def _is_one_of(error: BaseException, numbers: Iterable[int]) -> bool:
     return bool(re.search(rf"(Errno|os error) ({'|'.join(map(str, numbers))})\b", str(error)))
 
 
-def how_to_go_on(run_folder: Path) -> str:
+def resume_hint(run_folder: Path) -> str:
     """The flag that continues a run that ended, as part of a sentence."""
     folder = run_folder / "checkpoints"
     if any(folder.glob("epoch_*")):

@@ -53,7 +53,7 @@ def _opened(source: Source) -> Image.Image:
     """Open a picture, whose pixels are not read yet. Raises Unreadable."""
     if isinstance(source, Image.Image):
         return source
-    if isinstance(source, Path) and (problem := folders.problem_of(source)):
+    if isinstance(source, Path) and (problem := folders.file_problem(source)):
         raise Unreadable(problem)
     try:
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)

@@ -150,7 +150,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write_evaluation(folder: Path, evaluation: Evaluation) -> None:
     (folder / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
-    checksums.write(folder)
+    checksums.write_checksums(folder)
 
 
 def _fit(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | None, str]:
@@ -189,4 +189,4 @@ def _inspect(folder: Path) -> tuple[Evaluation | None, str]:
 
 def _set_aside(run_folder: Path, name: str) -> Path:
     """Rename the folder to `name`, or to name-2, name-3 and so on if that is taken; return its new path."""
-    return (run_folder / NAME).replace(folders.take(run_folder / name))
+    return (run_folder / NAME).replace(folders.make_new_folder(run_folder / name))

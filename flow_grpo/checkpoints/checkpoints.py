@@ -196,7 +196,7 @@ def _write_records(folder: Path, progress: Progress, config: dict[str, Any]) -> 
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     stored = {"format": FORMAT, **progress._asdict(), "torch": torch.__version__}
     (folder / "progress.json").write_text(json.dumps(stored))
-    checksums.write(folder)
+    checksums.write_checksums(folder)
 
 
 def prune(folder: Path, epoch: int, keep: int) -> None:

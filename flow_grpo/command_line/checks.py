@@ -59,7 +59,7 @@ def check(config: ConfigDict, script: Script) -> None:
             if script.algorithm not in setting.used_by:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
             _check_condition(config, setting, value, script.algorithm)
-    alerts.check(config.alert)
+    alerts.check_alert(config.alert)
     if config.alert == "wandb" and config.logger != "wandb":
         raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
     _check_loss(config, script)
@@ -105,7 +105,7 @@ def drop_unused_rewards(config: ConfigDict) -> None:
     reward: a misspelt name would leave in what it was to take out."""
     table.BY_KEY["reward_fn"].check(config.reward_fn, "reward_fn")
     for name in (name for name, weight in config.reward_fn.items() if weight == 0):
-        rewards.check_name(name, "config.reward_fn", served=config.reward.args)
+        rewards.check_reward_name(name, "config.reward_fn", served=config.reward.args)
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
 
 

@@ -154,7 +154,7 @@ def sentences(after_stop: str = "") -> Iterator[None]:
 def _with_way_on(error: BaseException) -> str:
     """What an error says, and of one that ends a run with a checkpoint how it goes on."""
     goes_on = isinstance(error, RunFailed) or _is_of_the_disk(error)
-    ways_on = map(folders.how_to_go_on, folders.held()[-1:]) if goes_on else []
+    ways_on = map(folders.resume_hint, folders.held_folders()[-1:]) if goes_on else []
     return "; ".join([str(error), *(way for way in ways_on if "resume_from" in way and way not in str(error))])
 
 
@@ -162,7 +162,7 @@ def _stopped(after_stop: str) -> SystemExit:
     """Says so once for all ranks. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
-        ways_on = [after_stop] if after_stop else map(folders.how_to_go_on, folders.held()[-1:])
+        ways_on = [after_stop] if after_stop else map(folders.resume_hint, folders.held_folders()[-1:])
         _say("; ".join(["stopped by Ctrl-C", *ways_on]))
     return SystemExit(128 + signal.SIGINT)
 
@@ -187,7 +187,7 @@ def _status(error: BaseException) -> int | None:
 
 def _is_of_the_disk(error: BaseException) -> bool:
     is_of_the_system = isinstance(error, OSError) or "(os error" in str(error)  # the latter is of safetensors
-    return is_of_the_system and folders.is_refused(error)
+    return is_of_the_system and folders.is_disk_error(error)
 
 
 def _is_of_another_rank(error: BaseException) -> bool:

@@ -70,7 +70,7 @@ def _check_folder(folder: Path, name: str) -> None:
 
 def read_jsonl(path: Path) -> list[dict]:
     """An object a line, whose "winner" and "loser" are paths beside `path`."""
-    if problem := folders.problem_of(path):
+    if problem := folders.file_problem(path):
         raise UserError(f"{path} {problem}")
     rows = []
     for number, line in enumerate(read_lines(path), start=1):

@@ -12,14 +12,14 @@ from flow_grpo.base.formatting import in_one_line
 
 def open_parquet(path: Path) -> pq.ParquetFile:
     """Open a parquet file. Raises UserError for any other file."""
-    problem = folders.problem_of(path)
+    problem = folders.file_problem(path)
     if problem:
         raise UserError(f"{path} {problem}")
     try:
         # Checksums are compared where the file has any. Ranks of one machine share what is mapped.
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        problem = folders.problem_of(path) or f"is no parquet file: {in_one_line(error)}"
+        problem = folders.file_problem(path) or f"is no parquet file: {in_one_line(error)}"
         raise UserError(f"{path} {problem}") from error
 
 

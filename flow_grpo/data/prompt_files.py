@@ -46,7 +46,7 @@ def read_rows(path: Path, column: str = "") -> list[Row]:
     Args:
         column: name of the column of prompts; "" for the one that is called as PROMPT or else CAPTION says.
     """
-    problem = folders.problem_of(path)
+    problem = folders.file_problem(path)
     if problem:
         raise UserError(f"{in_one_line(path)} {problem}")
     _check_kind(path)
@@ -101,7 +101,7 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if stored.startswith(folders.LFS_POINTER):
-        raise UserError(f"{in_one_line(path)} {folders.problem_of(path)}")
+        raise UserError(f"{in_one_line(path)} {folders.file_problem(path)}")
     # UTF-16 without a byte order mark decodes as UTF-8, with a zero after each letter.
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1

@@ -63,7 +63,7 @@ def _check_place(model: str, place: Path) -> None:
     if index not in names:
         others = f"it has {', '.join(names[:6])}" if names else "it is empty"
         raise UserError(f"config.model {quoted(model)} is no diffusers pipeline, whose folder has a {index}; {others}")
-    if problem := folders.problem_of(place / index):
+    if problem := folders.file_problem(place / index):
         raise UserError(f"config.model {quoted(model)}: its {index} {problem}")
     folders.read_json(place / index)
 

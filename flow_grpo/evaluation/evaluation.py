@@ -67,7 +67,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         shown_now = shown[(shown >= start) & (shown < start + size)]
         panel = sampled.images[(shown_now - start).to(sampled.images.device)].cpu() if len(shown_now) else []
         drawn = [number for _, number in batch_rows] if counts and varies else []
-        labels = rewards.labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in drawn])
+        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in drawn])
         distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), drawn)
         batches += [(start, pending, dict(zip(shown_now.tolist(), panel)), labels)] if counts else []
     batches = [(start, pending(), *others) for start, pending, *others in batches]

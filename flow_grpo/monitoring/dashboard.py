@@ -28,8 +28,8 @@ def explained(run_dir: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, WriteFailed) or not (isinstance(error, OSError) or "(os error" in str(error)):
             raise  # "(os error" is of safetensors
-        advice = "free some space; " if folders.is_full(error) else ""
-        raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.how_to_go_on(run_dir)}") from error
+        advice = "free some space; " if folders.is_disk_full(error) else ""
+        raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.resume_hint(run_dir)}") from error
 
 
 def problem_of(what: str, action: Callable[[], object]) -> str:

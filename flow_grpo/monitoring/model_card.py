@@ -104,8 +104,8 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
     first = next((record for record in tests if record["epoch"] == 0 and not run.evaluations_since), {})
     last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
     names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
-    names = [name for name in names if name != "std_error" and rewards.called(name, run.config.reward_fn) == name]
-    chosen_by = rewards.called(run.config.eval.best_by, run.config.reward_fn)
+    names = [name for name in names if name != "std_error" and rewards.display_name(name, run.config.reward_fn) == name]
+    chosen_by = rewards.display_name(run.config.eval.best_by, run.config.reward_fn)
     errors = {chosen_by: (first.get("test/std_error"), last.get(f"{prefix}std_error"))}
     rows = []
     for name in names:
@@ -121,7 +121,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
     averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
     chosen = best.read_best(run.folder) if folder.name == best.NAME else None
-    by = rewards.called(chosen.best_by, config.reward_fn) if chosen else ""
+    by = rewards.display_name(chosen.best_by, config.reward_fn) if chosen else ""
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),

@@ -125,7 +125,7 @@ def plot_reward(records: list[dict], config: ConfigDict, file: Path) -> bool:
     """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
     logged = {name for record in records for name in record if name.startswith(("reward/", "eval/"))}
     names = {name.partition("/")[2] for name in logged if not re.search(SPREADS, name)}
-    names = sorted(name for name in names if rewards.called(name, config.reward_fn) == name)
+    names = sorted(name for name in names if rewards.display_name(name, config.reward_fn) == name)
     if not names:
         return False
     columns = min(3, len(names))

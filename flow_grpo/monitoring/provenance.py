@@ -152,7 +152,7 @@ def _installed_folders() -> list[str | Path]:
 def _own_files(config: ConfigDict) -> dict[str, Path]:
     """What made a run and lies outside of the package, by its name in source/: the script, the config file, the model's
     class, the files of local rewards, and what was imported from the folders of all these."""
-    files = [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.source(name))]
+    files = [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.reward_file(name))]
     files.append(Path(overrides.split(sys.argv[1:], "")[0].partition(":")[0]))
     model_class = sys.modules.get(config.model_class.partition(":")[0])
     files += [Path(sys.argv[0]), *([Path(model_class.__file__)] if model_class else [])]

@@ -107,7 +107,7 @@ def _summary_row(run: RunHistory) -> list[str]:
 
 def _score(run: RunHistory) -> str:
     """The name of the one that chooses."""
-    return rewards.called(run.config.eval.best_by, run.config.reward_fn)
+    return rewards.display_name(run.config.eval.best_by, run.config.reward_fn)
 
 
 def _mean_row(runs: Sequence[RunHistory]) -> list[str]:

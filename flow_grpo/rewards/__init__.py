@@ -57,12 +57,12 @@ def register(name: str, score: Callable) -> None:
     REGISTERED[name] = SimpleNamespace(load=lambda device: score)
 
 
-def known() -> list[str]:
+def reward_names() -> list[str]:
     """Names of all reward files, and of the functions that were registered."""
     return sorted(_files() - set(HELPERS) | set(REGISTERED))
 
 
-def called(score: str, weights: Mapping[str, float]) -> str:
+def display_name(score: str, weights: Mapping[str, float]) -> str:
     """What people read for a score: in place of the weighted sum the only reward, where that is all of it."""
     return next(iter(weights)) if score == "avg" and [*weights.values()] == [1.0] else score
 
@@ -75,11 +75,11 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
         served: names that need no file here, since a server scores them.
     """
     if not weights:
-        raise UserError(f"config.reward_fn is empty; there are: {', '.join(known())}")
+        raise UserError(f"config.reward_fn is empty; there are: {', '.join(reward_names())}")
     for name in {**weights, **dict.fromkeys(watched)}:
         if name in RUNS_OWN:
             raise UserError(f"reward {name!r} is called as a metric of every run; rename its file")
-        check_name(name, f"config.{'reward_fn' if name in weights else 'eval.rewards'}", served)
+        check_reward_name(name, f"config.{'reward_fn' if name in weights else 'eval.rewards'}", served)
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= MOST:
             raise UserError(
@@ -87,10 +87,10 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), ser
             )
 
 
-def check_name(name: str, key: str, served: Iterable[str] = ()) -> None:
+def check_reward_name(name: str, key: str, served: Iterable[str] = ()) -> None:
     """Raises UserError for a name that is no reward's. Arguments as of `check_rewards`; `key` is where it stands."""
-    if name not in known() and name not in served:
-        near = difflib.get_close_matches(name, known(), cutoff=0)
+    if name not in reward_names() and name not in served:
+        near = difflib.get_close_matches(name, reward_names(), cutoff=0)
         folders = "flow_grpo/rewards or the folders of FLOW_GRPO_REWARDS"
         raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
 
@@ -111,17 +111,17 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
     """Raises UserError for the first prompt that one of the rewards cannot score."""
-    for name in set(names) & set(known()):
+    for name in set(names) & set(reward_names()):
         check = getattr(_file(name), "check_prompts", None)
         if check:
             with _named(name, "did not check the prompts"):
                 check(texts_of(prompts), [prompt.metadata for prompt in prompts])
 
 
-def labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str, Any]:
+def image_labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str, Any]:
     """NAME_KEY -> what the files of some rewards tell the first images apart by, of B prompts: [B] int64, -1 = none."""
     found = {}
-    for name in set(names) & set(known()):
+    for name in set(names) & set(reward_names()):
         if (of_file := getattr(_file(name), "labels", None)) and prompts:
             metadata = [prompt.metadata for prompt in prompts]
             with _named(name, "did not label the images"):
@@ -132,18 +132,18 @@ def labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str
 
 def is_service(name: str) -> bool:
     """Whether the reward file asks a server of another kind than ours: its `load` takes a url and **CONNECTION."""
-    return name in known() and "url" in inspect.signature(_file(name).load).parameters
+    return name in reward_names() and "url" in inspect.signature(_file(name).load).parameters
 
 
-def source(name: str) -> Path | None:
+def reward_file(name: str) -> Path | None:
     """A reward's file; None for a function that was registered, and for what has no file here."""
-    file = getattr(_file(name), "__file__", None) if name in known() else None
+    file = getattr(_file(name), "__file__", None) if name in reward_names() else None
     return Path(file) if file else None
 
 
 def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Callable:
     """A reward file's scorer. Raises UserError where `load` returns none, or the file's RANGE is none."""
-    foreign_code.remember(name)
+    foreign_code.remember_state(name)
     bounds(name)
     with _named(name, "was not loaded"):
         score = _file(name).load(device, **options or {})
@@ -155,7 +155,7 @@ def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Ca
 def bounds(name: str) -> tuple[float, float]:
     """The lowest and the highest score there can be; without limits for a reward that has no file here, or whose RANGE
     is None. Raises UserError for a RANGE that is no pair of numbers in order."""
-    limits = getattr(_file(name), "RANGE", None) if name in known() else None
+    limits = getattr(_file(name), "RANGE", None) if name in reward_names() else None
     if limits is None:
         return -math.inf, math.inf
     numbers = [end for end in limits if isinstance(end, int | float)] if isinstance(limits, tuple | list) else []
@@ -185,15 +185,15 @@ def _named(name: str, failed: str) -> Iterator[None]:
     """An error in a reward's file is a UserError that says whose it is. What the file changes of the process is put
     back."""
     try:
-        with foreign_code.imported():
+        with foreign_code.restored_after_loading():
             yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"reward {name!r} {failed}: {in_words(error)}") from error
+        raise UserError(f"reward {name!r} {failed}: {describe_error(error)}") from error
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in a reward's file: its type, what it says, and the file and line where it was raised."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [

@@ -12,5 +12,5 @@ RANGE = (0.0, 1.0)
 
 def load(device: torch.device, url: str | list = "http://127.0.0.1:18086", allow_pickle: bool = False, **server):
     """The scorer; nothing is loaded here. Only plain data are unpickled, see clients/pickled.py."""
-    rated = pickled.scorer("deqa", url, allow_pickle, {"score": "outputs"}, **server)
+    rated = pickled.make_scorer("deqa", url, allow_pickle, {"score": "outputs"}, **server)
     return lambda images, prompts, metadata: rated(images)

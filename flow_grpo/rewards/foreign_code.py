@@ -25,7 +25,7 @@ _homes: dict[str, Shared] = {}  # by reward, as it was when the reward was loade
 
 
 @contextmanager
-def imported() -> Iterator[None]:
+def restored_after_loading() -> Iterator[None]:
     """Put back what the block changes: what all threads share, and torch's modes. For the main thread, which imports
     and loads foreign code while nothing is computed."""
     before, modes = _shared(), _modes()
@@ -36,13 +36,13 @@ def imported() -> Iterator[None]:
         _put_back_modes(modes)
 
 
-def remember(name: str) -> None:
+def remember_state(name: str) -> None:
     """Note what is put back after each call of a reward. For the main thread, before the reward is loaded."""
     _homes[name] = _shared()
 
 
 @contextmanager
-def called(name: str) -> Iterator[None]:
+def restored_after_call(name: str) -> Iterator[None]:
     """Put back what the block, a call of a reward in any thread, changes of what all threads share.
 
     Raises UserError, which names the reward: torch's default dtype was another one, with which others computed.

@@ -44,7 +44,7 @@ def _is_clause(clause: object) -> bool:
 def load(device: torch.device, url: str | list = "http://127.0.0.1:18085", allow_pickle: bool = False, **server):
     """The scorer; nothing is loaded here. Only plain data are unpickled, see clients/pickled.py."""
     names = {"score": "scores", "strict": "strict_rewards"}
-    detected = pickled.scorer("geneval", url, allow_pickle, names, **server)
+    detected = pickled.make_scorer("geneval", url, allow_pickle, names, **server)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, list[float]]:
         asked = [data | {"prompt": prompt} for prompt, data in zip(prompts, metadata, strict=True)]

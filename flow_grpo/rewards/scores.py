@@ -85,17 +85,17 @@ def scores_of(
     """
     more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
     try:
-        with foreign_code.called(name):
+        with foreign_code.restored_after_call(name):
             output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more))
     except SystemExit as error:  # would end the process without a word
-        raise UserError(f"reward {name!r} left by {rewards.in_words(error)}") from error
-    scores = checked(name, output, prompts)
+        raise UserError(f"reward {name!r} left by {rewards.describe_error(error)}") from error
+    scores = checked_scores(name, output, prompts)
     if not rewards.is_service(name):
         _check_range(name, scores["score"])
     return scores
 
 
-def checked(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
+def checked_scores(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
     """What a reward or its server says of B images: by name, each [B] float32 on the CPU. Raises UserError: no "score"
     among it, or not one real number per image; SomeFailed: there is one of some images only."""
     returned = _as_scores(name, output)
@@ -109,7 +109,7 @@ def checked(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
     return scores
 
 
-def clipped(name: str, scores: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+def clip_to_range(name: str, scores: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """Scores of somebody else's server, clipped to the reward's RANGE. Where that changed any, CLIPPED is among them,
     and the text says what was clipped; else the text is empty."""
     low, high = rewards.bounds(name)

@@ -134,7 +134,7 @@ def conclude(run: Run) -> None:
     run.board.log("test", logged, epoch=run.epoch, step=run.step)
     run.board.say(
         f"{folder} holds the best policy, of epoch {chosen.epoch} of {run.epoch}; "
-        f"{rewards.called(name, run.config.reward_fn)} on the test prompts: {', '.join(known)}"
+        f"{rewards.display_name(name, run.config.reward_fn)} on the test prompts: {', '.join(known)}"
         f"{_others(first, figures, name, run.config.reward_fn)}"
     )
 
@@ -142,5 +142,5 @@ def conclude(run: Run) -> None:
 def _others(first: dict[str, float], figures: dict[str, float], chosen: str, weights: Mapping[str, float]) -> str:
     """What became of the other scores, from before training to the best policy."""
     names = [name for name in figures if name != "std_error" and "/" not in name and name in first]
-    names = [name for name in names if rewards.called(name, weights) != rewards.called(chosen, weights)]
+    names = [name for name in names if rewards.display_name(name, weights) != rewards.display_name(chosen, weights)]
     return "".join(f"; {name} {first[name]:.4g} before, {figures[name]:.4g} best" for name in names)

@@ -61,7 +61,7 @@ def current_inputs(config: ConfigDict, run_folder: Path) -> Inputs:
     splits = [prompts.find_file(config.dataset, split) for split in ("train", "validation", "test")]
     splits = [file for file in splits if file]
     served = [name for name, args in config.reward.args.items() if args.get("url")]
-    sources = {name: rewards.source(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
+    sources = {name: rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
     sources = {name: file for name, file in sorted(sources.items()) if file}
     neighbours = {
         f"{name} ({place})": path

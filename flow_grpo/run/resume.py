@@ -61,7 +61,7 @@ def take_folder(config: ConfigDict) -> Place:
     dashboard.say(folders.lock(source.folder))
     if config.resume_from == "latest":
         source = _latest(source.folder)
-    with folders.given_back(source.folder):
+    with folders.released_on_error(source.folder):
         return _check_source(config, source)
 
 
@@ -135,25 +135,25 @@ def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, lis
 def _source(first: Path, resume_from: str) -> Source:
     """Raises UserError unless config.resume_from is "", "latest", or a path in a folder of this run or of another."""
     if not resume_from:
-        return Source(folders.take(first))
+        return Source(folders.make_new_folder(first))
     if resume_from == "latest":
         return Source(_latest_folder(first))
     path = Path(os.path.realpath(resume_from))
     if checkpoints.find_newest(path) is None:
         expected = "a folder like epoch_000010, or one that holds such folders"
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
-    for folder in folders.family(first):
+    for folder in folders.numbered_folders(first):
         if _name(folder) == first.name and _holds(folder, path):
             return Source(folder, path)
     for folder in path.parents[:3]:
         if _name(folder) and _holds(folder, path):
-            return Source(folders.take(first), path, folder)
+            return Source(folders.make_new_folder(first), path, folder)
     raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
 def _latest_folder(first: Path) -> Path:
     """The newest folder of the run that has a checkpoint; otherwise the newest without one, or a new one."""
-    family = [folder for folder in folders.family(first) if folder.is_dir()]
+    family = [folder for folder in folders.numbered_folders(first) if folder.is_dir()]
     own = [folder for folder in family if _name(folder) == first.name]
     begun = [folder for folder in own if checkpoints.find_newest(folder / "checkpoints")]
     if not own and checkpoints.find_newest(first / "checkpoints"):
@@ -162,7 +162,7 @@ def _latest_folder(first: Path) -> Path:
             "correct config.run_name, or copy config.json from a checkpoint of the run"
         )
     unused = [folder for folder in family if folders.is_unused(folder)]
-    return (begun or own or unused or [folders.take(first)])[-1]
+    return (begun or own or unused or [folders.make_new_folder(first)])[-1]
 
 
 def _latest(folder: Path) -> Source:

@@ -78,7 +78,7 @@ def start(
     model_files.check_weights(config.model, family, frozen_parts=draws)
     place = distributed.on_main(resume.take_folder, config).absolute()
     config.update_from_flattened_dict(place.kept)
-    with folders.given_back(place.folder):
+    with folders.released_on_error(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place)

@@ -17,7 +17,7 @@ from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, notice
+from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, joined, make_scorer
 from flow_grpo.weights import finite
 
@@ -89,7 +89,7 @@ class Pool:
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
                 said_s = time.monotonic()
                 if states := [state for scorer in self.scorers.values() if (state := scorer.state())]:
-                    notice(f"waiting: {'; '.join(states)}")
+                    print_notice(f"waiting: {'; '.join(states)}")
 
     def _collect(
         self, requests: dict[str, list[tuple[Future, list[Prompt]]]], are_finite: Tensor, prompts: list[Prompt]

@@ -20,7 +20,7 @@ from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import CLIPPED, SomeFailed, checked, clipped, scores_of, takes_sources
+from flow_grpo.rewards.scores import CLIPPED, SomeFailed, checked_scores, clip_to_range, scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 
 MOST_SCORES = 32  # of one reward; each is a metric, a line of a plot and a panel of the report
@@ -64,7 +64,7 @@ class Scorer:
             return self._clip(scores) if self.foreign else scores
         except Exception as error:
             has_words = isinstance(error, UserError | ServerError)
-            self.last_error = in_one_line(error if has_words else rewards.in_words(error))
+            self.last_error = in_one_line(error if has_words else rewards.describe_error(error))
             if self.settings.max_masked_share:
                 return {"score": torch.full((len(prompts),), torch.nan)}
             message = f"reward {self.name!r} ({self.address}): {self.last_error}"
@@ -83,11 +83,11 @@ class Scorer:
 
     def _clip(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scores within the reward's scale; the first that were not are announced."""
-        scores, text = clipped(self.name, scores)
+        scores, text = clip_to_range(self.name, scores)
         if text and not self.said_clipped:
             self.said_clipped = True
             counted = f"such scores are clipped to it and counted in reward/{self.name}_{CLIPPED}"
-            client.notice(f"reward {self.name!r} ({self.address}): {text}; {counted}")
+            client.print_notice(f"reward {self.name!r} ({self.address}): {text}; {counted}")
         return scores
 
     def state(self) -> str:
@@ -182,7 +182,7 @@ class LocalScorer(Scorer):
             except Exception as error:
                 if not self.settings.max_masked_share:
                     raise
-                self.last_error = in_one_line(rewards.in_words(error))
+                self.last_error = in_one_line(rewards.describe_error(error))
         if len(prompts) == 1:
             return {"score": torch.full((1,), torch.nan)}
         return joined([self._score(images[i : i + 1], prompts[i : i + 1], drawn) for i in range(len(prompts))])
@@ -208,7 +208,7 @@ class RemoteScorer(Scorer):
         uploads = [(part, (f"{i}.npy", file)) for part in files for i, file in enumerate(files[part])]
 
         def parse(body: bytes) -> dict[str, Tensor]:
-            return checked(self.name, wire.read_scores(body), texts_of(prompts))
+            return checked_scores(self.name, wire.parse_scores(body), texts_of(prompts))
 
         headers, data = {"Idempotency-Key": uuid.uuid4().hex}, {"request": json.dumps(content)}
         return self.server.post("/score", parse, data=data, files=uploads, headers=headers)

@@ -21,7 +21,7 @@ def check_model(config: ConfigDict, family: type[FlowModel]) -> None:
             lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
             lora_files.check_trained(config.lora.path, adapter, policies.targets(config.lora, family))
     if config.cache_dir:
-        folders.make(Path(config.cache_dir), "config.cache_dir")
+        folders.make_folder(Path(config.cache_dir), "config.cache_dir")
 
 
 def fill_model(

@@ -143,7 +143,7 @@ def check_adapter(path: Path | str) -> Adapter:
     """Return `read_adapter`. Also raises UserError unless all weights are finite and, if there are checksums, the bytes
     are those that were written."""
     file = find_file(path)
-    checksums.check(file.parent)
+    checksums.check_files(file.parent)
     adapter = read_adapter(file)
     problem = finite.problem_of_tensors(read_weights(file))
     if problem:
@@ -223,7 +223,7 @@ def _diffusers_settings(file: Path, metadata: dict[str, str]) -> dict[str, Any] 
 def _peft_settings(file: Path) -> dict[str, Any]:
     """Return the LoraConfig beside a file. Raises UserError where there is none."""
     config = file.with_name(PEFT_CONFIG)
-    problem = folders.problem_of(config)
+    problem = folders.file_problem(config)
     if problem:
         raise UserError(f"{in_one_line(config)}, which has the alpha of {file.name}, {problem}")
     return folders.read_json(config)

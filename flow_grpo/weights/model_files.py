@@ -99,7 +99,7 @@ def _folder_of(model: str) -> Path | None:
 def _parts(folder: Path) -> dict[str, Part]:
     """Return the parts that model_index.json names."""
     index = folder / "model_index.json"
-    problem = folders.problem_of(index)
+    problem = folders.file_problem(index)
     if problem:
         raise UserError(f"{in_one_line(index)} {problem}")
     parts = {}
@@ -138,7 +138,7 @@ def _check_settings(path: Path) -> None:
     is_json = SETTINGS.fullmatch(path.name) is not None
     if not is_json and path.suffix not in (".txt", ".model"):
         return
-    problem = folders.problem_of(path)
+    problem = folders.file_problem(path)
     if not problem and is_json:
         problem = _json_problem(path)
     if problem:
@@ -172,7 +172,7 @@ def _check_frozen(folder: Path, part: Part) -> None:
     is_pickled = not any((folder / file).exists() for file in (name, name + safetensors_reader.INDEX))
     # A pickle's names and shapes are known only when it is loaded.
     if is_pickled and pickle.is_file():
-        problem = folders.problem_of(pickle)
+        problem = folders.file_problem(pickle)
         if problem:
             raise UserError(f"{in_one_line(pickle)} {problem}")
         return

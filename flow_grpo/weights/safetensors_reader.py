@@ -61,7 +61,7 @@ def header_of(file: Path) -> Header:
                 header.dtypes[name] = rows.get_dtype()
             return header
     except (SafetensorError, OSError) as error:
-        problem = folders.problem_of(file) or _missing_bytes(file)
+        problem = folders.file_problem(file) or _missing_bytes(file)
         problem = problem or f"cannot be read as safetensors: {in_one_line(error)}"
         raise UserError(f"{in_one_line(file)} {problem}") from error
 
@@ -182,7 +182,7 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def _names_in_index(index: Path) -> set[str]:
-    problem = folders.problem_of(index)
+    problem = folders.file_problem(index)
     if problem:
         raise UserError(f"{in_one_line(index)} {problem}")
     weight_map = folders.read_json(index).get("weight_map")

@@ -44,7 +44,7 @@ def excerpt(answer: bytes) -> str:
     return f"{text[: EXCERPT // 4]} ... {text[-(EXCERPT - EXCERPT // 4) :]}"
 
 
-def notice(text: str) -> None:
+def print_notice(text: str) -> None:
     """Say on the terminal, whatever the rank, what the run waits for."""
     rank, text = os.environ.get("RANK", "0"), in_one_line(text)
     logging.getLogger(__name__).warning(text if rank == "0" else f"rank {rank}: {text}")
@@ -157,7 +157,7 @@ class Server:
         self.away_s[url] = now
         if now - self.noticed_s[url] >= SIGN_OF_LIFE_S:
             self.noticed_s[url] = now
-            notice(f"reward server {url}: {why}; each request is repeated for {self.retry_s:g} s")
+            print_notice(f"reward server {url}: {why}; each request is repeated for {self.retry_s:g} s")
 
     async def _try(self, method: str, url: str, request: dict) -> tuple[int, bytes]:
         """Status and body; status 0 for a server that could not be reached or did not answer to the end."""

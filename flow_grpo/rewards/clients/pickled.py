@@ -24,7 +24,7 @@ class _Plain(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_scores(data: bytes, names: dict[str, str]) -> dict[str, list[float]]:
+def unpickle_scores(data: bytes, names: dict[str, str]) -> dict[str, list[float]]:
     """Numbers out of a pickled dict, NaN for None. Raises ServerError for everything else; none of it is run. `names`:
     what a score is called -> its key in the dict."""
     try:
@@ -40,12 +40,12 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def scorer(name: str, url: str | list[str], allow_pickle: bool, names: dict[str, str], **server) -> Callable:
+def make_scorer(name: str, url: str | list[str], allow_pickle: bool, names: dict[str, str], **server) -> Callable:
     """(images, **more) -> scores by name, unchecked, of a server that takes and gives pickled dicts. Raises UserError:
     `allow_pickle` is not True, so nobody has said that pickle is fine.
 
     Args:
-        names: as of `read_scores`.
+        names: as of `unpickle_scores`.
         server: token_file, timeout_s of Server.
     """
     if allow_pickle is not True:
@@ -57,6 +57,6 @@ def scorer(name: str, url: str | list[str], allow_pickle: bool, names: dict[str,
 
     def score(images: Tensor, **more) -> dict[str, list[float]]:
         request = pickle.dumps({"images": [pack_image(image, "jpeg") for image in images]} | more)
-        return asked.post("", partial(read_scores, names=names), content=request).result()
+        return asked.post("", partial(unpickle_scores, names=names), content=request).result()
 
     return score

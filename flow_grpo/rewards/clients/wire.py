@@ -53,7 +53,7 @@ def unpack_image(data: bytes) -> Tensor:
     return torch.from_numpy(image)
 
 
-def read_scores(body: bytes) -> dict[str, list]:
+def parse_scores(body: bytes) -> dict[str, list]:
     """The scores of a JSON answer, by name, unchecked. Raises ServerError for another answer."""
     try:
         return json.loads(body)["scores"]
