@@ -17,7 +17,7 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.algorithms import losses, ratio_statistics
+from flow_grpo.algorithms import losses, ratio_statistics, schedules
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
 from flow_grpo.algorithms.surrogates import ForwardStep
@@ -90,7 +90,7 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     surrogate = FORWARD_OBJECTIVES[train.forward_objective].function(step, rows.advantages, train)
     loss = surrogate.loss
     if train.flow_matching_weight:
-        own = losses.own_flow_matching_loss(velocity, x_t, rows.x_0, step.sigma)
+        own = losses.self_normalised_error(velocity, x_t, rows.x_0, step.sigma)
         loss = loss + 5 * train.flow_matching_weight * own
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
     if reference is not None:
@@ -99,9 +99,9 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
         run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
         loss = loss + train.beta * distance
     if surrogate.log_ratio is not None:
-        is_old = run.on_policy and not losses.old_policy_decay(run.step, train.old_decay_schedule)  # the trained one
+        is_old = run.on_policy and not schedules.old_policy_decay(run.step, train.old_decay_schedule)  # the trained one
         gap, how = surrogate.log_ratio.detach(), dict(on_policy=is_old, beyond=surrogate.beyond)
-        ratio_statistics.record(run.meter, gap, gap, train.clip_range, **how)
+        ratio_statistics.add_to_meter(run.meter, gap, gap, train.clip_range, **how)
     backward(run, loss, rows)
 
 
@@ -120,7 +120,7 @@ def main(
                 for rows in minibatches:
                     add_gradients(run, rows)
                 optimizer_step(run)
-        run.extra_policies[OLD].move(1 - losses.old_policy_decay(run.step, config.train.old_decay_schedule))
+        run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, config.train.old_decay_schedule))
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

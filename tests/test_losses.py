@@ -10,8 +10,8 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.advantages import best_and_worst, combined_advantages, group_advantages, has_signal
+from flow_grpo.algorithms import losses, schedules
+from flow_grpo.algorithms.advantages import best_and_worst_indices, combined_advantages, group_advantages, has_signal
 from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, stratified_timesteps, velocity_error
 from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
@@ -54,7 +54,7 @@ def test_every_step_weight_and_schedule_of_the_settings_exists():
     for mode in BY_KEY["train.step_weight"].choices:
         assert losses.step_weights(torch.ones(3), mode).shape == (3,)
     for schedule in BY_KEY["train.learning_rate_schedule"].choices:
-        assert losses.learning_rate_share(0, 8, schedule, 0) == 1
+        assert schedules.learning_rate_share(0, 8, schedule, 0) == 1
 
 
 def guard(**changes):
@@ -136,18 +136,18 @@ def test_golden_nft(beta):
 
 @pytest.mark.parametrize("schedule", [1, 2])
 def test_golden_decay_of_the_old_policy(schedule):
-    found = [losses.old_policy_decay(step, schedule) for step in range(0, 1000, 50)]
+    found = [schedules.old_policy_decay(step, schedule) for step in range(0, 1000, 50)]
     assert found == pytest.approx(GOLDEN[f"nft/decay/{schedule}"].tolist(), abs=1e-12)
-    assert [losses.old_policy_decay(500, fixed) for fixed in (0, 0.9)] == [0, 0.9]
+    assert [schedules.old_policy_decay(500, fixed) for fixed in (0, 0.9)] == [0, 0.9]
     for wrong in (-0.1, 1.5, 3):
         with pytest.raises(ValueError, match=rf"is {wrong}; it may be 1, 2, or"):
-            losses.old_policy_decay(0, wrong)
+            schedules.old_policy_decay(0, wrong)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_nothing():
-    shares = [losses.learning_rate_share(step, 8, "linear", warmup_updates=2) for step in range(9)]
+    shares = [schedules.learning_rate_share(step, 8, "linear", warmup_updates=2) for step in range(9)]
     assert shares == pytest.approx([1 / 3, 7 / 8 * 2 / 3, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0])
-    shares = [losses.learning_rate_share(step, 8, "cosine", 0) for step in (0, 2, 4, 8)]
+    shares = [schedules.learning_rate_share(step, 8, "cosine", 0) for step in (0, 2, 4, 8)]
     assert shares == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, 0])
 
 
@@ -156,7 +156,7 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
     config = ConfigDict(dict(num_epochs=3, train=train | dict(learning_rate_schedule="linear")))
     run = SimpleNamespace(config=config, epoch=2, first_step=116, step=118, learning_rate_factor=0.5)  # of a branch
     assert learning_rate(run) == pytest.approx(0.1 * 6 / 24 * 0.5)
-    assert {losses.learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
+    assert {schedules.learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
 
 
 @pytest.mark.parametrize("clip_range", [0.01, 10.0])
@@ -230,7 +230,7 @@ def test_the_line_goes_from_the_image_to_the_noise_and_its_own_velocity_has_no_e
     torch.testing.assert_close(quarter, 0.75 * x_0 + 0.25 * noise)
     assert torch.equal(velocity_error(noise - x_0, x_0, noise), torch.zeros(3))
     assert torch.allclose(velocity_error(noise - x_0 + 2, x_0, noise), torch.full((3,), 4.0))
-    assert torch.equal(losses.own_flow_matching_loss(noise - x_0, x_0, x_0, torch.zeros(3)), torch.zeros(3))
+    assert torch.equal(losses.self_normalised_error(noise - x_0, x_0, x_0, torch.zeros(3)), torch.zeros(3))
 
 
 def test_noise_levels_are_logit_normal_over_the_schedule():
@@ -332,9 +332,9 @@ def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
 
 def test_the_best_and_the_worst_of_a_group_are_picked_and_an_unknown_score_is_neither():
     values = torch.tensor([[0.3, 0.9, torch.nan, 0.1, 0.5], [1.0, 1.0, 0.0, 1.0, 1.0]])
-    assert best_and_worst(values, 2).tolist() == [[1, 3], [0, 2]]
-    assert best_and_worst(values, 3).tolist() == [[1, 4, 3], [0, 1, 2]]
-    assert best_and_worst(values, 5)[0].tolist() == [1, 4, 0, 2, 3]
+    assert best_and_worst_indices(values, 2).tolist() == [[1, 3], [0, 2]]
+    assert best_and_worst_indices(values, 3).tolist() == [[1, 4, 3], [0, 1, 2]]
+    assert best_and_worst_indices(values, 5)[0].tolist() == [1, 4, 0, 2, 3]
 
 
 def test_a_group_is_kept_if_any_reward_that_counts_differs_in_it():

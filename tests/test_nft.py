@@ -7,7 +7,7 @@ import torch
 import train_qwenimage_nft as script
 from small import config_of, lines_of, move, stored, train
 
-from flow_grpo.algorithms import losses
+from flow_grpo.algorithms import losses, schedules
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.command_line import checks
 from flow_grpo.monitoring import health
@@ -85,8 +85,8 @@ def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_a
 
 
 def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(start, monkeypatch):
-    seen, plain, logged = [], losses.own_flow_matching_loss, []
-    monkeypatch.setattr(losses, "own_flow_matching_loss", lambda *args: seen.append(plain(*args)) or seen[-1])
+    seen, plain, logged = [], losses.self_normalised_error, []
+    monkeypatch.setattr(losses, "self_normalised_error", lambda *args: seen.append(plain(*args)) or seen[-1])
     run = start(f"{NAME},awm")
     rows = rollout(run)
     rows.advantages = rows.loss_weight = torch.ones(len(rows.image_numbers))
@@ -174,7 +174,7 @@ def test_the_old_policy_follows_its_schedule(kind, schedule, recorded):
     names = [name.removeprefix("old/") for name in states[0] if name.startswith("old/")]
     assert names
     for number, (before, after) in enumerate(itertools.pairwise(states), start=2):
-        decay = losses.old_policy_decay(2 * number, schedule)
+        decay = schedules.old_policy_decay(2 * number, schedule)
         for name in names:
             expected = decay * before[f"old/{name}"] + (1 - decay) * after[f"model/{name}"]
             torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-5)

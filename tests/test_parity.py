@@ -11,7 +11,7 @@ import torch
 from ml_collections import ConfigDict
 from small import MODELS, config_of, lines_of, train
 
-from flow_grpo.algorithms.ratio_statistics import ParityError, exceeded, record
+from flow_grpo.algorithms.ratio_statistics import ParityError, add_to_meter, parity_problems
 from flow_grpo.base import distributed
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
@@ -151,7 +151,7 @@ def test_where_a_rollout_and_the_update_part_and_why_is_named(
 
 def test_the_statistics_of_a_ratio_are_their_closed_forms():
     meter, ratio = Meter(), torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
-    record(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
+    add_to_meter(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
     assert meter.pop(distributed.over_ranks) == pytest.approx(
         {
             "ratio_mean": ratio.mean().item(),
@@ -192,10 +192,10 @@ LIMITS = {  # gaps, the limit, and words of the sentences
 
 @pytest.mark.parametrize(("gaps", "limit", "words"), LIMITS.values(), ids=LIMITS)
 def test_limits_of_parity(gaps, limit, words):
-    found = exceeded(gaps * 1e-4, 1e-4 * (1 + 1e-6), limit)
+    found = parity_problems(gaps * 1e-4, 1e-4 * (1 + 1e-6), limit)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found))
-    assert exceeded(gaps, 0.0, limit) == []
+    assert parity_problems(gaps, 0.0, limit) == []
 
 
 @pytest.mark.parametrize(

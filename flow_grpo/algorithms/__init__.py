@@ -1,1 +1,1 @@
-"""What the papers say: losses, advantages, batches, and the records between rollout and update."""
+"""Algorithms: losses, advantages, the plan of an epoch, and the records between rollout and update."""

@@ -1,14 +1,17 @@
-"""Advantages: each image against the other images of its own group."""
+"""Advantages: how much better each image scores than the other images of its group."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-FLAT = 1e-6  # of a group's mean: a smaller spread is rounding of float32 rewards
+# A spread below this fraction of a group's mean is rounding of float32 rewards.
+FLAT = 1e-6
 
 
 class GroupStats(NamedTuple):
+    """Statistics of G groups of rewards."""
+
     mean: Tensor  # [G] or [G, K] float64, mean reward of each group
     std: Tensor  # same shape, population standard deviation; 0 in a group whose rewards differ by rounding alone
     group: Tensor  # [B] int64, row of the two tensors above that each image belongs to
@@ -16,34 +19,44 @@ class GroupStats(NamedTuple):
 
 def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     """Mean and population std of each group. rewards [B] or [B, K]; groups [B] int, any ids in any order."""
+    # In float64: the spread of large rewards is small beside them.
     rewards = rewards.double()
     _, group = groups.unique(return_inverse=True)
+
+    # [G], or [G, 1] beside rewards [B, K]
     count = torch.bincount(group).to(rewards).view(-1, *[1] * (rewards.ndim - 1))
     zeros = rewards.new_zeros(len(count), *rewards.shape[1:])
     mean = zeros.index_add(0, group, rewards) / count
-    std = (zeros.index_add(0, group, (rewards - mean[group]) ** 2) / count).sqrt()
+    squares = (rewards - mean[group]) ** 2
+    std = (zeros.index_add(0, group, squares) / count).sqrt()
     return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
 
 
 def stats_of_sum(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> GroupStats:
     """Mean and std of the weighted sum in each group; std 0 where the sums differ by the terms' rounding alone.
 
-    Terms that cancel leave their rounding, which is small beside each of them, but not beside their sum.
+    Terms that cancel leave their rounding, which is small beside each term but not beside their sum.
     """
-    terms = [weight * rewards[name].double() for name, weight in weights.items()]
-    stats = group_stats(sum(terms), groups)
-    sizes = group_stats(sum(term.abs() for term in terms), groups).mean
-    return stats._replace(std=stats.std.where(stats.std > FLAT * sizes, 0.0))
+    total = 0
+    total_size = 0
+    for name, weight in weights.items():
+        term = weight * rewards[name].double()
+        total = total + term
+        total_size = total_size + term.abs()
+    stats = group_stats(total, groups)
+    mean_size = group_stats(total_size, groups).mean
+    return stats._replace(std=stats.std.where(stats.std > FLAT * mean_size, 0.0))
 
 
 def groups_with_signal(
     rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor, aggregation: str = "sum"
 ) -> Tensor:
-    """Return in which groups there is something to learn, [G] bool: their weighted sums differ by more than rounding,
-    with "gdpo" at least one of the rewards that count."""
+    """Return in which groups there is something to learn, [G] bool: the weighted sums of their images differ by more
+    than rounding or, with "gdpo", at least one of the rewards in `weights` does."""
     if aggregation == "sum":
         return stats_of_sum(rewards, weights, groups).std > 0
-    return torch.stack([group_stats(rewards[name], groups).std > 0 for name in weights]).any(0)
+    has_spread = [group_stats(rewards[name], groups).std > 0 for name in weights]
+    return torch.stack(has_spread).any(0)
 
 
 def neighbours_with_signal(rewards: dict[str, Tensor], weights: dict[str, float], group_size: int) -> Tensor:
@@ -54,10 +67,13 @@ def neighbours_with_signal(rewards: dict[str, Tensor], weights: dict[str, float]
     """
     scored = torch.stack([rewards[name].isfinite() for name in weights]).all(0)
     groups = torch.arange(len(scored)) // group_size
-    differs = torch.zeros(len(scored) // group_size, dtype=torch.bool)
     scored_rewards = {name: rewards[name][scored] for name in weights}
-    differs[groups[scored].unique()] = groups_with_signal(scored_rewards, weights, groups[scored])
-    return differs
+    scored_groups = groups[scored]
+
+    # A group without any scored image has no row in the result of groups_with_signal.
+    signal = torch.zeros(len(scored) // group_size, dtype=torch.bool)
+    signal[scored_groups.unique()] = groups_with_signal(scored_rewards, weights, scored_groups)
+    return signal
 
 
 def combined_advantages(
@@ -66,24 +82,33 @@ def combined_advantages(
     """Advantages of several rewards, [B], over ALL ranks.
 
     Args:
-        rewards: name -> [B]; those that `weights` names count.
+        rewards: name -> [B]; only those that `weights` names count.
         aggregation: "sum" compares weighted sums of rewards; "gdpo" compares each reward by itself, so that none is
             drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
     """
     if aggregation == "sum":
-        total = sum(weight * rewards[name].double() for name, weight in weights.items())
-        differs = has_signal(rewards, weights, groups)
-        return group_advantages(total, groups, global_std).where(differs, 0.0).float()
-    total = sum(w * group_advantages(rewards[name], groups, global_std) for name, w in weights.items())
+        weighted_sum = sum(weight * rewards[name].double() for name, weight in weights.items())
+        advantages = group_advantages(weighted_sum, groups, global_std)
+        return advantages.where(has_signal(rewards, weights, groups), 0.0).float()
+    total = 0
+    for name, weight in weights.items():
+        total = total + weight * group_advantages(rewards[name], groups, global_std)
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
 
 
-def best_and_worst(values: Tensor, num: int) -> Tensor:
-    """Which of S scores of each group are its num / 2 highest and num / 2 lowest (one more of the former where num is
-    odd), [G, num] int64 in descending order; values [G, S], NaN = not known, which lies in the middle."""
-    known = values.where(values.isfinite(), values.nanmedian(1, keepdim=True).values)
-    order = known.argsort(dim=1, descending=True, stable=True)
-    return torch.cat([order[:, : num - num // 2], order[:, values.shape[1] - num // 2 :]], 1)
+def best_and_worst_indices(scores: Tensor, num: int) -> Tensor:
+    """Indices of the num / 2 highest and the num / 2 lowest scores of each group, [G, num] int64, in descending order
+    of the scores. An odd `num` takes one more of the highest.
+
+    Args:
+        scores: [G, S]; NaN = not known, which counts as the median of its group.
+    """
+    medians = scores.nanmedian(1, keepdim=True).values
+    order = scores.where(scores.isfinite(), medians).argsort(dim=1, descending=True, stable=True)
+    num_lowest = num // 2
+    highest = order[:, : num - num_lowest]
+    lowest = order[:, scores.shape[1] - num_lowest :]
+    return torch.cat([highest, lowest], 1)
 
 
 def has_signal(
@@ -95,15 +120,18 @@ def has_signal(
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, global_std: bool = False, eps: float = 1e-4) -> Tensor:
-    """(reward - mean of its group) / (std + eps), Flow-GRPO (arXiv:2505.05470) eq. 4; 0 in a group whose rewards differ
-    by rounding alone. Same shape and dtype as `rewards`.
+    """Return (reward - mean of its group) / (std + eps), Flow-GRPO (arXiv:2505.05470) eq. 4; 0 in a group whose rewards
+    differ by rounding alone. Same shape and dtype as `rewards`.
 
     Args:
-        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks; groups: [B] int.
+        rewards: [B], or [B, K] for K rewards that are normalised apart, over ALL ranks.
+        groups: [B] int.
         global_std: divide by the std of all rewards instead of the group's own.
     """
     stats = group_stats(rewards, groups)
-    own_std = stats.std[stats.group]
-    std = rewards.double().std(dim=0, unbiased=False) if global_std else own_std
+    group_std = stats.std[stats.group]
+    std = group_std
+    if global_std:
+        std = rewards.double().std(dim=0, unbiased=False)
     advantages = (rewards.double() - stats.mean[stats.group]) / (std + eps)
-    return advantages.where(own_std > 0, 0.0).to(rewards)
+    return advantages.where(group_std > 0, 0.0).to(rewards)

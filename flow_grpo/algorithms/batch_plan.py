@@ -1,4 +1,4 @@
-"""From what an experiment says (prompts, images per prompt, updates) to what one GPU does."""
+"""The plan of an epoch: how the prompts, images and updates of an experiment divide over GPUs and their batches."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ class BatchPlan:
 
     @property
     def num_images(self) -> int:
-        """Scored images of an epoch, over all ranks; trunks are not."""
+        """Scored images of an epoch, over all ranks; trunks are not scored."""
         steps = self.num_trained_steps if self.num_branches > 1 else 1
         return self.num_groups * self.group_size * self.num_branches * steps
 
@@ -35,20 +35,24 @@ def num_trained_steps(config) -> int:
     sample = config.sample
     if sample.num_branches == 1 and sample.sde_window_size > 0:
         return sample.sde_window_size
-    steps = int(sample.num_steps * config.train.timestep_fraction + 1e-9)  # 50 * 0.58 is 28.99...
+
+    # Floating point makes 28.99... of 50 * 0.58.
+    steps = int(sample.num_steps * config.train.timestep_fraction + 1e-9)
     return min(steps, sample.num_steps - 1)
 
 
 def plan_batches(config, world_size: int) -> BatchPlan:
-    """Divide the experiment over the GPUs. Raises UserError, with numbers that would do, where it does not divide."""
-    sample, steps = config.sample, num_trained_steps(config)
+    """Divide an epoch of images over the GPUs. Raises UserError, with numbers that do, if it does not divide."""
+    sample = config.sample
+    steps = num_trained_steps(config)
     if steps < 1:
         share = config.train.timestep_fraction
         raise UserError(f"timestep_fraction {share} leaves no denoising step to train of num_steps {sample.num_steps}")
-    whole_groups = FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups
-    together = sample.num_images_per_prompt if whole_groups else 1
-    _check_images(config, world_size, together)
-    _check_updates(config, together)
+    images_together = 1
+    if FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups:
+        images_together = sample.num_images_per_prompt
+    _check_images(config, world_size, images_together)
+    _check_updates(config, images_together)
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
         group_size=sample.num_images_per_prompt,
@@ -57,53 +61,59 @@ def plan_batches(config, world_size: int) -> BatchPlan:
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=config.train.updates_per_epoch,
-        images_together=together,
+        images_together=images_together,
     )
 
 
-def _check_images(config, world_size: int, together: int) -> None:
-    """Raises UserError, with what would do, unless an epoch's images divide over the GPUs and their batches."""
-    sample, images = config.sample, _num_images(config)
+def _check_images(config, world_size: int, images_together: int) -> None:
+    """Raise UserError, with numbers that do, unless an epoch's images divide over the GPUs and their batches."""
+    sample = config.sample
+    images = _num_images(config)
     if images % (sample.batch_size * world_size) == 0:
         return
-    sizes = _divisors(images // world_size) if images % world_size == 0 else []
-    sizes = [size for size in sizes if size <= MAX_BATCH_SIZE and _splits(config, size, together)]
-    is_batch = images % sample.batch_size == 0 and _splits(config, sample.batch_size, together)
-    counts = _divisors(images // sample.batch_size) if is_batch else []
+    batch_sizes = []
+    if images % world_size == 0:
+        divisors = [size for size in _divisors(images // world_size) if size <= MAX_BATCH_SIZE]
+        batch_sizes = [size for size in divisors if _splits_into_updates(config, size, images_together)]
+    gpu_counts = []
+    if images % sample.batch_size == 0 and _splits_into_updates(config, sample.batch_size, images_together):
+        gpu_counts = _divisors(images // sample.batch_size)
     raise UserError(
         f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
         f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
-        f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {sizes or 'none'}; numbers "
-        f"of GPUs that do with {sample.batch_size}: {counts or 'none'}"
+        f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {batch_sizes or 'none'}; "
+        f"numbers of GPUs that do with {sample.batch_size}: {gpu_counts or 'none'}"
     )
 
 
-def _check_updates(config, together: int) -> None:
-    """Raises UserError, with what would do, unless a batch's rows divide into the updates."""
-    size, steps, updates = config.sample.batch_size, _fewest_steps(config), config.train.updates_per_epoch
-    if _splits(config, size, together):
+def _check_updates(config, images_together: int) -> None:
+    """Raise UserError, with numbers that do, unless a batch's rows divide into the updates."""
+    size = config.sample.batch_size
+    if _splits_into_updates(config, size, images_together):
         return
+    steps = _fewest_trained_steps(config)
     rows = size * steps
-    what = ""
-    if together > 1:
-        what = f" of whole groups of {together}"
-    elif _moves(config):
-        what = " where the window is cut off"
-    would_do = [number for number in _divisors(rows // together) if _loss_takes(config, number)]
+    condition = ""
+    if images_together > 1:
+        condition = f" of whole groups of {images_together}"
+    elif _window_is_cut_off(config):
+        condition = " where the window is cut off"
+    divisors = _divisors(rows // images_together)
+    update_counts = [count for count in divisors if _objective_takes_updates(config, count)]
     raise UserError(
-        f"a batch of {size} images x {steps} trained steps = {rows} rows{what} (batch_size, num_steps, "
-        f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {updates}; those that do: "
-        f"{would_do or 'none, take a larger batch_size'}"
+        f"a batch of {size} images x {steps} trained steps = {rows} rows{condition} (batch_size, num_steps, "
+        f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {config.train.updates_per_epoch}; "
+        f"those that do: {update_counts or 'none, take a larger batch_size'}"
     )
 
 
-def _loss_takes(config, updates: int) -> bool:
-    """Whether the chosen loss can be trained with so many updates of an epoch."""
+def _objective_takes_updates(config, updates_per_epoch: int) -> bool:
+    """Return whether the chosen loss can be trained with this many updates of an epoch."""
     check = FORWARD_OBJECTIVES[config.train.forward_objective].check
     if check is None:
         return True
     changed = copy.deepcopy(config)
-    changed.train.updates_per_epoch = updates
+    changed.train.updates_per_epoch = updates_per_epoch
     try:
         check(changed)
     except UserError:
@@ -111,49 +121,72 @@ def _loss_takes(config, updates: int) -> bool:
     return True
 
 
-def _splits(config, batch_size: int, together: int) -> bool:
-    """Whether each update gets as many rows of a batch, `together` neighbours at a time."""
-    rows = batch_size // together * _fewest_steps(config)
-    return batch_size % together == 0 and rows % config.train.updates_per_epoch == 0
+def _splits_into_updates(config, batch_size: int, images_together: int) -> bool:
+    """Return whether every update gets equally many rows of a batch, `images_together` neighbours at a time."""
+    if batch_size % images_together:
+        return False
+    rows = batch_size // images_together * _fewest_trained_steps(config)
+    return rows % config.train.updates_per_epoch == 0
 
 
 def _num_images(config) -> int:
+    """Images or trunks of an epoch, over all ranks."""
     return config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
 
 
-def _moves(config) -> bool:
-    """Whether the window moves on, and is cut off at the end of its range."""
+def _window_is_cut_off(config) -> bool:
+    """Return whether the window moves on, so that the end of its range cuts it off."""
     sample = config.sample
     return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
 
 
-def _fewest_steps(config) -> int:
-    """Trained steps of an image in an epoch that has the fewest."""
-    return 1 if _moves(config) else num_trained_steps(config)
+def _fewest_trained_steps(config) -> int:
+    """Trained steps of an image in the epoch that has the fewest."""
+    if _window_is_cut_off(config):
+        return 1
+    return num_trained_steps(config)
 
 
 def plan_pairs(config, world_size: int) -> BatchPlan:
-    """The same for preference pairs, one per prompt, of which a forward holds sample.batch_size // 2.
+    """Divide an epoch of preference pairs, one per prompt, over the GPUs; a forward holds sample.batch_size // 2 pairs.
 
     A batch is pairs to be read (preferences.path), or images that are sampled together: then whole groups, so that a
-    pair never lies on two ranks.
+    pair never lies on two ranks. Raises UserError, with numbers that do, if the pairs do not divide.
     """
-    sample, updates, stored = config.sample, config.train.updates_per_epoch, config.preferences.path
-    group, batch = (1, sample.batch_size // 2) if stored else (sample.num_images_per_prompt, sample.batch_size)
-    if sample.batch_size % 2 or batch % group:
-        need = "even, two images to a pair" if stored else f"even and a multiple of num_images_per_prompt = {group}"
+    sample = config.sample
+    updates = config.train.updates_per_epoch
+    if config.preferences.path:
+        group_size = 1
+        batch_size = sample.batch_size // 2
+        need = "even, two images to a pair"
+    else:
+        group_size = sample.num_images_per_prompt
+        batch_size = sample.batch_size
+        need = f"even and a multiple of num_images_per_prompt = {group_size}"
+    if sample.batch_size % 2 or batch_size % group_size:
         raise UserError(f"config.sample.batch_size is {sample.batch_size}; it must be {need}")
-    batches, rest = divmod(sample.num_prompts_per_epoch * group, batch * world_size * updates)
-    if rest or not batches:
+    num_pairs = sample.num_prompts_per_epoch
+    pairs_per_batch = batch_size // group_size
+    unit = pairs_per_batch * world_size * updates
+    if num_pairs == 0 or num_pairs % unit:
         raise UserError(
-            f"{sample.num_prompts_per_epoch} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
-            f"{gpus(world_size)} x {batch // group} pairs a batch (of sample.batch_size {sample.batch_size}) x "
-            f"train.updates_per_epoch {updates} = {(unit := world_size * batch // group * updates)}; "
-            f"{max(unit, sample.num_prompts_per_epoch // unit * unit)} do"
+            f"{num_pairs} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
+            f"{gpus(world_size)} x {pairs_per_batch} pairs a batch (of sample.batch_size {sample.batch_size}) x "
+            f"train.updates_per_epoch {updates} = {unit}; {max(unit, num_pairs // unit * unit)} do"
         )
-    return BatchPlan(sample.num_prompts_per_epoch, group, batch, batches * updates, 1, 1, updates)
+    return BatchPlan(
+        num_groups=num_pairs,
+        group_size=group_size,
+        batch_size=batch_size,
+        batches_per_epoch=num_pairs // unit * updates,
+        num_trained_steps=1,
+        num_branches=1,
+        updates_per_epoch=updates,
+    )
 
 
 def _divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor**2 != number]
+    large = [number // divisor for divisor in reversed(small) if divisor**2 != number]
+    return small + large

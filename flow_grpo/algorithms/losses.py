@@ -1,6 +1,7 @@
-"""The objectives, as pure functions of tensors. B rows; each returns one float32 value per row, [B].
+"""Formulas of the losses: pure functions of tensors, one float32 value per row, [B].
 
-A log-prob is a mean over the elements of the latents, not a sum: ratios stay near 1, and a clip range of 1e-4 acts.
+surrogates.py calls them on the rows of an update, and settings/objectives.py lists the surrogates by name. A log-prob
+is a mean over the elements of the latents, not a sum: ratios stay near 1, and a clip range of 1e-4 acts.
 """
 
 import math
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flow_grpo.base.errors import UserError
+from flow_grpo.algorithms.schedules import old_policy_decay  # noqa: F401  its published address
+
+# The published code of DiffusionNFT multiplies its loss by this.
+NFT_FACTOR = 5
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
@@ -29,16 +33,21 @@ def guard_surrogate(
     advantages: Tensor,
     clip_range: float,
 ) -> Tensor:
-    """GRPO-Guard's objective (arXiv:2510.22319): PPO's bound of `guard_log_ratio`, whose one clip range fits all steps;
-    1 / |dt| evens out the steps' gradients. advantages [B], dt [B, 1...]; the others as in `guard_log_ratio`."""
+    """GRPO-Guard's objective (arXiv:2510.22319), [B]: `guard_loss` of `guard_log_ratio`.
+
+    Args:
+        log_prob, old_log_prob, mean, old_mean, transition_std: as in `guard_log_ratio`.
+        dt: [B, 1...].
+        advantages: [B].
+    """
     log_ratio = guard_log_ratio(log_prob, old_log_prob, mean, old_mean, transition_std)
-    return clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range) / dt.flatten().abs()
+    return guard_loss(log_ratio, dt, advantages, clip_range)
 
 
 def guard_log_ratio(
     log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, transition_std: Tensor
 ) -> Tensor:
-    """The log-ratio freed of its negative bias and of its step's noise scale, [B] (GRPO-Guard, arXiv:2510.22319).
+    """Log-ratio without its negative bias and without the noise scale of its step, [B] (GRPO-Guard, arXiv:2510.22319).
 
     Args:
         log_prob, old_log_prob: [B]; must be Gaussian densities, means over elements.
@@ -50,6 +59,13 @@ def guard_log_ratio(
     return (log_prob - old_log_prob + bias) * std
 
 
+def guard_loss(log_ratio: Tensor, dt: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's bound of `guard_log_ratio` [B], whose one clip range fits all steps; 1 / |dt| evens out the steps'
+    gradients. dt [B, 1...]."""
+    bound = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range)
+    return bound / dt.flatten().abs()
+
+
 def dppo_surrogate(
     log_prob: Tensor,
     old_log_prob: Tensor,
@@ -59,12 +75,24 @@ def dppo_surrogate(
     advantages: Tensor,
     kl_limit: float,
 ) -> Tensor:
-    """Flow-DPPO (arXiv:2606.11025), [B]: -advantage * ratio, without a gradient where the step's KL(new || old) is over
-    `kl_limit`, in nats per latent element, and the ratio has moved the way the advantage pushes: it depends on both
-    Gaussians, and not on where in them a sample lies. Arguments as in `guard_surrogate`."""
-    ratio = torch.exp(log_prob - old_log_prob)
+    """Flow-DPPO's objective (arXiv:2606.11025), [B]: `dppo_loss` of a step's log-ratio and KL. Arguments as in
+    `guard_surrogate` and `dppo_loss`."""
+    kl = gaussian_kl(mean, old_mean, transition_std)
+    return dppo_loss(log_prob - old_log_prob, kl, advantages, kl_limit)
+
+
+def dppo_loss(log_ratio: Tensor, kl: Tensor, advantages: Tensor, kl_limit: float) -> Tensor:
+    """Return -advantage * ratio [B], without a gradient where the step's KL(new || old) is over `kl_limit` and the
+    ratio has moved the way the advantage pushes.
+
+    The KL depends on both Gaussians, and not on where in them a sample lies.
+
+    Args:
+        kl, kl_limit: in nats per latent element.
+    """
+    ratio = torch.exp(log_ratio)
     loss = -advantages * ratio
-    stops = (gaussian_kl(mean, old_mean, transition_std) > kl_limit) & (advantages * (ratio - 1) > 0)
+    stops = (kl > kl_limit) & (advantages * (ratio - 1) > 0)
     return torch.where(stops, loss.detach(), loss)
 
 
@@ -74,25 +102,32 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 
 def step_weights(transition_std: Tensor, mode: str) -> Tensor:
-    """The loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
-    transition_std [..., K] of an image's trained steps, in their order; `mode` as train.step_weight."""
-    return {
-        "": torch.ones_like(transition_std),
-        "equal": torch.ones_like(transition_std),
-        "sqrt3": math.sqrt(3) * transition_std,
-        "mean_one": transition_std / transition_std.mean(-1, keepdim=True),
-    }[mode]
+    """Loss weight of each denoising step, TempFlow-GRPO's noise-aware weighting (arXiv:2508.04324, section 3.3).
+
+    Args:
+        transition_std: [..., K] of an image's trained steps, in their order.
+        mode: as train.step_weight.
+    """
+    if mode == "sqrt3":
+        return math.sqrt(3) * transition_std
+    if mode == "mean_one":
+        return transition_std / transition_std.mean(-1, keepdim=True)
+    assert mode in ("", "equal"), mode
+    return torch.ones_like(transition_std)
 
 
 def dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, beta: float) -> Tensor:
     """Diffusion-DPO's objective (arXiv:2311.12908, eq. 14) for flows (arXiv:2501.13918): how much better than the
     reference a policy fits the winner, against the loser. All [B], velocity errors; one noise and level per pair."""
-    return -F.logsigmoid(-beta / 2 * ((win - ref_win) - (lose - ref_lose)))
+    win_gap = win - ref_win
+    lose_gap = lose - ref_lose
+    return -F.logsigmoid(-beta / 2 * (win_gap - lose_gap))
 
 
 def nft_reward_prob(advantages: Tensor, adv_clip_max: float) -> Tensor:
-    """How much of an image counts as good, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT, arXiv:2509.16117)."""
-    return (advantages.clamp(-adv_clip_max, adv_clip_max) / (2 * adv_clip_max) + 0.5).clamp(0, 1)
+    """Probability that an image is good, [B] in [0, 1]; 1/2 at its group's mean (DiffusionNFT, arXiv:2509.16117)."""
+    clipped = advantages.clamp(-adv_clip_max, adv_clip_max)
+    return (clipped / (2 * adv_clip_max) + 0.5).clamp(0, 1)
 
 
 def nft_loss(
@@ -100,7 +135,8 @@ def nft_loss(
 ) -> Tensor:
     """DiffusionNFT's objective, [B], before its factor 5 (arXiv:2509.16117, eq. 5, with self-normalised distances).
 
-    A policy mixed of the old one and `velocity` is to predict good images, its mirror image bad ones.
+    A mixture of the old policy and `velocity` shall predict good images; the reflection of that mixture about the old
+    policy shall predict bad ones.
 
     Args:
         velocity, old_velocity, x_t, x_0: [B, ...]; x_t is x_0 at noise level sigma.
@@ -109,25 +145,36 @@ def nft_loss(
     """
     positive = beta * velocity + (1 - beta) * old_velocity
     negative = (1 + beta) * old_velocity - beta * velocity
-    good, bad = (own_flow_matching_loss(v, x_t, x_0, sigma) for v in (positive, negative))
-    return (reward_prob * good + (1 - reward_prob) * bad) / beta
+    positive_error = self_normalised_error(positive, x_t, x_0, sigma)
+    negative_error = self_normalised_error(negative, x_t, x_0, sigma)
+    return (reward_prob * positive_error + (1 - reward_prob) * negative_error) / beta
 
 
-def own_flow_matching_loss(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
-    """Flow matching on the policy's own images, good and bad alike, [B], with nft_loss's self-normalised distance.
+def self_normalised_error(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Tensor) -> Tensor:
+    """Squared error of the x_0 that a velocity predicts, over its mean absolute error without a gradient, [B].
 
-    NFT moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images,
-    the advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
-    epoch. This loss adds a constant to all advantages: it stops that. Arguments as in `nft_loss`."""
+    As a loss on the policy's own images, good and bad alike, it keeps NFT stable (train.flow_matching_weight). NFT
+    moves the policy along advantage * (target - velocity) of each image. Where an x_t belongs mostly to bad images, the
+    advantages do not cancel, and the policy moves away from what its own images say of that x_t, further in every
+    epoch. This loss adds a constant to all advantages, which stops that. Arguments as in `nft_loss`.
+    """
     sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
     error = (x_t - sigma * velocity - x_0).flatten(1)
-    return (error**2).mean(1) / error.detach().abs().mean(1).clamp(min=1e-5)
+    scale = error.detach().abs().mean(1).clamp(min=1e-5)
+    return (error**2).mean(1) / scale
 
 
 def awm_loss(velocity: Tensor, old_velocity: Tensor, target: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: PPO's bound of the ratio exp(old error - error). The
-    negative flow matching error takes the log-prob's place. Velocities [B, ...]; target = noise - x_0."""
-    error, old_error = ((v - target).square().flatten(1).mean(1) for v in (velocity, old_velocity))
+    """Advantage-weighted matching (AWM, arXiv:2509.25050), [B]: `awm_loss_of_errors` of two velocities [B, ...] against
+    their target, noise - x_0."""
+    error = (velocity - target).square().flatten(1).mean(1)
+    old_error = (old_velocity - target).square().flatten(1).mean(1)
+    return awm_loss_of_errors(error, old_error, advantages, clip_range)
+
+
+def awm_loss_of_errors(error: Tensor, old_error: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's bound of the ratio exp(old error - error), [B]: the negative flow matching error [B] takes the place of
+    the log-prob (AWM, arXiv:2509.25050)."""
     return clipped_surrogate(-error, -old_error, advantages, clip_range)
 
 
@@ -141,9 +188,10 @@ def dgpo_loss(
     clip_range: float,
 ) -> Tensor:
     """Direct group preference optimisation (DGPO, arXiv:2510.08425, as in its published code), [B]: sigmoid(s) A error
-    with s = beta mean_group[A (error - reference error)], so that a group whose errors already say what its advantages
-    say weighs little. The gradient is that of softplus(s) group_size / beta, without the rows whose ratio exp(old error
-    - error) has left the clip range the way A pushes.
+    with s = beta mean_group[A (error - reference error)].
+
+    A group whose errors already agree with its advantages weighs little. The gradient is that of softplus(s) group_size
+    / beta, without the rows whose ratio exp(old error - error) has left the clip range the way A pushes.
 
     Args:
         error, old_error, reference_error: [B], velocity errors of groups of `group_size` neighbours, which share noise
@@ -151,38 +199,22 @@ def dgpo_loss(
     """
     gained = (advantages * (error - reference_error)).detach().view(-1, group_size)
     weight = torch.sigmoid(beta * gained.mean(1)).repeat_interleave(group_size)
-    stops = (torch.exp(old_error - error) - 1) * advantages.sign() > clip_range
+    ratio = torch.exp(old_error - error)
+    stops = (ratio - 1) * advantages.sign() > clip_range
     return weight * advantages * torch.where(stops, error.detach(), error)
 
 
 def elbo_loss(distance: Tensor, old_distance: Tensor, advantages: Tensor, proximal_weight: float) -> Tensor:
-    """Policy gradient of the ELBO of a final image (arXiv:2602.04663), [B]: rho (A - w log rho) distance with rho =
-    exp(old distance - distance), both without a gradient. The gradient is that of w (rho log rho - rho) - A rho, whose
-    minimum over rho is exp(A / w). w = 0 is its "EPG", above 0 its "PEPG". The distances are own_flow_matching_loss's,
-    the negative ELBOs of the policy and of the one that sampled."""
-    log_ratio = (old_distance - distance).detach()
-    return log_ratio.exp() * (advantages - proximal_weight * log_ratio) * distance
+    """Policy gradient of the ELBO of a final image (arXiv:2602.04663), [B]: rho (A - w log rho) distance, where rho =
+    exp(old distance - distance) and log rho have no gradient.
 
-
-def learning_rate_share(step: int, num_updates: int, schedule: str, warmup_updates: int) -> float:
-    """Share of the configured learning rate that update `step` (from 0) of `num_updates` takes, above 0.
+    Its gradient is that of w (rho log rho - rho) - A rho, whose minimum over rho is exp(A / w). w = 0 is the paper's
+    "EPG", above 0 its "PEPG".
 
     Args:
-        schedule: "constant" = 1; "linear" and "cosine" fall from 1 before the first update to 0 after the last.
-        warmup_updates: before so many, the share also grows by equal parts.
+        distance, old_distance: [B], `self_normalised_error`, the negative ELBO, of the policy and of the one that
+            sampled.
+        proximal_weight: w.
     """
-    progress = min(step / num_updates, 1.0)
-    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return shares[schedule] * min((step + 1) / (warmup_updates + 1), 1.0)
-
-
-def old_policy_decay(step: int, schedule: float) -> float:
-    """How much of itself the old policy keeps after `step` optimizer steps (arXiv:2509.16117, section 4). `schedule`:
-    below 1 = always this; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999; others are refused."""
-    if 0 <= schedule < 1:
-        return schedule
-    if schedule == 1:
-        return min(0.001 * step, 0.5)
-    if schedule == 2:
-        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
-    raise UserError(f"train.old_decay_schedule is {schedule}; it may be 1, 2, or a fixed decay from 0 to below 1")
+    log_ratio = (old_distance - distance).detach()
+    return log_ratio.exp() * (advantages - proximal_weight * log_ratio) * distance

@@ -1,8 +1,8 @@
-"""How far the policy has moved from the one that sampled, and how far the two forwards disagree before it has.
+"""Statistics of ratios: how far the policy has moved since it sampled, and whether rollout and update agree before.
 
-Before an epoch's first optimizer step both forwards are of the same weights, so that every ratio is 1. Where one is
-not, the cause is an error of computation (padding, kernels, dtypes, a stale adapter), and the gradient is not the
-algorithm's: a run ends there. Log-ratios are the objective's own: what it clips.
+Before an epoch's first optimizer step both forwards use the same weights, so every ratio must be 1. A ratio that is not
+1 there is an error of computation (padding, kernels, dtypes, a stale adapter). The gradient is then not the
+algorithm's, so the run ends. The log-ratios are those that the objective clips.
 """
 
 from typing import NamedTuple
@@ -19,19 +19,15 @@ class ParityError(RunFailed):
 
 
 class FirstRatios(NamedTuple):
-    """Of a minibatch that was met before any update of its epoch."""
+    """Log-ratios of a minibatch that is met before the first optimizer step of its epoch."""
 
     log_ratios: Tensor  # [R * J], which should be 0
     row_ids: Tensor  # [R, 2] int64 on the CPU, as in Minibatch
     timesteps: Tensor  # [R] f32
 
 
-# What a run tolerates of first log-ratios, as a fraction of config.train.parity_limit.
-TOLERATED = (1.0, "clip ranges at most"), (0.1, "clip ranges on average"), (0.01, "of all rows clipped")
-
-
 @torch.no_grad()
-def record(
+def add_to_meter(
     meter, log_ratio: Tensor, gap: Tensor, clip_range: float, *, on_policy: bool, beyond: Tensor | None = None
 ) -> None:
     """Add the ratio's statistics to `meter`.
@@ -42,8 +38,10 @@ def record(
         on_policy: no optimizer step since the rollout, so that `gap` should be 0; logged as parity/*.
         beyond: [rows] bool, outside of the objective's trust region; None = of clip_range.
     """
-    ratio, gap = log_ratio.double().exp(), gap.double()
-    beyond = (ratio - 1).abs() > clip_range if beyond is None else beyond
+    ratio = log_ratio.double().exp()
+    gap = gap.double()
+    if beyond is None:
+        beyond = (ratio - 1).abs() > clip_range
     meter.add_spread(ratio=ratio)
     meter.add(
         approx_kl=gap**2 / 2,
@@ -56,18 +54,28 @@ def record(
 
 
 @torch.no_grad()
-def exceeded(log_ratios: Tensor, clip_range: float, limit: float) -> list[str]:
-    """What of all ranks' first log-ratios [rows] is beyond config.train.parity_limit, or its fixed fraction of that; 0
-    = no limit, as with a clip_range of 0, its unit. A NaN is no disagreement: its row is named as not finite."""
-    if not (limit and clip_range):
+def parity_problems(log_ratios: Tensor, clip_range: float, parity_limit: float) -> list[str]:
+    """Statistics of all ranks' first log-ratios that exceed their limits, as parts of a sentence.
+
+    A NaN exceeds no limit here: the error about its loss or gradient names its row.
+
+    Args:
+        log_ratios: [rows] of this rank.
+        clip_range: unit of the log-ratios; 0 = no limit.
+        parity_limit: as train.parity_limit; 0 = no limit.
+    """
+    if parity_limit == 0 or clip_range == 0:
         return []
-    sizes, clipped = log_ratios.double().abs(), (log_ratios.double().exp() - 1).abs() > clip_range
+    sizes = log_ratios.double().abs()
+    clipped = (log_ratios.double().exp() - 1).abs() > clip_range
     sums = torch.stack([torch.ones_like(sizes), sizes, clipped.double()]).sum(1)
     sums, largest = distributed.over_ranks(sums, sizes.max()[None])
-    num_rows, total, num_clipped = sums.tolist()
-    found = largest.item() / clip_range, total / num_rows / clip_range, num_clipped / num_rows
-    return [
-        f"{value:.3g} {unit} (limit {limit * fraction:g})"
-        for value, (fraction, unit) in zip(found, TOLERATED)
-        if value > limit * fraction
-    ]
+    num_rows, total_size, num_clipped = sums.tolist()
+
+    # The largest may reach the limit, the mean a tenth of it, and the share of clipped rows a hundredth.
+    checks = (
+        (largest.item() / clip_range, parity_limit, "clip ranges at most"),
+        (total_size / num_rows / clip_range, 0.1 * parity_limit, "clip ranges on average"),
+        (num_clipped / num_rows, 0.01 * parity_limit, "of all rows clipped"),
+    )
+    return [f"{value:.3g} {unit} (limit {limit:g})" for value, limit, unit in checks if value > limit]

@@ -1,4 +1,4 @@
-"""What a rollout stores for the update, and how the update's minibatches are drawn from it.
+"""The record that a rollout stores for the update, and the minibatches that the update draws from it.
 
 B images of a rank, K trained steps of each, J outcomes of each step (1 in a window, num_branches otherwise), N tokens,
 C channels, R rows of a minibatch.
@@ -20,8 +20,10 @@ from flow_grpo.diffusers_patch.request import TracedStep
 
 @dataclass
 class Rollout:
-    """The images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself. A
-    row of the update is one (image, step); the outcomes of a step share its velocity."""
+    """Images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself.
+
+    A row of the update is one (image, step); the outcomes of a step share its velocity.
+    """
 
     image_numbers: Tensor  # [B] int64 on the CPU, global within the epoch
     condition: Condition  # B rows
@@ -32,53 +34,78 @@ class Rollout:
     means: Tensor | None = None  # [B, K, N, C] f32, of the Gaussians that the outcomes were drawn from
     log_probs: Tensor | None = None  # [B, K, J] f32, under the policy that drew the outcomes
     step_weights: Tensor | None = None  # [B, K] f32, loss weight of the step
-    advantages: Tensor | None = None  # [B] of an image or [B, K, J] of an outcome, f32; None until rewards are there
-    loss_weight: Tensor | None = None  # like advantages, mean 1 over all ranks; 0 for what is masked or filtered
+    advantages: Tensor | None = None  # [B] of images or [B, K, J] of outcomes, f32; None until rewards are there
+    loss_weight: Tensor | None = None  # like advantages, mean 1 over all ranks; 0 for rows that are masked or filtered
 
     @property
     def num_steps(self) -> int:
-        """K."""
+        """Trained steps of each image, K."""
         return self.timesteps.shape[1]
 
     @property
     def num_outcomes(self) -> int:
-        """J."""
-        return 1 if self.log_probs is None else self.log_probs.shape[2]
+        """Outcomes of each trained step, J."""
+        if self.log_probs is None:
+            return 1
+        return self.log_probs.shape[2]
 
     def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0) -> "Minibatch":
-        """rows [R] int64 on the CPU: image * K + step; num_rows of the whole update."""
-        image, step = rows // self.num_steps, rows % self.num_steps
+        """Return a minibatch of rows.
+
+        Args:
+            rows: [R] int64 on the CPU, image * K + step.
+            num_rows: of the whole update.
+        """
+        images = rows // self.num_steps
+        steps = rows % self.num_steps
         device = self.timesteps.device
-        image_index, step_index = (index.to(device, non_blocking=True) for index in (image, step))
-
-        def of_outcomes(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
-            return (values[image_index] if values.ndim == 1 else values[image_index, step_index]).flatten()
-
-        def of_steps(values: Tensor | None, repeats: int = 1) -> Tensor | None:
-            return None if values is None else values[image_index, step_index].repeat_interleave(repeats, 0)
-
+        at = RowIndex(images.to(device, non_blocking=True), steps.to(device, non_blocking=True))
+        next_latents = _take_steps(self.next_latents, at)
+        if next_latents is not None:
+            next_latents = next_latents.flatten(0, 1)
         return Minibatch(
-            row_ids=torch.stack([self.image_numbers[image], step], 1),
+            row_ids=torch.stack([self.image_numbers[images], steps], 1),
             num_rows=num_rows,
             inner_epoch=inner_epoch,
-            condition=self.condition.take(image_index),
-            timesteps=of_steps(self.timesteps),
-            x_0=None if self.x_0 is None else self.x_0[image_index],
-            latents=of_steps(self.latents),
-            next_latents=None if self.next_latents is None else of_steps(self.next_latents).flatten(0, 1),
-            means=of_steps(self.means, self.num_outcomes),
-            log_probs=of_outcomes(self.log_probs),
-            step_weights=of_steps(self.step_weights, self.num_outcomes),
-            advantages=of_outcomes(self.advantages),
-            loss_weight=of_outcomes(self.loss_weight),
+            condition=self.condition.take(at.images),
+            timesteps=self.timesteps[at.images, at.steps],
+            x_0=None if self.x_0 is None else self.x_0[at.images],
+            latents=_take_steps(self.latents, at),
+            next_latents=next_latents,
+            means=_take_steps(self.means, at, self.num_outcomes),
+            log_probs=_take_outcomes(self.log_probs, at),
+            step_weights=_take_steps(self.step_weights, at, self.num_outcomes),
+            advantages=_take_outcomes(self.advantages, at),
+            loss_weight=_take_outcomes(self.loss_weight, at),
         )
+
+
+class RowIndex(NamedTuple):
+    """Places of R rows in tensors [B, K, ...]."""
+
+    images: Tensor  # [R] int64, below B
+    steps: Tensor  # [R] int64, below K
+
+
+def _take_steps(values: Tensor | None, at: RowIndex, repeats: int = 1) -> Tensor | None:
+    """Values of the rows' steps, each `repeats` times, [R * repeats, ...], from [B, K, ...]."""
+    if values is None:
+        return None
+    return values[at.images, at.steps].repeat_interleave(repeats, 0)
+
+
+def _take_outcomes(values: Tensor | None, at: RowIndex) -> Tensor | None:
+    """Values of the rows' outcomes, [R * J], from [B, K, J], or from one of each image, [B], if J is 1."""
+    if values is None:
+        return None
+    if values.ndim == 1:
+        return values[at.images]
+    return values[at.images, at.steps].flatten()
 
 
 @dataclass
 class Minibatch:
-    """R rows of a rollout, in random order. What the rollout does not have is None."""
+    """R rows of a rollout, in random order; None for a field that the rollout does not have."""
 
     row_ids: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
     num_rows: int  # of the whole update, on this rank
@@ -96,62 +123,85 @@ class Minibatch:
 
 
 class TrainedRows(NamedTuple):
-    """What a minibatch leaves behind until the optimizer step, to name the row that is wrong."""
+    """Losses of a minibatch, kept until the optimizer step to name a row whose loss is not finite."""
 
     loss: Tensor  # [R * J], weighted
     row_ids: Tensor  # [R, 2] int64 on the CPU, as in Minibatch
 
     def row_id(self, outcome: Tensor) -> tuple[int, int]:
-        """The global image and the trained step of an outcome, [] int64 below R * J."""
-        return tuple(self.row_ids[int(outcome) // (len(self.loss) // len(self.row_ids))].tolist())
+        """Return the global image and the trained step of an outcome, [] int64 below R * J."""
+        num_outcomes = len(self.loss) // len(self.row_ids)
+        image, step = self.row_ids[int(outcome) // num_outcomes].tolist()
+        return image, step
 
 
 def from_trace(
     trace: list[TracedStep], condition: Condition, image_numbers: list[int], *, num_trained_steps: int, step_weight: str
 ) -> Rollout:
-    """From the noisy steps of B images, of which the first `num_trained_steps` are kept."""
-    trace, num_images = trace[:num_trained_steps], len(image_numbers)
-    std = torch.stack([t.step.transition_std.view(num_images, -1)[:, 0] for t in trace], 1)  # outcomes share theirs
+    """Make a rollout of the noisy steps of B images, of which it keeps the first `num_trained_steps`.
+
+    Args:
+        step_weight: as train.step_weight.
+    """
+    trace = trace[:num_trained_steps]
+
+    # A step has B * J rows; the outcomes of an image share its mean and its std.
+    by_image = (len(image_numbers), -1)
+    stds = [traced.step.transition_std.view(by_image)[:, 0] for traced in trace]
     return Rollout(
         image_numbers=torch.tensor(image_numbers),
         condition=condition,
-        timesteps=torch.stack([t.timestep for t in trace], 1),
-        latents=torch.stack([t.latents for t in trace], 1),
-        next_latents=torch.stack([t.step.prev_sample.unflatten(0, (num_images, -1)) for t in trace], 1),
-        means=torch.stack([t.step.prev_sample_mean.unflatten(0, (num_images, -1))[:, 0] for t in trace], 1),
-        log_probs=torch.stack([t.step.log_prob.unflatten(0, (num_images, -1)) for t in trace], 1),
-        step_weights=losses.step_weights(std, step_weight),
+        timesteps=torch.stack([traced.timestep for traced in trace], 1),
+        latents=torch.stack([traced.latents for traced in trace], 1),
+        next_latents=torch.stack([traced.step.prev_sample.unflatten(0, by_image) for traced in trace], 1),
+        means=torch.stack([traced.step.prev_sample_mean.unflatten(0, by_image)[:, 0] for traced in trace], 1),
+        log_probs=torch.stack([traced.step.log_prob.unflatten(0, by_image) for traced in trace], 1),
+        step_weights=losses.step_weights(torch.stack(stds, 1), step_weight),
     )
 
 
 def concat(rollouts: list[Rollout]) -> Rollout:
-    """Join along B, in the order of their images' numbers."""
-    columns = {field.name: [getattr(rollout, field.name) for rollout in rollouts] for field in fields(Rollout)}
-    condition = Condition.concat(columns.pop("condition"))
-    joined = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-    order = joined["image_numbers"].argsort()
-    if not torch.equal(order, torch.arange(len(order))):  # images come as they are finished
-        joined = {name: None if whole is None else whole[order.to(whole.device)] for name, whole in joined.items()}
-        condition = condition.take(order.to(joined["timesteps"].device))
-    return Rollout(**joined, condition=condition)
+    """Join rollouts along B, in the order of their images' numbers: they were stored in the order of completion."""
+    image_numbers = torch.cat([rollout.image_numbers for rollout in rollouts])
+    order = image_numbers.argsort()
+    is_sorted = torch.equal(order, torch.arange(len(order)))
+    condition = Condition.concat([rollout.condition for rollout in rollouts])
+    if not is_sorted:
+        condition = condition.take(order.to(rollouts[0].timesteps.device))
+    tensors = {}
+    for field in fields(Rollout):
+        parts = [getattr(rollout, field.name) for rollout in rollouts]
+        if field.name == "condition" or parts[0] is None:
+            continue
+        whole = torch.cat(parts)
+        tensors[field.name] = whole if is_sorted else whole[order.to(whole.device)]
+    return Rollout(condition=condition, **tensors)
 
 
 def shuffled_updates(
     rollout: Rollout, plan: BatchPlan, seed: int, epoch: int, inner_epoch: int
 ) -> Iterator[list[Minibatch]]:
-    """Per optimizer step of one inner epoch, its minibatches of `plan.batch_size` rows.
+    """Yield the minibatches of `plan.batch_size` rows of each optimizer step of one inner epoch.
 
     Each batch of the rollout gives an equal, randomly drawn part of its rows to every optimizer step: the draw depends
     on the batch's global number, the epoch and the inner epoch, so a step trains the same rows on any number of GPUs.
-    Of `plan.images_together` neighbours the rows of a step stay together.
+    Rows of one denoising step and of `plan.images_together` neighbours stay together.
     """
-    rows_per_batch = plan.batch_size * rollout.num_steps  # a moving window may be cut off at its end
-    parts = []  # per batch: [updates, rows], numbers of (image, step) rows
-    for i, first_image in enumerate(rollout.image_numbers[:: plan.batch_size].tolist()):
+    num_steps = rollout.num_steps
+    together = plan.images_together
+
+    # The rollout's number of steps, not the plan's: a moving window may be cut off at its end.
+    rows_per_batch = plan.batch_size * num_steps
+    rows_of_batches = []
+    for batch, first_image in enumerate(rollout.image_numbers[:: plan.batch_size].tolist()):
         generator = rng.generator(seed, "shuffle", epoch, inner_epoch, first_image // plan.batch_size)
-        order = torch.randperm(rows_per_batch // plan.images_together, generator=generator)
-        first = order // rollout.num_steps * plan.images_together * rollout.num_steps + order % rollout.num_steps
-        order = first[:, None] + torch.arange(plan.images_together) * rollout.num_steps
-        parts.append((i * rows_per_batch + order).view(plan.updates_per_epoch, -1))
-    for rows in torch.cat(parts, dim=1):
+
+        # What is shuffled are pairs of a block of neighbouring images and a step.
+        order = torch.randperm(rows_per_batch // together, generator=generator)
+        block = order // num_steps
+        step = order % num_steps
+        images = block[:, None] * together + torch.arange(together)
+        rows = batch * rows_per_batch + images * num_steps + step[:, None]
+        rows_of_batches.append(rows.view(plan.updates_per_epoch, -1))
+    for rows in torch.cat(rows_of_batches, dim=1):
         yield [rollout.take(part, len(rows), inner_epoch) for part in rows.split(plan.batch_size)]

@@ -1,4 +1,4 @@
-"""The functions of the records in objectives.py: what a loss makes of stored noisy steps, or of finished images."""
+"""Surrogates: each objective of settings/objectives.py, for the rows of an update, by the formulas of losses.py."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What an objective makes of R * J outcomes."""
+    """Loss of R * J outcomes, and what is logged of it."""
 
     loss: Tensor  # [R * J], before the weights of steps and images
     log_ratio: Tensor | None = None  # [R * J], what it clips the exponential of; 0 on policy; None = it has no ratio
@@ -24,7 +24,7 @@ class Surrogate:
 
 
 class ForwardStep(NamedTuple):
-    """R finished images, noised, and what the policies say of them. [R, ...] float32 but for sigma."""
+    """R finished images that are noised, and the velocities of the policies there. [R, ...] float32 but for sigma."""
 
     velocity: Tensor  # of the trained policy, with gradients
     old_velocity: Tensor  # of the policy that sampled
@@ -36,6 +36,10 @@ class ForwardStep(NamedTuple):
     group_size: int = 1  # rows that share noise and level and are neighbours; 1 = they lie anywhere
 
 
+# Objectives of stored noisy steps: (step, rows, advantages, train). `step` is the rows' step under the present policy,
+# and advantages [R * J] are within train.adv_clip_max.
+
+
 def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """PPO's clipped ratio (Flow-GRPO, arXiv:2505.05470, eq. 5)."""
     loss = losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
@@ -43,48 +47,64 @@ def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 
 
 def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio freed of bias and of its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
-    densities = step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
-    loss = losses.guard_surrogate(*densities, step.dt, advantages, train.clip_range)
-    return Surrogate(loss, losses.guard_log_ratio(*densities))
+    """Clipped ratio without its bias and its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
+    log_ratio = losses.guard_log_ratio(
+        step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
+    )
+    loss = losses.guard_loss(log_ratio, step.dt, advantages, train.clip_range)
+    return Surrogate(loss, log_ratio)
 
 
 def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The ratio within a bound of the step's KL in place of the ratio's (Flow-DPPO, arXiv:2606.11025)."""
-    means = step.prev_sample_mean, rows.means, step.transition_std
-    loss = losses.dppo_surrogate(step.log_prob, rows.log_probs, *means, advantages, train.kl_limit)
-    beyond = losses.gaussian_kl(*means) > train.kl_limit
-    return Surrogate(loss, step.log_prob - rows.log_probs, beyond)
+    """Ratio within a bound of the step's KL, in place of a bound of the ratio (Flow-DPPO, arXiv:2606.11025)."""
+    log_ratio = step.log_prob - rows.log_probs
+    kl = losses.gaussian_kl(step.prev_sample_mean, rows.means, step.transition_std)
+    loss = losses.dppo_loss(log_ratio, kl, advantages, train.kl_limit)
+    return Surrogate(loss, log_ratio, beyond=kl > train.kl_limit)
+
+
+# Objectives of finished images on the forward process: (step, advantages, train). Each bounds its advantages [R].
 
 
 def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """DiffusionNFT's (arXiv:2509.16117, eq. 5), with the factor 5 of its published code."""
-    good, images = losses.nft_reward_prob(advantages, train.adv_clip_max), (step.x_t, step.x_0, step.sigma)
-    return Surrogate(5 * losses.nft_loss(step.velocity, step.old_velocity, *images, good, train.nft_beta))
+    """DiffusionNFT's loss (arXiv:2509.16117, eq. 5), with the factor of its published code."""
+    reward_prob = losses.nft_reward_prob(advantages, train.adv_clip_max)
+    loss = losses.nft_loss(
+        step.velocity, step.old_velocity, step.x_t, step.x_0, step.sigma, reward_prob, train.nft_beta
+    )
+    return Surrogate(losses.NFT_FACTOR * loss)
 
 
 def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
+    error = velocity_error(step.velocity, step.x_0, step.noise)
+    old_error = velocity_error(step.old_velocity, step.x_0, step.noise)
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    target = step.noise - step.x_0
-    loss = losses.awm_loss(step.velocity, step.old_velocity, target, advantages, train.clip_range)
-    error, old_error = (velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity))
+    loss = losses.awm_loss_of_errors(error, old_error, advantages, train.clip_range)
     return Surrogate(loss, old_error - error)
 
 
 def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     """Groups as preferences (DGPO, arXiv:2510.08425), over the reference or, without one, over the old policy."""
-    anchor = step.old_velocity if step.reference_velocity is None else step.reference_velocity
-    errors = [velocity_error(v, step.x_0, step.noise) for v in (step.velocity, step.old_velocity, anchor)]
+    error = velocity_error(step.velocity, step.x_0, step.noise)
+    old_error = velocity_error(step.old_velocity, step.x_0, step.noise)
+    reference_error = old_error
+    if step.reference_velocity is not None:
+        reference_error = velocity_error(step.reference_velocity, step.x_0, step.noise)
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    loss = losses.dgpo_loss(*errors, advantages, step.group_size, train.dgpo_beta, train.clip_range)
-    return Surrogate(loss, errors[1] - errors[0])
+    loss = losses.dgpo_loss(
+        error, old_error, reference_error, advantages, step.group_size, train.dgpo_beta, train.clip_range
+    )
+    return Surrogate(loss, old_error - error)
 
 
 def elbo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
-    """The policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
-    images = step.x_t, step.x_0, step.sigma
-    distance, old_distance = (losses.own_flow_matching_loss(v, *images) for v in (step.velocity, step.old_velocity))
+    """Policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
+    distance = losses.self_normalised_error(step.velocity, step.x_t, step.x_0, step.sigma)
+    old_distance = losses.self_normalised_error(step.old_velocity, step.x_t, step.x_0, step.sigma)
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
-    return Surrogate(loss, old_distance - distance, beyond=torch.zeros_like(distance, dtype=torch.bool))
+
+    # It clips nothing: no row lies beyond a trust region.
+    beyond = torch.zeros_like(distance, dtype=torch.bool)
+    return Surrogate(loss, old_distance - distance, beyond)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms.advantages import (
-    best_and_worst,
+    best_and_worst_indices,
     combined_advantages,
     group_stats,
     groups_with_signal,
@@ -111,7 +111,9 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
     numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.image_numbers)))
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
     by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)
-    picked = best_and_worst(by_group, plan.group_size) + torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
+    picked = (
+        best_and_worst_indices(by_group, plan.group_size) + torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
+    )
     return picked.flatten().tolist()
 
 

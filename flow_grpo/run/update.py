@@ -7,7 +7,7 @@ import torch
 from ml_collections import ConfigDict
 from torch import Tensor
 
-from flow_grpo.algorithms import losses, ratio_statistics
+from flow_grpo.algorithms import ratio_statistics, schedules
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, TrainedRows, shuffled_updates
 from flow_grpo.base import distributed
 from flow_grpo.base.formatting import quoted
@@ -98,7 +98,7 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
         beyond: [R * J] bool, rows outside of its trust region; None = ratios outside of train.clip_range.
     """
     gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
-    ratio_statistics.record(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
+    ratio_statistics.add_to_meter(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
     if run.on_policy:
         run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), rows.row_ids, rows.timesteps))
 
@@ -157,7 +157,7 @@ def learning_rate(run: Run) -> float:
     config, train = run.config, run.config.train
     per_epoch = train.inner_epochs * train.updates_per_epoch
     done, total = run.epoch * per_epoch + run.step - run.first_step, config.num_epochs * per_epoch
-    share = losses.learning_rate_share(done, total, train.learning_rate_schedule, train.warmup_updates)
+    share = schedules.learning_rate_share(done, total, train.learning_rate_schedule, train.warmup_updates)
     return train.learning_rate * share * run.learning_rate_factor
 
 
@@ -169,7 +169,7 @@ def _check_parity(run: Run) -> None:
         return
     run.first_ratios = []
     log_ratios, row_ids, timesteps = map(torch.cat, zip(*parts))
-    problems = ratio_statistics.exceeded(log_ratios, train.clip_range, train.parity_limit)
+    problems = ratio_statistics.parity_problems(log_ratios, train.clip_range, train.parity_limit)
     if not problems:
         return
     size, worst = log_ratios.abs().max(0)

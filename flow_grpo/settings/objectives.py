@@ -1,7 +1,7 @@
-"""What an update minimises, as records: a loss of stored noisy steps, or of finished images on the forward process.
+"""Objectives: the table of losses that train.objective and train.forward_objective name, and what each of them needs.
 
-To add one: a function in surrogates.py, an entry here, and a config that names it. The command line reads this module
-before torch is imported.
+To add one: a function in algorithms/surrogates.py, an entry here, and a config that names it. The command line reads
+this module before torch is imported.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from flow_grpo.base.errors import UserError
 class Objective:
     """A loss that train.objective (of noisy steps) or train.forward_objective (of finished images) names."""
 
-    # Of (SDEStep, Minibatch, advantages, config.train), or of finished images (ForwardStep, advantages, config.train)
-    # -> Surrogate; or MODULE:FUNCTION, which is imported when it is needed.
+    # (SDEStep, Minibatch, advantages, config.train) -> Surrogate, or for finished images (ForwardStep, advantages,
+    # config.train) -> Surrogate; or MODULE:FUNCTION, which is imported when it is needed.
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
