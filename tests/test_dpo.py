@@ -1,6 +1,7 @@
 """DPO: what a pair shares, what the reference is, and what offline and online runs log."""
 
 import functools
+import json
 import math
 import shutil
 
@@ -82,6 +83,11 @@ def test_offline_its_first_update_knows_nothing_and_its_loss_falls(recorded):
     said = (folder.parents[1] / "said").read_text()
     assert f"implicit_accuracy {updates[-1]['implicit_accuracy']:.4g}" in said.partition("epoch 3/3")[2]
     assert "no metrics under validation/" not in said
+
+
+def test_a_run_on_pairs_reads_no_prompts_to_train_on(recorded):
+    inputs = json.loads((recorded("dpo").folder / "inputs.json").read_text())
+    assert [*inputs["dataset"]] == ["test_metadata.jsonl"]
 
 
 def test_a_run_without_pairs_that_are_held_out_says_so(pairs, tmp_path, capsys):

@@ -22,6 +22,7 @@ from flow_grpo import rewards
 from flow_grpo.base import checksums, folders
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
+from flow_grpo.data import prompts
 from flow_grpo.monitoring import health, model_card, provenance, run_history, trackers
 from flow_grpo.run import input_files, resume
 from flow_grpo.run import run as runs
@@ -229,11 +230,17 @@ def sums_of(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def opened(config, splits=("train", "validation", "test")):
+    """The files of prompts of a config that are there."""
+    names = [split for split in splits if prompts.find_file(config.dataset, split)]
+    return [prompts.open_split(config.dataset, split) for split in names]
+
+
 def take_folder(how, **more):
     """Where a run of these settings would write and what it would go on from, without holding it."""
     config = config_of(NAME, **how | dict(output_dir="runs") | more)
     checks.drop_unused_rewards(config)
-    place = resume.take_folder(config)
+    place = resume.take_folder(config, opened(config))
     folders.release(place.folder)
     return place
 
@@ -385,6 +392,11 @@ def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(h
     assert (folder / "checkpoints" / "epoch_000003").is_dir()
 
 
+def inputs_of(config, folder, splits=("train", "test")):
+    """What a run of this config, which opens these files of prompts, reads."""
+    return input_files.current_inputs(config, folder, opened(config, splits))
+
+
 @pytest.fixture
 def read_files(tmp_path):
     """A config whose files are all there, and these by their settings."""
@@ -407,14 +419,14 @@ def read_files(tmp_path):
 @pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "preferences.path", "train.teachers"])
 def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, tmp_path):
     config, files = read_files
-    input_files.write_inputs(tmp_path, input_files.current_inputs(config, tmp_path))
+    input_files.write_inputs(tmp_path, inputs_of(config, tmp_path))
     stored = input_files.stored_inputs(tmp_path)
-    assert input_files.compare_inputs(stored, input_files.current_inputs(config, tmp_path), 3, accepts=False) == (
+    assert input_files.compare_inputs(stored, inputs_of(config, tmp_path), 3, accepts=False) == (
         stored,
         [],
     )
     files[key].write_text("after!")
-    current = input_files.current_inputs(config, tmp_path)
+    current = inputs_of(config, tmp_path)
     with pytest.raises(ValueError, match=f"config.{key}: .*{files[key].name}"):
         input_files.compare_inputs(stored, current, 3, accepts=False)
     accepted, notices = input_files.compare_inputs(stored, current, 3, accepts=True)
@@ -430,18 +442,18 @@ def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files,
     (folder / "adapter_config.json").write_text("before")
     for path in (folder, folder / "adapter_model.safetensors"):
         config.lora.path = str(path)
-        before = input_files.current_inputs(config, tmp_path).lora_path
+        before = inputs_of(config, tmp_path).lora_path
         (folder / name).write_text(f"after, {path}")
-        now = input_files.current_inputs(config, tmp_path).lora_path
+        now = inputs_of(config, tmp_path).lora_path
         assert [file for file in now if before[file] != now[file]] == [name]
 
 
 @pytest.mark.parametrize("is_branch", [False, True])
 def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_path):
     config, files = read_files
-    stored = input_files.current_inputs(config, tmp_path)
+    stored = inputs_of(config, tmp_path)
     files["dataset"].write_text("after!")
-    current = input_files.current_inputs(config, tmp_path)
+    current = inputs_of(config, tmp_path)
     accepted, _ = input_files.compare_inputs(stored, current, 3, accepts=not is_branch, is_branch=is_branch)
     assert accepted.rewards_since == 3
     assert input_files.compare_inputs(accepted, current, 5, accepts=False) == (accepted, [])
@@ -452,14 +464,36 @@ def test_pictures_to_be_edited_are_inputs_of_a_run(read_files, tmp_path):
     folder = files["dataset"].parent
     Image.new("RGB", (8, 8), "red").save(folder / "a.png")
     (folder / "train_metadata.jsonl").write_text(json.dumps({"prompt": "turn it", "sources": ["a.png"]}) + "\n")
-    stored = input_files.current_inputs(config, tmp_path)
+    stored = inputs_of(config, tmp_path)
     Image.new("RGB", (8, 8), "blue").save(folder / "a.png")
-    current = input_files.current_inputs(config, tmp_path)
+    current = inputs_of(config, tmp_path)
     with pytest.raises(ValueError, match=r"sources of config.dataset: a.png"):
         input_files.compare_inputs(stored, current, 3, accepts=False)
     assert current.of_figures() != stored.of_figures()
     older = stored._replace(sources=None)  # as records of before sources were kept
     assert input_files.compare_inputs(older, current, 3, accepts=False) == (current, [])
+
+
+def test_a_run_on_pairs_goes_on_whatever_becomes_of_prompts_that_it_does_not_open(read_files, tmp_path):
+    config, files = read_files
+    train = files["dataset"].with_name("train.txt")
+    train.write_text("before")
+    older = inputs_of(config, tmp_path)  # which listed them
+    train.write_text("after!")
+    now = inputs_of(config, tmp_path, splits=["test"])
+    assert input_files.compare_inputs(older, now, 3, accepts=False) == (now, [])
+    unevaluated = inputs_of(config, tmp_path, splits=[])
+    assert input_files.compare_inputs(now, unevaluated, 3, accepts=False) == (unevaluated, [])
+    config.preferences.path = ""
+    now = inputs_of(config, tmp_path)
+    with pytest.raises(ValueError, match=r"config.dataset: train.txt"):
+        input_files.compare_inputs(older, now, 3, accepts=False)
+
+
+def test_files_that_lie_beside_pairs_are_no_inputs(read_files, tmp_path):
+    config, files = read_files
+    (files["preferences.path"].parent / "notes.parquet").write_text("of somebody")
+    assert [*inputs_of(config, tmp_path).preferences_path] == ["train_00000.parquet"]
 
 
 @pytest.mark.parametrize("changed", ["shapes", "neighbourly", "neighbourly (beside_it.py)"])
@@ -475,7 +509,7 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     (tmp_path / "own" / "beside_it.py").write_text("load = len")
     (tmp_path / "own" / "neighbourly.py").write_text("from beside_it import load")
     read_files[0].reward_fn = {"shapes": 1.0, "neighbourly": 1.0}
-    current = input_files.current_inputs(read_files[0], tmp_path)
+    current = inputs_of(read_files[0], tmp_path)
     assert {*current.rewards} == {"shapes", "neighbourly", "neighbourly (beside_it.py)"}
     stored = current._replace(rewards=current.rewards | {changed: "another"})
     now, notices = input_files.compare_inputs(stored, current, 3, accepts=False)
@@ -485,7 +519,7 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     assert input_files.compare_inputs(now, current, 5, accepts=False) == (now, [])
     served = read_files[0].copy_and_resolve_references()
     served.reward.args = {"shapes": {"url": "http://127.0.0.1:1"}}
-    assert "shapes" not in input_files.current_inputs(served, tmp_path).rewards
+    assert "shapes" not in inputs_of(served, tmp_path).rewards
 
 
 def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):

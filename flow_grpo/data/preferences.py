@@ -139,7 +139,7 @@ def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str,
 
 def source_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Of the sources that a folder's first pair has."""
-    for path in sorted(Path(folder).glob("*.parquet"))[:1]:
+    for path in files_of(folder)["train"][:1]:
         fields = open_parquet(path).schema_arrow
         return {field.name: tuple(field.type.shape) for field in fields if field.name in SOURCES}
     return {}
@@ -161,7 +161,7 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size
     names file and column."""
     if Path(folder, "unfinished").exists():
         raise UserError(f"{folder} is not complete: scripts/prepare_preferences.py, started again, goes on with it")
-    paths = {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
+    paths = files_of(folder)
     if not paths["train"]:
         raise UserError(
             f"config.preferences.path {folder!r} holds no train_*.parquet: "
@@ -170,9 +170,14 @@ def open_pairs(folder: str, shapes: dict[str, tuple[int, ...]], model: str, size
     return {split: PairFiles(files, shapes, model, size) for split, files in paths.items()}
 
 
+def files_of(folder: str | Path) -> dict[str, list[Path]]:
+    """The files of each split in a folder of pairs; others that lie there are not opened."""
+    return {split: sorted(Path(folder).glob(f"{split}_*.parquet")) for split in SPLITS}
+
+
 def num_rows(folder: Path, split: str) -> int:
     """Pairs of a split."""
-    return sum(open_parquet(path).metadata.num_rows for path in folder.glob(f"{split}_*.parquet"))
+    return sum(open_parquet(path).metadata.num_rows for path in files_of(folder)[split])
 
 
 class PairFiles:

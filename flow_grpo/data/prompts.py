@@ -24,6 +24,13 @@ class Split(NamedTuple):
     prompts: list[Prompt]
 
 
+class PromptFile(NamedTuple):
+    """A file of prompts that was opened."""
+
+    path: Path
+    prompts: list[Prompt]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Images of one rank that are sampled together, or finished together."""
@@ -35,13 +42,18 @@ class Batch:
 
 
 def load_prompts(folder: str, split: str) -> list[Prompt]:
+    """Load the prompts of a split; see `open_split`."""
+    return open_split(folder, split).prompts
+
+
+def open_split(folder: str, split: str) -> PromptFile:
     """Load `{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a
     line). Raises UserError: no such file, an empty one, or a malformed line; names file and line."""
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
         raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_hint_of_other_file(folder)}")
-    return load_file(path)
+    return PromptFile(path, load_file(path))
 
 
 def find_file(folder: str | Path, split: str) -> Path | None:

@@ -6,6 +6,7 @@ A resumed run compares them. Reward servers, and weights that a reward loads, ar
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from ml_collections import ConfigDict
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.data import prompts
+from flow_grpo.data import preferences
+from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import provenance
 from flow_grpo.weights import lora_files
 
@@ -53,13 +55,10 @@ class Inputs(NamedTuple):
         return {name: digest.hexdigest() for name, digest in digests.items()} | self.rewards
 
 
-def current_inputs(config: ConfigDict, run_folder: Path) -> Inputs:
-    """Return digests of what a run of this config reads now."""
+def current_inputs(config: ConfigDict, run_folder: Path, prompt_files: Sequence[PromptFile] = ()) -> Inputs:
+    """Return digests of what a run of this config reads now. `prompt_files`: those of its data set that it opened."""
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
-    files = lambda folder, pattern: checksums.digests_in(Path(folder), [pattern], memory) if folder else {}  # noqa: E731
-    splits = [prompts.find_file(config.dataset, split) for split in ("train", "validation", "test")]
-    splits = [file for file in splits if file]
     served = [name for name, args in config.reward.args.items() if args.get("url")]
     sources = {name: rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
     sources = {name: file for name, file in sorted(sources.items()) if file}
@@ -70,17 +69,17 @@ def current_inputs(config: ConfigDict, run_folder: Path) -> Inputs:
         if path not in sources.values()
     }
     return Inputs(
-        dataset=checksums.file_digests({file.name: file for file in splits}, memory),
+        dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, memory),
         model=_model(locations.resolve(config.model), memory),
         lora_path=_adapter(config.lora.path, memory),
-        preferences_path=files(config.preferences.path, "*.parquet"),
+        preferences_path=_pairs(config.preferences.path, memory),
         rewards=checksums.file_digests(sources | neighbours, memory),
         train_teachers={
             f"{folder}/{name}": digest
             for folder in config.train.teachers
             for name, digest in _adapter(folder, memory).items()
         },
-        sources=checksums.file_digests(_sources_of(splits), memory),
+        sources=checksums.file_digests(_sources_of(prompt_files), memory),
     )
 
 
@@ -93,6 +92,7 @@ def compare_inputs(
     """
     if stored is None:
         return current, []
+    stored = _without_unopened(stored, current)
     changed, differs = [], False
     for part, place in PLACES.items():
         names = _differing(getattr(stored, part), getattr(current, part))
@@ -111,20 +111,27 @@ def compare_inputs(
     return current._replace(rewards_since=epoch if others or differs else stored.rewards_since), notices
 
 
+def _without_unopened(stored: Inputs, current: Inputs) -> Inputs:
+    """A record without the training prompts of a run on pairs, which never opens them: older versions list them."""
+    if not current.preferences_path:
+        return stored
+    unopened = {name for name in stored.dataset if name.startswith("train")} - {*current.dataset}
+    return stored._replace(dataset={name: stored.dataset[name] for name in stored.dataset if name not in unopened})
+
+
 def _differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
     """Names of files that are not what they were; none where it is not known what they were."""
-    if before is None or now is None:
+    if not before or not now:  # what is not opened, or not known, is not compared
         return []
     return [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
 
 
-def _sources_of(splits: list[Path]) -> dict[str, Path]:
+def _sources_of(prompt_files: Sequence[PromptFile]) -> dict[str, Path]:
     """The pictures to be edited that files of prompts name, by their paths from the files' folder."""
     return {
-        os.path.relpath(source, file.parent): source
-        for file in splits
-        if file.suffix == ".jsonl"
-        for prompt in prompts.load_file(file)
+        os.path.relpath(source, file.path.parent): source
+        for file in prompt_files
+        for prompt in file.prompts
         for source in prompt.sources
     }
 
@@ -138,6 +145,14 @@ def stored_inputs(run_folder: Path) -> Inputs | None:
 def write_inputs(run_folder: Path, inputs: Inputs) -> None:
     """Store the digests beside config.json."""
     folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
+
+
+def _pairs(folder: str, memory: Path) -> dict[str, str]:
+    """Digests of a folder's files of pairs."""
+    if not folder:
+        return {}
+    paths = [path for files in preferences.files_of(folder).values() for path in files]
+    return checksums.file_digests({path.name: path for path in paths}, memory)
 
 
 def _adapter(path: str, memory: Path) -> dict[str, str]:

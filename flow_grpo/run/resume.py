@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
 from flow_grpo.command_line.checks import evaluates
+from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import dashboard, provenance
 from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.run import input_files
@@ -49,9 +51,12 @@ class Source(NamedTuple):
 INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lora.targets"
 
 
-def take_folder(config: ConfigDict) -> Place:
+def take_folder(config: ConfigDict, prompt_files: Sequence[PromptFile] = ()) -> Place:
     """Where this run writes, locked, and what it goes on from. A run never writes into the folder of another one: what
     goes on from another run's checkpoint is a branch, with a folder of its own.
+
+    Args:
+        prompt_files: those of config.dataset that the run has opened.
 
     Raises UserError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
     not there, is damaged, or does not fit this config. No other folder has been touched then.
@@ -62,10 +67,10 @@ def take_folder(config: ConfigDict) -> Place:
     if config.resume_from == "latest":
         source = _latest(source.folder)
     with folders.released_on_error(source.folder):
-        return _check_source(config, source)
+        return _check_source(config, source, prompt_files)
 
 
-def _check_source(config: ConfigDict, source: Source) -> Place:
+def _check_source(config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
     """Raises UserError unless the run can go on from its source; notes in its folder what it reads."""
     folder, path, parent = source
     if parent:  # at once: `latest` shall know a branch that is killed while files are compared
@@ -85,7 +90,7 @@ def _check_source(config: ConfigDict, source: Source) -> Place:
         _check_writable(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
-    inputs, notices = _inputs(config, source, epoch)
+    inputs, notices = _inputs(config, source, prompt_files, epoch)
     if changed:  # so that health compares no rewards of other settings
         inputs = inputs._replace(rewards_since=epoch)
     input_files.write_inputs(folder, inputs)
@@ -123,9 +128,11 @@ def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str
     return checkpoints.read_progress(checkpoint).epoch, changed, rescheduled
 
 
-def _inputs(config: ConfigDict, source: Source, epoch: int) -> tuple[Inputs, list[str]]:
-    """What the run reads, and what to tell the user."""
-    current = input_files.current_inputs(config, source.folder)
+def _inputs(
+    config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile], epoch: int
+) -> tuple[Inputs, list[str]]:
+    """Return what the run reads, and what to tell the user."""
+    current = input_files.current_inputs(config, source.folder, prompt_files)
     stored = input_files.stored_inputs(source.parent or source.folder) if source.path else None
     return input_files.compare_inputs(
         stored, current, epoch, config.accept_changes, is_branch=source.parent is not None

@@ -42,6 +42,7 @@ class Prompts(NamedTuple):
     test: prompts.Split
     evaluated: list[prompts.Split]  # each once; [] where nothing is evaluated
     drawn: bool  # whether images of the training prompts are made; not where they are stored
+    files: list[prompts.PromptFile]  # of the data set, those that were opened
 
     @property
     def any(self) -> Prompt | None:
@@ -76,7 +77,7 @@ def start(
     _check_device(config, ranks.device)
     plan = script.plan(config, ranks.world_size)
     model_files.check_weights(config.model, family, frozen_parts=draws)
-    place = distributed.on_main(resume.take_folder, config).absolute()
+    place = distributed.on_main(resume.take_folder, config, texts.files).absolute()
     config.update_from_flattened_dict(place.kept)
     with folders.released_on_error(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
@@ -211,23 +212,34 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     light.check_steps(config.sample.num_steps, "config.sample.num_steps")
     if evaluates(config):
         light.check_steps(config.eval.num_steps, "config.eval.num_steps")
-    drawn = stored_prompts is None
-    train = _load_split(config, "train") if drawn else stored_prompts
-    test = chooses = prompts.Split("test", [])
-    if drawn or evaluates(config):
-        test = chooses = prompts.Split("test", _load_split(config, "test"))
-        if prompts.find_file(config.dataset, "validation"):
-            chooses = prompts.Split("validation", _load_split(config, "validation"))
-    scored = [*(train if drawn else ()), *chooses.prompts, *test.prompts]
+    texts = _load_prompts(config, stored_prompts)
+    scored = [prompt for file in texts.files for prompt in file.prompts]
     rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
     light.check_sources(scored)
     light.check(scored, config.text_tokens)
-    evaluated = [*{split.name: split for split in (chooses, test)}.values()] if evaluates(config) else []
-    return Prompts(train, chooses, test, evaluated, drawn)
+    return texts
 
 
-def _load_split(config: ConfigDict, split: str) -> list[Prompt]:
-    return prompts.with_absolute_sources(prompts.load_prompts(config.dataset, split))
+def _load_prompts(config: ConfigDict, stored_prompts: list[Prompt] | None) -> Prompts:
+    """Open the files of prompts that the run needs, and no others."""
+    drawn = stored_prompts is None
+    splits = ["train"] if drawn else []
+    if drawn or evaluates(config):
+        splits += ["validation", "test"] if prompts.find_file(config.dataset, "validation") else ["test"]
+    files = {split: _open_split(config, split) for split in splits}
+
+    train = files["train"].prompts if drawn else stored_prompts
+    test = prompts.Split("test", files["test"].prompts if "test" in files else [])
+    choosing = prompts.Split("validation", files["validation"].prompts) if "validation" in files else test
+    evaluated = []
+    if evaluates(config):
+        evaluated = [test] if choosing is test else [choosing, test]
+    return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))
+
+
+def _open_split(config: ConfigDict, split: str) -> prompts.PromptFile:
+    file = prompts.open_split(config.dataset, split)
+    return file._replace(prompts=prompts.with_absolute_sources(file.prompts))
 
 
 def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
