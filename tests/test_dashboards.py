@@ -167,11 +167,11 @@ def test_what_takes_long_is_a_line_a_minute_where_there_is_no_terminal(now, boar
 
 
 def test_a_tracker_that_is_missing_is_refused(monkeypatch):
-    trackers.check("none")
+    trackers.check_logger("none")
     for logger in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, logger, None)
         with pytest.raises(ValueError, match=f"pip install {logger}"):
-            trackers.check(logger)
+            trackers.check_logger(logger)
 
 
 LOGS_IN = """
@@ -181,7 +181,7 @@ from flow_grpo.monitoring import trackers
 for word in sys.argv[1:]:
     os.environ["WANDB_MODE"], os.environ["WANDB_API_KEY"] = word.split(":")
     try:
-        trackers.check("wandb")
+        trackers.check_logger("wandb")
         print("taken")
     except trackers.UserError as error:
         print(error)

@@ -13,6 +13,7 @@ from small import lines_of, stored, train
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
 from flow_grpo.run import loop
+from flow_grpo.run.rewards import latent_signs
 from flow_grpo.settings.table import default_config
 from flow_grpo.weights import policies
 
@@ -32,11 +33,11 @@ def history(**figures):
 
 
 def test_latent_rms_is_the_root_mean_square_and_diversity_is_within_a_group_and_zero_where_all_are_one():
-    assert health.measure(3 * latents(), torch.arange(64))[:, 0].mean() == pytest.approx(3, rel=0.02)
+    assert latent_signs(3 * latents(), torch.arange(64))[:, 0].mean() == pytest.approx(3, rel=0.02)
     groups = torch.arange(8).repeat_interleave(8)
     same = latents(8).repeat_interleave(8, 0)
-    assert health.measure(same, groups)[:, 1].max() == pytest.approx(0, abs=1e-6)
-    assert health.measure(latents(), groups)[:, 1].mean() == pytest.approx((7 / 8) ** 0.5, rel=0.05)
+    assert latent_signs(same, groups)[:, 1].max() == pytest.approx(0, abs=1e-6)
+    assert latent_signs(latents(), groups)[:, 1].mean() == pytest.approx((7 / 8) ** 0.5, rel=0.05)
 
 
 def test_a_drop_is_counted_in_standard_errors_beyond_the_best_and_the_worst_of_so_many_means():

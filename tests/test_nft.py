@@ -10,7 +10,6 @@ from small import config_of, lines_of, move, stored, train
 from flow_grpo.algorithms import losses, schedules
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.command_line import checks
-from flow_grpo.monitoring import health
 from flow_grpo.run import rewards, startup
 
 NAME = "shapes_qwenimage_nft"
@@ -121,7 +120,7 @@ def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_w
     assert len(submitted) > 1
     found, _ = rewards.advantages(run, all_scores := rewards.wait(run, 0, submitted[::-1]))
     groups = images.image_numbers // run.plan.group_size
-    distance = health.measure(run.model.features(images.x_0, run.size), groups)[:, 1]
+    distance = rewards.latent_signs(run.model.features(images.x_0, run.size), groups)[:, 1]
     expected = group_advantages(all_scores.scores["avg"] + 0.7 * distance, groups, global_std=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert (found - group_advantages(all_scores.scores["avg"], groups, global_std=True)).abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""Where a run's numbers, images and progress go. Only it and progress.py print."""
+"""Dashboard of a run: it logs numbers, images and progress. Only this module and progress.py print."""
 
 import functools
 import json
@@ -8,8 +8,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from flow_grpo.base import folders
@@ -22,18 +25,20 @@ from flow_grpo.monitoring.plots import Sheet, contact_sheet, evaluations, plot_r
 
 @contextmanager
 def explained(run_dir: Path) -> Iterator[None]:
-    """What cannot be written is a WriteFailed that says how to go on."""
+    """Raise WriteFailed, which says how to go on, for what cannot be written inside this block."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, WriteFailed) or not (isinstance(error, OSError) or "(os error" in str(error)):
-            raise  # "(os error" is of safetensors
+        # safetensors raises errors of its own, which say "(os error NUMBER)".
+        is_os_error = isinstance(error, OSError) or "(os error" in str(error)
+        if isinstance(error, WriteFailed) or not is_os_error:
+            raise
         advice = "free some space; " if folders.is_disk_full(error) else ""
         raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.resume_hint(run_dir)}") from error
 
 
 def problem_of(what: str, action: Callable[[], object]) -> str:
-    """Do what only informs about a run, for which none ends; why it failed, "" where it did not."""
+    """Do something that only informs about a run, whose failure ends no run; return why it failed, "" if it did not."""
     try:
         action()
     except Exception as error:
@@ -53,36 +58,47 @@ def on_main(method):
 
 
 def say(text: str) -> None:
-    """Print a line above the progress bars; nothing for ""."""
+    """Print a line above the progress bars, or nothing for ""."""
     if text:
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
 
 
 class Dashboard:
-    """A run's trackers, metrics.jsonl, pictures and progress. On other ranks than the main one nothing happens.
-    `synchronize` waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
+    """A run's trackers, metrics.jsonl, pictures and progress. On ranks other than the main one nothing happens.
+
+    Args:
+        synchronize: waits for the device before a phase is timed, such as torch.cuda.synchronize; None on a CPU.
     """
 
-    def __init__(self, run_dir, config, is_main: bool, synchronize=None):
-        self.run_dir, self.config, self.is_main = Path(run_dir), config, is_main
-        self.synchronize = synchronize or (lambda: None)
-        self.seconds, self.epoch_start, self.epochs_s = defaultdict(float), None, []
-        self.trackers, self.history = [], []  # the lines of metrics.jsonl, on the main rank
-        self.latest = {}  # the last value of each name in them
+    def __init__(
+        self, run_dir: Path | str, config, is_main: bool, synchronize: Callable[[], object] | None = None
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.is_main = is_main
+        self.synchronize = synchronize
+        self.seconds: dict[str, float] = defaultdict(float)  # of each phase of this epoch
+        self.epoch_start: float | None = None
+        self.epochs_s: list[float] = []  # duration of each epoch of this process
+        self.trackers: list[trackers.Wandb | trackers.TensorBoard] = []
+        self.history: list[dict] = []  # lines of metrics.jsonl, on the main rank
+        self.latest: dict[str, float] = {}  # last value of each name in them
         self._open()
 
     @on_main
-    def _open(self):
+    def _open(self) -> None:
         config = plain(self.config.to_dict())
         with explained(self.run_dir):
             folders.write_text(self.run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
             self.trackers = trackers.open_all(self.run_dir, self.config)
             self._recall()
 
-    def _recall(self):
+    def _recall(self) -> None:
         self.history = read_metrics(self.run_dir)
-        self.latest = {name: value for record in self.history for name, value in record.items()}
+        self.latest = {}
+        for record in self.history:
+            self.latest |= record
 
     @on_main
     def say(self, text: str) -> None:
@@ -91,11 +107,14 @@ class Dashboard:
 
     @on_main
     def truncate(self, epoch: int, kinds: Collection[str] = ()) -> None:
-        """Before the first log: forget the lines from `epoch` on, but for `kinds` of this very epoch, what a kill cut
-        short, and images of other evaluations than are left."""
-        stays = lambda line: line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line  # noqa: E731
-        records = [line for line in read_metrics(self.run_dir) if line["epoch"] < epoch or stays(line)]
-        text = "".join(json.dumps(plain(record)) + "\n" for record in records)
+        """Forget the lines from `epoch` on, but for `kinds` of this very epoch, a line that a kill cut short, and the
+        images of forgotten evaluations. Called before the first `log`."""
+        text = ""
+        for line in read_metrics(self.run_dir):
+            # A test of the best weights has "best_epoch": it was made at the end, whatever its epoch.
+            stays = line["epoch"] == epoch and line["kind"] in kinds and "best_epoch" not in line
+            if line["epoch"] < epoch or stays:
+                text += json.dumps(plain(line)) + "\n"
         with explained(self.run_dir):
             folders.write_text(self.run_dir / "metrics.jsonl", text)
             for epochs, sheet in evaluations(self.run_dir).items():
@@ -114,11 +133,17 @@ class Dashboard:
         seconds_left: float = math.inf,
         alarms: Sequence[str] = (),
     ) -> None:
-        """Log one line of kind "update", "epoch" (which adds its phases' times), "eval", "test" or "validation". The
-        run ends with the epoch in which `seconds_left` end, for an epoch's ETA. Sentences of `alarms` are kept in
-        metrics.jsonl alone."""
+        """Log one line.
+
+        Args:
+            kind: "update", "epoch" (which adds its phases' times), "eval", "test" or "validation".
+            seconds_left: the run ends with the epoch in which they are over; for the ETA of an epoch's line.
+            alarms: sentences, which only metrics.jsonl keeps.
+        """
         assert kind in ("update", "epoch", "eval", "test", "validation"), kind
-        record = {"epoch": epoch, "step": step} | {name: float(value) for name, value in values.items()}
+        record: dict[str, float] = {"epoch": epoch, "step": step}
+        for name, value in values.items():
+            record[name] = float(value)
         if kind == "epoch":
             record |= self._pop_times(record.get("images"))
         line = {"kind": kind, "written_at": provenance.now(), **record}
@@ -134,59 +159,78 @@ class Dashboard:
 
     def _track(self, call: Callable[[trackers.Wandb | trackers.TensorBoard], None]) -> None:
         """Tell the trackers. One that fails is told nothing more: its service may have died."""
-        for tracker in [*self.trackers]:
-            if problem := problem_of(self.config.logger, lambda tracker=tracker: call(tracker)):
+        for tracker in list(self.trackers):
+            problem = problem_of(self.config.logger, partial(call, tracker))
+            if problem:
                 self.trackers.remove(tracker)
                 tracker.abandon()
                 say(f"{problem}; it is told nothing more of this run, and {self.run_dir / 'metrics.jsonl'} holds all")
 
     @contextmanager
-    def timed(self, phase: str):
-        """Add the seconds spent inside to time/<phase>_s of the next "epoch" line."""
-        self.synchronize()
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent inside this block to time/<phase>_s of the next "epoch" line."""
+        if self.synchronize is not None:
+            self.synchronize()
         start = time.perf_counter()
-        self.epoch_start = start if self.epoch_start is None else self.epoch_start
+        if self.epoch_start is None:
+            self.epoch_start = start
         yield
-        self.synchronize()
+        if self.synchronize is not None:
+            self.synchronize()
         self.seconds[phase] += time.perf_counter() - start
 
-    def _pop_times(self, images):
+    def _pop_times(self, images_so_far: float | None) -> dict[str, float]:
+        """Return the epoch's times, and begin to time the next one."""
         if self.epoch_start is None:
             return {}
         epoch_s = time.perf_counter() - self.epoch_start
-        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()} | {"time/epoch_s": epoch_s}
-        if images is not None:
+        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        times["time/epoch_s"] = epoch_s
+        if images_so_far is not None:
             training_s = epoch_s - self.seconds["eval"] - self.seconds["save"]
-            times["images_per_s"] = (images - self.latest.get("images", 0)) / training_s
+            times["images_per_s"] = (images_so_far - self.latest.get("images", 0)) / training_s
         self.seconds.clear()
         self.epoch_start = None
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind, epoch, values, seconds_left):
-        names = sorted(name for name in values if name.count("/") == 1)  # categories would make the line too long
-        if kind == "epoch":
-            evals = sorted(name for name in self.latest if name.startswith("eval/"))
-            names = ["reward/avg", *evals, "validation/implicit_accuracy", "loss", "implicit_accuracy", "grad_norm"]
-        figures = [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
+    def _summary(self, kind: str, epoch: int, values: dict[str, float], seconds_left: float) -> str:
+        """Return the line that is printed of a line that is logged."""
         if kind != "epoch":
-            return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *figures])
+            # Figures of categories, of more than one "/", would make the line too long.
+            names = sorted(name for name in values if name.count("/") == 1)
+            return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *self._figures(names)])
+        evaluation = sorted(name for name in self.latest if name.startswith("eval/"))
+        names = ["reward/avg", *evaluation, "validation/implicit_accuracy", "loss", "implicit_accuracy", "grad_norm"]
         total = self.config.num_epochs
+        parts = [f"epoch {epoch + 1:>{len(str(total))}}/{total}", *self._figures(names)]
         if self.epochs_s:
-            figures.append(f"{self.epochs_s[-1]:.3g} s/epoch")
             mean_s = sum(self.epochs_s) / len(self.epochs_s)
             epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
-            figures.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
-        return "  ".join([f"epoch {epoch + 1:>{len(str(total))}}/{total}", *figures])
+            parts.append(f"{self.epochs_s[-1]:.3g} s/epoch")
+            parts.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
+        return "  ".join(parts)
+
+    def _figures(self, names: Iterable[str]) -> list[str]:
+        return [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
-        """The same under a progress bar; where there is no terminal, with a line a minute."""
+        """Return the same things under a progress bar or, without a terminal, with a line a minute."""
         return progress.shown(iterable, desc, total, say=self.say if self.is_main else None)
 
     @on_main
-    def log_images(self, images, captions, rewards=None, *, epoch: int, step: int, name: str = "eval"):
+    def log_images(
+        self,
+        images: Tensor,
+        captions: list[str],
+        rewards: Iterable[float] | None = None,
+        *,
+        epoch: int,
+        step: int,
+        name: str = "eval",
+    ) -> None:
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
-        images/<name>_<epoch>.png, with a .json of the same name that says what is where."""
+        images/<name>_<epoch>.png, with a .json of the same name that has each picture's box."""
         sheet = contact_sheet(images, captions, rewards)
         at = {"epoch": epoch, "step": step}
         self._track(lambda tracker: tracker.log_images(name, to_pictures(images), sheet, at, len(self.history)))
@@ -195,12 +239,14 @@ class Dashboard:
         if name == "eval":
             self._draw_report()
 
-    def _draw_report(self):
+    def _draw_report(self) -> None:
+        # A tracker shows the same curves, and its failure leaves none.
         if not self.trackers:
             self._draw("report.html", lambda folder: report.write([folder], folder / "report.html"))
 
-    def _draw(self, name: str, draw: Callable[[Path], object]):
-        say(problem_of(f"{self.run_dir / name} could not be drawn", lambda: draw(self.run_dir)))
+    def _draw(self, name: str, draw: Callable[[Path], object]) -> None:
+        """Draw a file by draw(the run's folder); a failure is said and ends no run."""
+        say(problem_of(f"{self.run_dir / name} could not be drawn", partial(draw, self.run_dir)))
 
     @on_main
     def finish(self, since: int = 0) -> None:
@@ -212,17 +258,20 @@ class Dashboard:
 
 
 def write_sheet(sheet: Sheet, file: Path) -> None:
-    """Write a contact sheet, and a .json of the same name that says what is where."""
+    """Write a contact sheet, and a .json of the same name with caption, reward and box of each picture."""
     file.parent.mkdir(exist_ok=True)
-    folders.write_text(file.with_suffix(".json"), json.dumps({"cells": sheet.cells}))
+    cells = [cell._asdict() for cell in sheet.cells]
+    folders.write_text(file.with_suffix(".json"), json.dumps({"cells": cells}))
     with folders.published(file) as scratch:
         sheet.page.save(scratch, "png")
 
 
-def plain(value):
-    """The same value as valid JSON: NaN and infinities become the strings "nan", "inf", "-inf", which float() reads."""
+def plain(value: Any) -> Any:
+    """Return the same value as valid JSON: NaN and infinities become "nan", "inf" and "-inf", which float() reads."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value

@@ -1,7 +1,7 @@
-"""How the numbers that a run logs are averaged until they are logged."""
+"""Averages of the numbers that a run logs, between two lines of the log."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ class Meter:
         self.device = device
         self._clear()
 
-    def _clear(self):
-        self.sums, self.counts, self.maxima, self.spreads = {}, {}, {}, set()
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, float | Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self.spreads: set[str] = set()
 
-    def add(self, **values) -> None:
-        """Numbers or tensors of any shape: the mean weights every element alike, however minibatches were cut."""
+    def add(self, **values: float | Tensor) -> None:
+        """Add numbers or tensors of any shape. The mean weights every element alike, however minibatches were cut."""
         for name, value in values.items():
             value = self._float64(value)
             self.sums[name] = self.sums.get(name, 0) + value.sum()
@@ -26,41 +29,50 @@ class Meter:
 
     def add_weighted(self, weights: Tensor, **values: Tensor) -> None:
         """Like `add`, but popped as sum(weight * value) / sum(weight); NaN where all weights are 0."""
+        weights = self._float64(weights)
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + (self._float64(weights) * self._float64(value)).sum()
-            self.counts[name] = self.counts.get(name, 0) + self._float64(weights).sum()
+            self.sums[name] = self.sums.get(name, 0) + (weights * self._float64(value)).sum()
+            self.counts[name] = self.counts.get(name, 0) + weights.sum()
 
-    def add_spread(self, **values) -> None:
+    def add_spread(self, **values: float | Tensor) -> None:
         """Like `add`, but popped as <name>_mean and <name>_std, the population's standard deviation."""
         for name, value in values.items():
+            # `pop` turns the mean of the squares into the standard deviation.
             self.add(**{f"{name}_mean": value, f"{name}_std": self._float64(value).square()})
             self.spreads.add(name)
 
-    def add_max(self, **values) -> None:
+    def add_max(self, **values: float | Tensor) -> None:
         """Like `add`, but popped as the maximum."""
         for name, value in values.items():
-            value = self._float64(value).max()
-            self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)
+            largest = self._float64(value).max()
+            self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
 
     def pop(self, reduce: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Everything since the last pop, in one copy to the host; every rank must have added the same names.
+        """Return everything since the last pop, in one copy to the host; every rank must have added the same names.
 
         Args:
             reduce: (sums [2, M], maxima [K]) -> the same over all ranks, float64: distributed.over_ranks.
         """
-        names, tops = sorted(self.sums), sorted(self.maxima)
-        if not names + tops:
+        names = sorted(self.sums)
+        max_names = sorted(self.maxima)
+        if not names and not max_names:
             return {}
-        columns = [self.sums[n] for n in names], [self.counts[n] for n in names], [self.maxima[n] for n in tops]
-        sums, counts, maxima = (torch.stack([self._float64(x) for x in c]) if c else self._float64(c) for c in columns)
-        (sums, counts), maxima = reduce(torch.stack([sums, counts]), maxima)
-        values = dict(zip(names + tops, torch.cat([sums / counts, maxima]).tolist()))
+        sums = torch.stack([self._stack(self.sums, names), self._stack(self.counts, names)])
+        (sums, counts), maxima = reduce(sums, self._stack(self.maxima, max_names))
+        values = dict(zip(names + max_names, torch.cat([sums / counts, maxima]).tolist()))
         for name in self.spreads:
             variance = values[f"{name}_std"] - values[f"{name}_mean"] ** 2
-            values[f"{name}_std"] = 0.0 if variance < 0 else math.sqrt(variance)  # a NaN stays a NaN
+            # Rounding can make it negative. A NaN stays a NaN.
+            values[f"{name}_std"] = 0.0 if variance < 0 else math.sqrt(variance)
         self._clear()
         return values
 
-    def _float64(self, value) -> Tensor:
+    def _stack(self, values: Mapping[str, float | Tensor], names: list[str]) -> Tensor:
+        """Return the values of these names, [M] float64, also if M is 0."""
+        if not names:
+            return self._float64([])
+        return torch.stack([self._float64(values[name]) for name in names])
+
+    def _float64(self, value: float | list | Tensor) -> Tensor:
         # The spread of a ratio is 1e-5 around 1, and float32 has no room for its square.
         return torch.as_tensor(value, device=self.device).detach().double()

@@ -1,4 +1,4 @@
-"""How far a loop has come: a bar in a terminal, a line a minute where there is none."""
+"""Progress of a loop: a bar in a terminal, a line a minute where there is none."""
 
 import sys
 import time
@@ -13,28 +13,32 @@ Item = TypeVar("Item")
 
 
 class Lines:
-    """Progress as lines, counted as tqdm's bars are."""
+    """Progress as lines, with the methods of tqdm's bars."""
 
     def __init__(self, desc: str, total: int, say: Callable[[str], object]):
-        self.desc, self.total, self.say = desc, total, say
+        self.desc = desc
+        self.total = total
+        self.say = say
         self.done = 0
-        self.start = self.last = time.perf_counter()
+        self.start = time.perf_counter()
+        self.last = self.start
 
     def update(self, count: int) -> None:
-        """So many more are done."""
+        """Count things that were done since the last call."""
         self.done += count
         now = time.perf_counter()
         if now - self.last >= LINE_EVERY_S and self.done < self.total:
-            left = tqdm.format_interval((now - self.start) / self.done * (self.total - self.done))
+            seconds_each = (now - self.start) / self.done
+            left = tqdm.format_interval(seconds_each * (self.total - self.done))
             self.say(f"{self.desc}: {self.done}/{self.total}, {left} left")
             self.last = now
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no line is left open."""
 
 
 def counter(desc: str, total: int, say: Callable[[str], object] | None) -> tqdm | Lines:
-    """What to `update` with the number of things that are done, and to close; `say` is None where nothing is shown."""
+    """Return a counter to `update` with the number of things done, and to close; it is silent if `say` is None."""
     if say is None or sys.stderr.isatty():
         return tqdm(desc=desc, total=total, leave=False, dynamic_ncols=True, disable=say is None)
     return Lines(desc, total, say)
@@ -43,10 +47,12 @@ def counter(desc: str, total: int, say: Callable[[str], object] | None) -> tqdm 
 def shown(
     iterable: Iterable[Item], desc: str, total: int | None = None, *, say: Callable[[str], object] | None
 ) -> Iterable[Item]:
-    """The same, counted as it is walked through; `say` is None where nothing is shown."""
+    """Return the same things, counted as they are iterated over; silent if `say` is None."""
     if say is None:
         return iterable
-    return _counted(iterable, counter(desc, len(iterable) if total is None else total, say))
+    if total is None:
+        total = len(iterable)
+    return _counted(iterable, counter(desc, total, say))
 
 
 def _counted(iterable: Iterable[Item], progress: tqdm | Lines) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""Where else a run's curves go, as config.logger says: wandb, tensorboard. Each is imported when a run asks for it."""
+"""Trackers of a run's curves, chosen by config.logger: wandb, tensorboard. Each is imported when a run asks for it."""
 
 import atexit
 import importlib.util
@@ -20,22 +20,31 @@ from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import Sheet
 
-AXES = ("epoch", "step")  # of curves, without a group
-SENDING, NOT_SENDING = ("online", "shared", "run"), ("offline", "disabled", "dryrun")  # values of WANDB_MODE
+# Axes of curves, which have no group.
+AXES = ("epoch", "step")
+# Values of WANDB_MODE.
+SENDING = ("online", "shared", "run")
+NOT_SENDING = ("offline", "disabled", "dryrun")
 
 
 def grouped(record: dict[str, float]) -> dict[str, float]:
-    """Numbers of a line of metrics.jsonl as trackers show them: those without a group under train/."""
-    return {name if "/" in name or name in AXES else f"train/{name}": value for name, value in record.items()}
+    """Return the numbers of a line of metrics.jsonl as trackers show them: those without a group under train/."""
+    figures = {}
+    for name, value in record.items():
+        has_group = "/" in name or name in AXES
+        figures[name if has_group else f"train/{name}"] = value
+    return figures
 
 
 def public(config: ConfigDict) -> dict[str, Any]:
-    """The config as trackers get it: config.alert may hold a token."""
-    return {key: value for key, value in config.to_dict().items() if key != "alert"}
+    """Return the config as trackers get it, without config.alert, which may hold a token."""
+    settings = config.to_dict()
+    settings.pop("alert", None)
+    return settings
 
 
 class Wandb:
-    """The run in wandb, offline unless WANDB_MODE says otherwise."""
+    """Run in wandb, offline unless WANDB_MODE says otherwise."""
 
     def __init__(self, run_dir: Path, config: ConfigDict):
         import wandb
@@ -66,18 +75,21 @@ class Wandb:
         """Show pictures under images/<name>, each with its caption and reward."""
         import wandb
 
-        labels = [" | ".join(filter(None, (cell["caption"], cell["reward"]))) for cell in sheet.cells]
-        kind = "png" if max(pictures[0].size) <= 256 else "jpg"
-        shown = [wandb.Image(p, caption=label, file_type=kind) for p, label in zip(pictures, labels, strict=True)]
+        file_type = "png" if max(pictures[0].size) <= 256 else "jpg"
+        shown = []
+        for picture, cell in zip(pictures, sheet.cells, strict=True):
+            label = " | ".join(filter(None, (cell.caption, cell.reward)))
+            shown.append(wandb.Image(picture, caption=label, file_type=file_type))
         self.run.log({f"images/{name}": shown, **at}, step=line)
 
     def close(self) -> None:
+        """End the run in wandb."""
         alerts.senders.pop("wandb", None)
         self.run.finish()
 
     def abandon(self) -> None:
-        """Take leave of a run that could not be told something, when the process ends: later exit handlers, which are
-        wandb's, would show a traceback where its service has died."""
+        """Finish the run when the process ends, before wandb's own exit handlers: they would print a traceback if
+        wandb's service has died."""
         atexit.register(self._leave)
 
     def _leave(self) -> None:
@@ -85,7 +97,8 @@ class Wandb:
 
         try:
             self.run.finish()
-        except Exception:  # the service has died, and nothing is left to be sent
+        except Exception:
+            # The service has died, and nothing is left to be sent.
             with suppress(Exception):
                 wandb.teardown()
 
@@ -94,16 +107,20 @@ class TensorBoard:
     """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
 
     def __init__(self, run_dir: Path, config: ConfigDict):
-        self.folder, self.writer = run_dir / "tensorboard", None
+        self.folder = run_dir / "tensorboard"
         self.config = json.dumps(public(config), indent=4, default=str)
+        self.writer: Any = None
 
-    def _opened(self, step: int):
-        """Open at the first figure: what an abandoned future of a resumed run has written after it is to be hidden."""
+    def _opened(self, step: int) -> Any:
+        """Return the writer, opened at the first figure of this process, after `step` updates."""
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(self.folder, purge_step=step + 1 if self.folder.exists() else None)
-            self.writer.add_text("config", textwrap.indent(self.config, " " * 4), step)  # as Markdown shows code
+            # Hide the figures of later steps, which are those of an abandoned future of a resumed run.
+            purge_step = step + 1 if self.folder.exists() else None
+            self.writer = SummaryWriter(self.folder, purge_step=purge_step)
+            # Markdown shows indented text as code.
+            self.writer.add_text("config", textwrap.indent(self.config, " " * 4), step)
         return self.writer
 
     def log(self, record: dict[str, float], line: int) -> None:
@@ -116,9 +133,11 @@ class TensorBoard:
 
     def log_images(self, name: str, pictures: list[Image.Image], sheet: Sheet, at: dict, line: int) -> None:
         """Show the sheet, which has prompts and rewards in it, under images/<name>."""
-        self._opened(at["step"]).add_image(f"images/{name}", np.asarray(sheet.page), at["step"], dataformats="HWC")
+        writer = self._opened(at["step"])
+        writer.add_image(f"images/{name}", np.asarray(sheet.page), at["step"], dataformats="HWC")
 
     def close(self) -> None:
+        """Close the event files."""
         if self.writer is not None:
             self.writer.close()
 
@@ -130,8 +149,10 @@ KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def origin(run_dir: Path) -> str:
-    """Name of the run that a branch, or a branch of a branch, comes from; of any other run its own. Folders that were
-    renamed may seem to come from each other: the search ends at one that it has visited."""
+    """Return the name of the run that a branch, or a branch of a branch, comes from; any other run's own name.
+
+    Folders that were renamed may seem to come from each other: the search ends at one that it has visited.
+    """
     visited = set()
     while run_dir not in visited:
         visited.add(run_dir)
@@ -142,13 +163,13 @@ def origin(run_dir: Path) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name, such as a run's wandb/, is none."""
+    """Return whether a package can be imported. A folder of its name, such as a run's wandb/, is no package."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
-def check(logger: str) -> None:
-    """Raises UserError where the package of config.logger is missing, or wandb could not send what it is to send."""
+def check_logger(logger: str) -> None:
+    """Raises UserError if the package of config.logger is missing, or if wandb is to send a run and cannot."""
     if logger in KINDS and not is_installed(logger):
         raise UserError(f"config.logger is {logger!r}, but {logger} is not installed: pip install {logger}")
     if logger == "wandb":
@@ -160,15 +181,17 @@ def _wandb_mode() -> str:
 
 
 def _check_wandb(mode: str) -> None:
-    """Asks nothing, and nobody: wandb would ask for its key when all weights are loaded."""
+    """Raises UserError if wandb has no key. Without this check it would ask for one after all weights are loaded."""
     if mode not in (*SENDING, *NOT_SENDING):
         raise UserError(f"WANDB_MODE is {quoted(mode)}; it may be {', '.join((*SENDING, *NOT_SENDING))}")
     if mode in NOT_SENDING:
         return
     import wandb
 
+    problem = ""
     try:
-        problem = "" if wandb.login(prompt=False, verify=False) else "wandb has no key"
+        if not wandb.login(prompt=False, verify=False):
+            problem = "wandb has no key"
     except wandb.Error as error:
         problem = in_one_line(error)
     if problem:
@@ -179,7 +202,7 @@ def _check_wandb(mode: str) -> None:
 
 
 def notice(logger: str, run_dir: Path) -> str:
-    """Say that nothing is sent to wandb, although its key is set; "" where that is no surprise."""
+    """Return a sentence if nothing is sent to wandb although its key is set; "" otherwise."""
     if logger != "wandb" or "WANDB_MODE" in os.environ or not os.environ.get("WANDB_API_KEY"):
         return ""
     return (
@@ -189,5 +212,7 @@ def notice(logger: str, run_dir: Path) -> str:
 
 
 def open_all(run_dir: Path, config: ConfigDict) -> list[Wandb | TensorBoard]:
-    """The tracker of config.logger; none for "none"."""
-    return [KINDS[config.logger](run_dir, config)] if config.logger in KINDS else []
+    """Open the tracker of config.logger, if it names one."""
+    if config.logger not in KINDS:
+        return []
+    return [KINDS[config.logger](run_dir, config)]

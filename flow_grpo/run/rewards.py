@@ -1,6 +1,7 @@
 """The rewards of an epoch's images: submitted as images are finished, awaited once, and what they say about each."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NamedTuple
 
@@ -122,7 +123,7 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
     of health/diversity, [all]."""
     by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
     split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
-    signs = health.measure(
+    signs = latent_signs(
         torch.cat([part.latents for part in submitted]),
         torch.cat([part.groups.flatten() for part in submitted]),
         sorted(split),
@@ -132,6 +133,36 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
     run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
     diversity = signs[:, 1].cpu().view(rewards.shape)[_order(submitted)]
     return distributed.gather(diversity.float()).flatten()
+
+
+@torch.no_grad()
+def latent_signs(
+    latents: Tensor, groups: Tensor, split: Iterable[int] = (), over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return signs of health of this rank's M images, [M, 2] float64 on their device, in the order of
+    health.LATENT_SIGNS: root mean square, and distance from the group's mean relative to it.
+
+    Args:
+        latents: [M, c, h, w] float32, as the VAE sees them but for its normalisation.
+        groups: [M] int64 on the CPU, images that compete.
+        split: groups with images on several ranks, the same on each; `over_ranks` adds up sums [S, D + 1] over them.
+    """
+    split_groups = torch.tensor(sorted(split), dtype=torch.int64)
+    numbers = torch.cat([groups, split_groups]).unique()
+    group_index = torch.searchsorted(numbers, groups)
+    flat = latents.flatten(1).double()
+    # Sums over each group, [G, D + 1]; the last column counts its images.
+    counts = torch.bincount(group_index, minlength=len(numbers))
+    order = group_index.argsort(stable=True).to(flat.device)
+    rows = torch.cat([flat, torch.ones_like(flat[:, :1])], 1)[order]
+    sums = torch.stack([group_rows.sum(0) for group_rows in rows.split(counts.tolist())])
+    if over_ranks is not None and len(split_groups):
+        is_split = torch.isin(numbers, split_groups).to(sums.device)
+        sums[is_split] = over_ranks(sums[is_split])
+    mean = sums[:, :-1] / sums[:, -1:]
+    rms = flat.square().mean(1).sqrt()
+    distance = (flat - mean[group_index.to(flat.device)]).square().mean(1).sqrt()
+    return torch.stack([rms, distance / rms], 1)
 
 
 def _log(run: Run, epoch: int, rewards: Rewards) -> None:

@@ -67,7 +67,7 @@ def start(
         stored_prompts: to train on in the place of the data set's, with images that exist already.
     """
     checks.check(config, script)
-    trackers.check(config.logger)
+    trackers.check_logger(config.logger)
     family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
     draws = texts.any is not None  # else neither text encoders nor VAE are loaded
