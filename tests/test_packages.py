@@ -50,7 +50,7 @@ OUTSIDE = {  # a dependency -> the only modules that import it
     "httpx": {"rewards/clients/client", "scoring/settings"},
     "starlette": {"reward_server/requests", "reward_server/server"},
     "uvicorn": {"reward_server/server"},
-    "pyarrow": {"data/parquet", "data/preferences"},
+    "pyarrow": {"data/image_pairs", "data/parquet", "data/preferences"},
     "jinja2": {"monitoring/model_card", "monitoring/report"},
     "scipy": {"rewards/detection"},
     "rapidocr": {"rewards/ocr"},

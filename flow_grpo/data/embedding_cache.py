@@ -1,8 +1,8 @@
 """Prompt embeddings on a disk: encoded once, read by every later run, so that no text encoder stays on the GPU.
 
-A folder holds a folder for each way of encoding (which encoders and tokenizers, which width, on which kind of device,
-with which versions), and that a file for each prompt. Files appear whole or not at all: a kill leaves no half of one. A
-file's header has a digest of its prompt, its way of encoding and its numbers, which is compared whenever it is read.
+The cache has a folder for each way of encoding (encoders and tokenizers, width, kind of device, versions), which has a
+file for each prompt. Files appear whole or not at all: a kill leaves no half of one. A file's header has a digest of
+its prompt, its way of encoding and its numbers, which is compared whenever the file is read.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +27,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 
 FORMAT = 3  # of the files; those of another are not read
-KEPT_BYTES = 2**30  # of prompts that a run does not encode or read again: 1,170 of Qwen-Image's of 128 tokens
+REMEMBERED_BYTES = 2**30  # of conditions in memory: 1,170 of Qwen-Image's of 128 tokens
 WAY_OUT = "delete it, and the next start of the run encodes it again"
 
 
@@ -34,30 +35,39 @@ class Cache:
     """Conditions of single prompts, one row each, of one way of encoding.
 
     Args:
-        folder: of all ways.
+        folder: of all ways of encoding.
         encoder: what the numbers depend on, as JSON has it; versions of the libraries and the kind of device are added.
-        width: text tokens that prompts are padded to; on the disk they are not.
+        width: text tokens that prompts are padded to; on the disk they are not padded.
     """
 
-    def __init__(self, folder: str, encoder: dict, width: int, device: torch.device):
-        key = encoder | {package: version(package) for package in ("torch", "transformers", "diffusers")}
-        key |= dict(width=width, device=device.type, fields=TENSORS, format=FORMAT)
-        digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16)
-        self.folder, self.device = Path(folder, digest.hexdigest()).absolute(), device
-        self._negative = lru_cache(maxsize=1024)(self._row)  # by name; rows that share one share its memory
+    def __init__(self, folder: str, encoder: dict[str, Any], width: int, device: torch.device):
+        way = dict(encoder)
+        for package in ("torch", "transformers", "diffusers"):
+            way[package] = version(package)
+        way |= dict(width=width, device=device.type, fields=TENSORS, format=FORMAT)
+        digest = hashlib.blake2b(json.dumps(way, sort_keys=True).encode(), digest_size=16)
+        self.folder = Path(folder, digest.hexdigest()).absolute()
+        self.device = device
+        # By name: rows with the same negative share its memory.
+        self._read_negative = lru_cache(maxsize=1024)(self._read_row)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def missing(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Those to encode: each that is not there, once; or one of all, where its negative is not there. Raises
-        UserError: the first file is damaged."""
-        prompts = list({prompt.digest: prompt for prompt in prompts}.values())
-        absent = [prompt for prompt in prompts if not self._path(prompt.digest).exists()]
-        if absent or not prompts:
+        """Return the prompts without a file, each once; if only the negative prompt's is missing, the first prompt.
+        Raises UserError: the first prompt's file is damaged."""
+        unique = {prompt.digest: prompt for prompt in prompts}
+        absent = [prompt for prompt in unique.values() if not self._path(prompt.digest).exists()]
+        if absent or not unique:
             return absent
-        negative = self._read(prompts[0].digest)[1]["negative"]
-        return prompts[:1] if negative and not self._path(negative).exists() else []
+        # Prompts share their negative, so that encoding any of them writes it.
+        first = next(iter(unique.values()))
+        _, header = self._read_file(first.digest)
+        negative = header["negative"]
+        if negative and not self._path(negative).exists():
+            return [first]
+        return []
 
     def check_writable(self) -> None:
         """Raises UserError unless embeddings can be written."""
@@ -71,18 +81,20 @@ class Cache:
             ) from error
 
     def fill(self, prompts: Iterable[Prompt], encode: Callable[[Prompt], Condition]) -> None:
-        """Write these; encode: prompt -> its condition, 1 row."""
+        """Encode these prompts, each into a condition of one row, and write them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         folders.remove_leftovers(self.folder)
-        for prompt in tqdm(prompts, "encoding prompts", leave=False, disable=None):  # None: where there is no terminal
-            row, negative = encode(prompt), ""
+        # disable=None: there is a bar on a terminal only.
+        for prompt in tqdm(prompts, "encoding prompts", leave=False, disable=None):
+            row = encode(prompt)
+            negative = ""
             if row.negative is not None:
                 negative = f"negative_{_digest_of('', *_without_padding(row.negative))}"
                 if not self._path(negative).exists():
-                    self._write(negative, row.negative)
-            self._write(prompt.digest, row, negative)
+                    self._write_row(negative, row.negative, "")
+            self._write_row(prompt.digest, row, negative)
 
-    def _write(self, name: str, row: Condition, negative: str = "") -> None:
+    def _write_row(self, name: str, row: Condition, negative: str) -> None:
         tensors, width = _without_padding(row)
         header = {"width": width, "negative": negative}
         header["digest"] = _digest_of(f"{self.folder.name} {name} {negative}", tensors, width)
@@ -90,22 +102,30 @@ class Cache:
             save_file(tensors, scratch, header)
 
     def read(self, prompt: Prompt) -> Condition:
-        """One row, on the device, as it was encoded; rows with the same negative share its memory. Raises UserError:
-        the file is not the one that was written for this prompt."""
-        row, negative = self._row(prompt.digest)
-        return replace(row, negative=self._negative(negative)[0] if negative else None)
+        """Return the row of a prompt, on the device, as it was encoded; rows with the same negative share its memory.
+        Raises UserError: the file is not the one that was written for this prompt."""
+        row, name = self._read_row(prompt.digest)
+        if not name:
+            return row
+        negative, _ = self._read_negative(name)
+        return replace(row, negative=negative)
 
-    def _row(self, name: str) -> tuple[Condition, str]:
-        """A row, and the name of its negative."""
-        tensors, header = self._read(name)
+    def _read_row(self, name: str) -> tuple[Condition, str]:
+        """Return a row, and the name of its negative, "" for none."""
+        tensors, header = self._read_file(name)
         row = Condition(**{field: part.to(self.device) for field, part in tensors.items()})
-        return row.padded(int(header["width"])) if header["width"] else row, header["negative"]
+        if header["width"]:
+            row = row.padded(int(header["width"]))
+        return row, header["negative"]
 
-    def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def _read_file(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return a file's tensors and its header. Raises UserError: it is damaged."""
         path = self._path(name)
+        tensors = {}
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {field: file.get_tensor(field) for field in file.keys()}  # noqa: SIM118
+                for field in file.keys():  # noqa: SIM118
+                    tensors[field] = file.get_tensor(field)
                 header = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged ({error}); {WAY_OUT}") from error
@@ -116,41 +136,59 @@ class Cache:
 
 
 def _without_padding(row: Condition) -> tuple[dict[str, Tensor], str]:
-    """A row's tensors on the CPU; of masked text whose padding is zeros without it, and the width that it had."""
-    tensors, width = row.tensors(), ""
+    """Return a row's tensors on the CPU, without the padding of masked text, and the width that the text had; the width
+    is "" where nothing was cut off."""
+    tensors = row.tensors()
+    width = ""
     if row.mask is not None:
         length = int(row.mask.sum())
+        # Only zeros behind an unbroken text can be put back by `Condition.padded`.
         if row.mask[:, :length].all() and not row.text_embeds[:, length:].any():
-            tensors, width = tensors | dict(text_embeds=row.text_embeds[:, :length]), str(row.num_tokens)
+            tensors["text_embeds"] = row.text_embeds[:, :length]
             del tensors["mask"]
+            width = str(row.num_tokens)
     return {name: part.contiguous().cpu() for name, part in tensors.items()}, width
 
 
 def _digest_of(name: str, tensors: dict[str, Tensor], width: str) -> str:
-    """Of everything that a file is for and holds."""
-    shapes = [[field, str(part.dtype), list(part.shape)] for field, part in sorted(tensors.items())]
+    """Return a digest of what a file is for, and of all that it holds."""
+    stored = sorted(tensors.items())
+    shapes = [[field, str(part.dtype), list(part.shape)] for field, part in stored]
     digest = hashlib.blake2b(json.dumps([name, width, shapes]).encode(), digest_size=16)
-    for _, part in sorted(tensors.items()):
+    for _, part in stored:
         digest.update(part.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def remembered(encode: Callable[[Prompt], Condition]) -> Callable[[Prompt], Condition]:
-    """The same function of one prompt, which keeps KEPT_BYTES of the last ones. Negatives that equal the first one
-    share its memory: then a batch of them is one row, see Condition."""
-    first: list[Condition] = []
-    kept: dict[Prompt, Condition] = {}  # in the order in which they were encoded
+    """Return the same function of one prompt, which remembers REMEMBERED_BYTES of the last conditions that it made."""
+    return _Memory(encode).recall
 
-    def recall(prompt: Prompt) -> Condition:
-        row = kept.get(prompt)
+
+class _Memory:
+    """The last conditions that an encoder made. Negatives that equal the first one share its memory."""
+
+    def __init__(self, encode: Callable[[Prompt], Condition]):
+        self.encode = encode
+        self.first_negative: Condition | None = None
+        self.rows: dict[Prompt, Condition] = {}  # in the order in which they were encoded
+
+    def recall(self, prompt: Prompt) -> Condition:
+        row = self.rows.get(prompt)
         if row is None:
-            row = encode(prompt)
-            if row.negative is not None:
-                first[:] = first or [row.negative]
-                row = replace(row, negative=first[0] if first[0].equals(row.negative) else row.negative)
-            kept[prompt] = row
-            if len(kept) * sum(part.nbytes for part in row.tensors().values()) > KEPT_BYTES:
-                del kept[next(iter(kept))]
+            row = self._with_shared_negative(self.encode(prompt))
+            self.rows[prompt] = row
+            row_bytes = sum(part.nbytes for part in row.tensors().values())
+            if len(self.rows) * row_bytes > REMEMBERED_BYTES:
+                oldest = next(iter(self.rows))
+                del self.rows[oldest]
         return row
 
-    return recall
+    def _with_shared_negative(self, row: Condition) -> Condition:
+        if row.negative is None:
+            return row
+        if self.first_negative is None:
+            self.first_negative = row.negative
+        if self.first_negative.equals(row.negative):
+            return replace(row, negative=self.first_negative)
+        return row

@@ -1,13 +1,15 @@
 """Pairs of image files that someone has compared: pairs.jsonl with a folder of images, or Pick-a-Pic's parquet files.
 
-A row is a dict with "prompt", "winner" and "loser" (bytes or path of an image), and "winner_score" and "loser_score"
-where they are known, and "sources" (paths) where the images are edits.
+A row of either is a dict with "prompt", "winner" and "loser" (bytes or path of an image), with "winner_score" and
+"loser_score" where they are known, and with "sources" (paths) where the images are edits.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -22,8 +24,12 @@ from flow_grpo.data.prompts import source_paths
 from flow_grpo.diffusers_patch.size import Size
 
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
-SIDES, IMAGES, LABELS = ("winner", "loser"), ("jpg_0", "jpg_1"), ("label_0", "label_1")
-BYTES, TEXT = ("binary", "large_binary"), ("string", "large_string")  # types of parquet's columns
+SIDES = ("winner", "loser")
+IMAGES = ("jpg_0", "jpg_1")
+LABELS = ("label_0", "label_1")
+# Types of parquet's columns.
+BYTES = ("binary", "large_binary")
+TEXT = ("string", "large_string")
 NUMBERS = ("double", "float", "halffloat", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 NO_PREFERENCE = "no preference"  # the one reason to drop a pair that is no fault of its source
 NUM_OPENED = 8  # pairs whose images are opened before anything is loaded
@@ -34,106 +40,146 @@ class Dropped(Exception):
     """A pair that cannot be used, and why."""
 
 
-def open_rows(source: str):
-    """The rows of a folder, with len() and slices. Raises UserError: there are none, pairs.jsonl is malformed, columns
-    are not Pick-a-Pic's, no image can be read, or no pair has a preference; names the file, and its line or column."""
+class RowGroup(NamedTuple):
+    """A part of a parquet file that is read at once."""
+
+    path: Path
+    file: pq.ParquetFile
+    number: int  # within the file
+    num_rows: int
+
+
+def open_rows(source: str) -> "list[dict[str, Any]] | PickAPic":
+    """Open the pairs of a folder, which have len() and slices. Raises UserError: there are none, pairs.jsonl is
+    malformed, columns are not Pick-a-Pic's, no image can be read, or no pair has a preference; names the file, and its
+    line or column."""
     folder = Path(source)
     _check_folder(folder, f"--source {quoted(source)}")
-    listed = folder / "pairs.jsonl"
-    if os.path.lexists(listed):
-        rows = read_jsonl(listed)
+    jsonl = folder / "pairs.jsonl"
+    if os.path.lexists(jsonl):
+        rows = read_jsonl(jsonl)
         if not rows:
-            raise UserError(f"{listed} has no line")
-        _check_lines(rows, listed)
+            raise UserError(f"{jsonl} has no line")
+        _check_jsonl_rows(rows, jsonl)
         return rows
-    rows = PickAPic(sorted(folder.glob("*.parquet")))
-    if not len(rows):
+    pick_a_pic = PickAPic(sorted(folder.glob("*.parquet")))
+    if not len(pick_a_pic):
         raise UserError(f"--source {quoted(source)}: its *.parquet have no row")
-    _check_rows(rows)
-    return rows
+    _check_pick_a_pic(pick_a_pic)
+    return pick_a_pic
 
 
 def _check_folder(folder: Path, name: str) -> None:
     """Raises UserError for what is no folder, or one without a file of pairs."""
     try:
-        inside = sorted(path.name for path in folder.iterdir())
-        deeper = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
+        files = sorted(path.name for path in folder.iterdir())
+        folders_below = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
     except OSError as error:
         raise UserError(
             f"{name} is no folder ({error.strerror}): it names one with pairs.jsonl or *.parquet; {FORMS}"
         ) from error
-    if "pairs.jsonl" in inside or any(file.endswith(".parquet") for file in inside):
+    if "pairs.jsonl" in files or any(file.endswith(".parquet") for file in files):
         return
-    hint = f"; its folder {deeper[0]} has *.parquet" if deeper else ""
-    raise UserError(f"{name} has neither pairs.jsonl nor *.parquet, but {quoted(inside)}{hint}; {FORMS}")
+    hint = f"; its folder {folders_below[0]} has *.parquet" if folders_below else ""
+    raise UserError(f"{name} has neither pairs.jsonl nor *.parquet, but {quoted(files)}{hint}; {FORMS}")
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """An object a line, whose "winner" and "loser" are paths beside `path`."""
-    if problem := folders.file_problem(path):
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read an object from each line, whose "winner" and "loser" are paths relative to the file's folder."""
+    problem = folders.file_problem(path)
+    if problem:
         raise UserError(f"{path} {problem}")
     rows = []
     for number, line in enumerate(read_lines(path), start=1):
-        row = parse_line(line, f"{path}, line {number}")
+        place = f"{path}, line {number}"
+        row = parse_line(line, place)
         try:
-            scores = [row.get(f"{side}_score") for side in SIDES]
-            if not all(score is None or isinstance(score, int | float) for score in scores):
-                raise TypeError("a score is no number")
-            if not isinstance(row["prompt"], str):
-                raise TypeError("a prompt is no text")
-            rows.append(row | {side: path.parent / row[side] for side in SIDES})
+            row = _with_paths(row, path.parent)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             needs = 'needs an object with texts for "prompt", "winner" and "loser", and numbers for scores'
-            raise UserError(f"{path}, line {number}: {needs}, has {quoted(line)}") from error
-        rows[-1]["sources"] = source_paths(row, f"{path}, line {number}", path.parent)
+            raise UserError(f"{place}: {needs}, has {quoted(line)}") from error
+        row["sources"] = source_paths(row, place, path.parent)
+        rows.append(row)
     return rows
 
 
-def _check_lines(rows: list[dict], path: Path) -> None:
-    """Raises UserError where no line has a higher score of the winner, or none of some can be used."""
+def _with_paths(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a line's object with paths of its images. Raises AttributeError, KeyError or TypeError for anything but
+    what a line needs."""
+    row = dict(stored)
+    for side in SIDES:
+        if not isinstance(stored.get(f"{side}_score"), int | float | None):
+            raise TypeError("a score is no number")
+        row[side] = folder / stored[side]
+    if not isinstance(stored["prompt"], str):
+        raise TypeError("a prompt is no text")
+    return row
+
+
+def _check_jsonl_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """Raises UserError where no line has a higher score of the winner, or none of those that are opened is usable."""
     if not any(has_preference(row) for row in rows):
-        scores = [rows[0][f"{side}_score"] for side in SIDES]
+        first = rows[0]
         raise UserError(
-            f"{path}: in no line winner_score is above loser_score; the first has {quoted(scores[0])} and "
-            f"{quoted(scores[1])}"
+            f"{path}: in no line winner_score is above loser_score; the first has {quoted(first['winner_score'])} and "
+            f"{quoted(first['loser_score'])}"
         )
-    chosen = range(0, len(rows), -(-len(rows) // NUM_OPENED))
-    _check_first([(f"{path}, line {number + 1}", rows[number]) for number in chosen], "prompt", SIDES)
+    # NUM_OPENED of them at equal distances: lines are often sorted by where they come from.
+    step = -(-len(rows) // NUM_OPENED)
+    opened = [(f"{path}, line {number + 1}", rows[number]) for number in range(0, len(rows), step)]
+    _check_usable(opened, "prompt", SIDES)
 
 
 class PickAPic:
     """Parquet files with PICK_A_PIC's columns; a slice reads the row groups that it meets."""
 
     def __init__(self, paths: list[Path]):
-        self.groups = []  # (path, file, its row group, rows)
+        self.row_groups: list[RowGroup] = []
         for path in paths:
             file = open_parquet(path)
             check_columns(path, file.schema_arrow)
-            groups = range(file.num_row_groups)
-            self.groups += [(path, file, group, file.metadata.row_group(group).num_rows) for group in groups]
+            for number in range(file.num_row_groups):
+                num_rows = file.metadata.row_group(number).num_rows
+                self.row_groups.append(RowGroup(path, file, number, num_rows))
 
     def __len__(self) -> int:
-        return sum(count for *_, count in self.groups)
+        return sum(group.num_rows for group in self.row_groups)
 
-    def __getitem__(self, rows: slice) -> list[dict]:
-        return [by_label(row) for row in self.read(rows)]
+    def __getitem__(self, rows: slice) -> list[dict[str, Any]]:
+        return [by_label(row) for row in self.read_stored(rows)]
 
-    def read(self, rows: slice, columns: tuple[str, ...] = PICK_A_PIC) -> list[dict]:
-        """Rows as they are stored, but for images, which are their bytes or a path."""
-        read, first = [], 0
-        for path, file, group, count in self.groups:
-            inside = slice(max(rows.start - first, 0), min(rows.stop - first, count))
-            if inside.start < inside.stop:
-                stored = read_columns(path, file, list(columns), group)[inside].to_pylist()
-                read += [_with_images(row, path.parent) for row in stored]
-            first += count
-        return read
+    def read_stored(self, rows: slice, columns: tuple[str, ...] = PICK_A_PIC) -> list[dict[str, Any]]:
+        """Read rows as they are stored, but for images, which are their bytes or a path."""
+        stored = []
+        first = 0
+        for group in self.row_groups:
+            start = max(rows.start - first, 0)
+            stop = min(rows.stop - first, group.num_rows)
+            if start < stop:
+                table = read_columns(group.path, group.file, list(columns), group.number)
+                for row in table[start:stop].to_pylist():
+                    stored.append(_with_images(row, group.path.parent))
+            first += group.num_rows
+        return stored
+
+    def has_labels_apart(self) -> bool:
+        """Return whether a row's labels differ. Reads a row group at a time, up to the first such row."""
+        first = 0
+        for group in self.row_groups:
+            for row in self.read_stored(slice(first, first + group.num_rows), LABELS):
+                labels = [label_of(row[name]) for name in LABELS]
+                # NaN, a label that is no number, is neither above nor below the other one.
+                if labels[0] > labels[1] or labels[1] > labels[0]:
+                    return True
+            first += group.num_rows
+        return False
 
 
-def check_columns(path: Path, schema) -> None:
+def check_columns(path: Path, schema: pa.Schema) -> None:
     """Raise UserError for a file without PICK_A_PIC's columns, or where one holds neither what Pick-a-Pic stores nor
     what `datasets` makes of it."""
-    if missing := [name for name in PICK_A_PIC if schema.names.count(name) != 1]:
+    missing = [name for name in PICK_A_PIC if schema.names.count(name) != 1]
+    if missing:
         raise UserError(
             f"{path} has no column {', '.join(missing)}, as Pick-a-Pic's files have, but {quoted(schema.names)}: "
             f"rename its columns, or write a pairs.jsonl; {FORMS}"
@@ -142,78 +188,86 @@ def check_columns(path: Path, schema) -> None:
         kind = str(schema.field(name).type).removeprefix("dictionary<values=").partition(", indices=")[0]
         if name in IMAGES:
             has_image = kind.startswith("struct<") and ("bytes:" in kind or "path:" in kind)
-            fits, wanted = kind in (*BYTES, *TEXT) or has_image, "images as bytes, as {bytes, path}, or as paths"
+            fits = kind in (*BYTES, *TEXT) or has_image
+            wanted = "images as bytes, as {bytes, path}, or as paths"
         elif name in LABELS:
-            fits, wanted = kind in (*NUMBERS, *TEXT) or kind.startswith("decimal"), "numbers"
+            fits = kind in (*NUMBERS, *TEXT) or kind.startswith("decimal")
+            wanted = "numbers"
         else:
-            fits, wanted = kind in TEXT, "text"
+            fits = kind in TEXT
+            wanted = "text"
+        # A column without a value in any row has the type null; its rows are dropped one by one.
         if not fits and kind != "null":
             raise UserError(f"{path}, column {name!r} holds {in_one_line(kind, 100)}, not {wanted}")
 
 
-def _check_rows(rows: PickAPic) -> None:
-    """Raises UserError where no row has a higher label, or none of the first can be used."""
-    path, _, _, count = next(group for group in rows.groups if group[-1])
-    if not any(labels[0] > labels[1] or labels[1] > labels[0] for labels in _labels(rows)):
-        (first,) = rows.read(slice(0, 1), LABELS)
-        labels = [quoted(first[name]) for name in LABELS]
+def _check_pick_a_pic(rows: PickAPic) -> None:
+    """Raises UserError where no row has a higher label, or none of the first ones is usable."""
+    group = next(group for group in rows.row_groups if group.num_rows)
+    if not rows.has_labels_apart():
+        (first,) = rows.read_stored(slice(0, 1), LABELS)
         raise UserError(
-            f"{path}, columns 'label_0' and 'label_1': in no row one is a higher number; the first has "
-            f"{labels[0]} and {labels[1]}"
+            f"{group.path}, columns 'label_0' and 'label_1': in no row one is a higher number; the first has "
+            f"{quoted(first['label_0'])} and {quoted(first['label_1'])}"
         )
-    first = rows.read(slice(0, min(NUM_OPENED, count)))
-    _check_first([(f"{path}, row {number}", row) for number, row in enumerate(first)], "caption", IMAGES)
+    opened = rows.read_stored(slice(0, min(NUM_OPENED, group.num_rows)))
+    _check_usable([(f"{group.path}, row {number}", row) for number, row in enumerate(opened)], "caption", IMAGES)
 
 
-def _labels(rows: PickAPic) -> Iterator[list[float]]:
-    """Both labels of each row, read a row group at a time."""
-    first = 0
-    for *_, count in rows.groups:
-        for row in rows.read(slice(first, first + count), LABELS):
-            yield [label_of(row[name]) for name in LABELS]
-        first += count
-
-
-def _check_first(rows: list[tuple[str, dict]], prompt: str, images: tuple[str, str]) -> None:
-    """Raises UserError where none of some rows can be used.
+def _check_usable(rows: list[tuple[str, dict[str, Any]]], prompt: str, images: tuple[str, str]) -> None:
+    """Raises UserError where none of these rows can be used.
 
     Args:
         rows: each with its file and line, for messages.
         prompt, images: names of their columns.
     """
-    problems = []
+    first_problem = ""
     for place, row in rows:
-        found = {name: image_problem(row[name]) for name in images}
-        found[prompt] = "" if (row[prompt] or "").strip() else "the prompt is empty"
-        if not any(found.values()):
+        problem = _problem_of_row(row, prompt, images)
+        if not problem:
             return
-        problems += [f"{place}, {name!r}: {problem}" for name, problem in found.items() if problem]
-    raise UserError(f"{problems[0]}; none of {len(rows)} pairs that were opened can be used")
+        first_problem = first_problem or f"{place}, {problem}"
+    raise UserError(f"{first_problem}; none of {len(rows)} pairs that were opened can be used")
+
+
+def _problem_of_row(row: dict[str, Any], prompt: str, images: tuple[str, str]) -> str:
+    """Return the column of a row that cannot be used, and why, "" for none."""
+    for name in images:
+        problem = image_problem(row[name])
+        if problem:
+            return f"{name!r}: {problem}"
+    if not (row[prompt] or "").strip():
+        return f"{prompt!r}: the prompt is empty"
+    return ""
 
 
 def image_problem(image: bytes | Path | None) -> str:
-    """Why an image cannot be read, "" where it can."""
+    """Return why an image cannot be read, "" where it can."""
     if not image:
         return "there is no image"
     try:
         pictures.upright(image)
     except pictures.Unreadable as error:
-        return f"the file {quoted(str(image))} {error}" if isinstance(image, Path) else f"the image {error}"
+        name = f"file {quoted(str(image))}" if isinstance(image, Path) else "image"
+        return f"the {name} {error}"
     return ""
 
 
-def _with_images(row: dict, folder: Path) -> dict:
-    """A row whose images are bytes, paths, or None; `datasets` stores {bytes, path}."""
-    images = {}
+def _with_images(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row whose images are bytes, paths, or None."""
+    row = dict(row)
     for name in IMAGES:
         image = row.get(name)
+        # `datasets` stores {bytes, path}.
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
-        images[name] = folder / image if isinstance(image, str) and image else image or None
-    return row | images
+        if isinstance(image, str) and image:
+            image = folder / image
+        row[name] = image or None
+    return row
 
 
-def label_of(value) -> float:
+def label_of(value: Any) -> float:
     """Return a label as a number; NaN, which is higher than nothing, for text that is none, such as "tie"."""
     try:
         return float(value or 0.0)
@@ -221,34 +275,39 @@ def label_of(value) -> float:
         return float("nan")
 
 
-def by_label(row: dict) -> dict:
-    """The image with the higher label wins."""
-    labels = [label_of(row[name]) for name in LABELS]
-    better = int(labels[1] > labels[0])
-    images = dict(winner=row[IMAGES[better]], loser=row[IMAGES[1 - better]])
-    return dict(prompt=row["caption"] or "", **images, winner_score=labels[better], loser_score=labels[1 - better])
+def by_label(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair whose winner is the image with the higher label."""
+    pair = {"prompt": row["caption"] or ""}
+    first, second = (label_of(row[name]) for name in LABELS)
+    order = (1, 0) if second > first else (0, 1)
+    for side, number in zip(SIDES, order, strict=True):
+        pair[side] = row[IMAGES[number]]
+        pair[f"{side}_score"] = (first, second)[number]
+    return pair
 
 
-def has_preference(row: dict) -> bool:
-    """Whether the winner is the better one, as far as scores are known."""
-    scores = [row.get(f"{side}_score") for side in SIDES]
-    return None in scores or scores[0] > scores[1]
+def has_preference(row: dict[str, Any]) -> bool:
+    """Return whether the winner is the better one, as far as scores are known."""
+    winner_score = row.get("winner_score")
+    loser_score = row.get("loser_score")
+    return winner_score is None or loser_score is None or winner_score > loser_score
 
 
-def load_pair(row: dict, size: Size) -> tuple[Tensor, Tensor]:
-    """Winner and loser, [3, height, width] float32 in [0, 1] each. Raises Dropped."""
+def load_pair(row: dict[str, Any], size: Size) -> tuple[Tensor, Tensor]:
+    """Return winner and loser, [3, height, width] float32 in [0, 1] each. Raises Dropped."""
     if not row["prompt"].strip():
         raise Dropped("empty prompt")
     if not has_preference(row):
         raise Dropped(NO_PREFERENCE)
-    pair = load_image(row["winner"], size), load_image(row["loser"], size)
-    if torch.equal(*pair):
+    winner = load_image(row["winner"], size)
+    loser = load_image(row["loser"], size)
+    if torch.equal(winner, loser):
         raise Dropped("winner and loser are one image")
-    return pair
+    return winner, loser
 
 
 def load_image(stored: bytes | Path | None, size: Size) -> Tensor:
-    """Upright, resized, and cropped at the centre to the size's aspect. Raises Dropped."""
+    """Load an image upright, resized, and cropped at the centre to the size's aspect. Raises Dropped."""
     if not stored:
         raise Dropped("unreadable image")
     try:
