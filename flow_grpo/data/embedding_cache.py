@@ -90,6 +90,7 @@ class Cache:
             negative = ""
             if row.negative is not None:
                 negative = f"negative_{_digest_of('', *_without_padding(row.negative))}"
+                # Named by its content, and written once for all prompts.
                 if not self._path(negative).exists():
                     self._write_row(negative, row.negative, "")
             self._write_row(prompt.digest, row, negative)
@@ -129,6 +130,7 @@ class Cache:
                 header = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged ({error}); {WAY_OUT}") from error
+        # The folder's name stands for the way of encoding: a file from another folder is refused, too.
         wanted = f"{self.folder.name} {name} {header.get('negative')}"
         if header.get("digest") != _digest_of(wanted, tensors, header.get("width", "")):
             raise UserError(f"{path} is damaged: it is not what was written for this prompt; {WAY_OUT}")

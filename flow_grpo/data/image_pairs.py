@@ -55,6 +55,7 @@ def open_rows(source: str) -> "list[dict[str, Any]] | PickAPic":
     line or column."""
     folder = Path(source)
     _check_folder(folder, f"--source {quoted(source)}")
+    # A link whose file is gone is refused by its name, not passed over.
     jsonl = folder / "pairs.jsonl"
     if os.path.lexists(jsonl):
         rows = read_jsonl(jsonl)
@@ -126,7 +127,7 @@ def _check_jsonl_rows(rows: list[dict[str, Any]], path: Path) -> None:
         )
     # NUM_OPENED of them at equal distances: lines are often sorted by where they come from.
     step = -(-len(rows) // NUM_OPENED)
-    opened = [(f"{path}, line {number + 1}", rows[number]) for number in range(0, len(rows), step)]
+    opened = {f"{path}, line {number + 1}": rows[number] for number in range(0, len(rows), step)}
     _check_usable(opened, "prompt", SIDES)
 
 
@@ -140,7 +141,8 @@ class PickAPic:
             check_columns(path, file.schema_arrow)
             for number in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(number).num_rows
-                self.row_groups.append(RowGroup(path, file, number, num_rows))
+                if num_rows:
+                    self.row_groups.append(RowGroup(path, file, number, num_rows))
 
     def __len__(self) -> int:
         return sum(group.num_rows for group in self.row_groups)
@@ -167,9 +169,9 @@ class PickAPic:
         first = 0
         for group in self.row_groups:
             for row in self.read_stored(slice(first, first + group.num_rows), LABELS):
-                labels = [label_of(row[name]) for name in LABELS]
+                first_label, second_label = labels_of(row)
                 # NaN, a label that is no number, is neither above nor below the other one.
-                if labels[0] > labels[1] or labels[1] > labels[0]:
+                if first_label > second_label or second_label > first_label:
                     return True
             first += group.num_rows
         return False
@@ -203,26 +205,27 @@ def check_columns(path: Path, schema: pa.Schema) -> None:
 
 def _check_pick_a_pic(rows: PickAPic) -> None:
     """Raises UserError where no row has a higher label, or none of the first ones is usable."""
-    group = next(group for group in rows.row_groups if group.num_rows)
+    group = rows.row_groups[0]
     if not rows.has_labels_apart():
         (first,) = rows.read_stored(slice(0, 1), LABELS)
         raise UserError(
             f"{group.path}, columns 'label_0' and 'label_1': in no row one is a higher number; the first has "
             f"{quoted(first['label_0'])} and {quoted(first['label_1'])}"
         )
-    opened = rows.read_stored(slice(0, min(NUM_OPENED, group.num_rows)))
-    _check_usable([(f"{group.path}, row {number}", row) for number, row in enumerate(opened)], "caption", IMAGES)
+    stored = rows.read_stored(slice(0, min(NUM_OPENED, group.num_rows)))
+    opened = {f"{group.path}, row {number}": row for number, row in enumerate(stored)}
+    _check_usable(opened, "caption", IMAGES)
 
 
-def _check_usable(rows: list[tuple[str, dict[str, Any]]], prompt: str, images: tuple[str, str]) -> None:
+def _check_usable(rows: dict[str, dict[str, Any]], prompt: str, images: tuple[str, str]) -> None:
     """Raises UserError where none of these rows can be used.
 
     Args:
-        rows: each with its file and line, for messages.
+        rows: by file and line, for messages.
         prompt, images: names of their columns.
     """
     first_problem = ""
-    for place, row in rows:
+    for place, row in rows.items():
         problem = _problem_of_row(row, prompt, images)
         if not problem:
             return
@@ -275,15 +278,24 @@ def label_of(value: Any) -> float:
         return float("nan")
 
 
+def labels_of(row: dict[str, Any]) -> tuple[float, float]:
+    """Return both labels of a stored row."""
+    return label_of(row["label_0"]), label_of(row["label_1"])
+
+
 def by_label(row: dict[str, Any]) -> dict[str, Any]:
     """Return a pair whose winner is the image with the higher label."""
-    pair = {"prompt": row["caption"] or ""}
-    first, second = (label_of(row[name]) for name in LABELS)
-    order = (1, 0) if second > first else (0, 1)
-    for side, number in zip(SIDES, order, strict=True):
-        pair[side] = row[IMAGES[number]]
-        pair[f"{side}_score"] = (first, second)[number]
-    return pair
+    labels = labels_of(row)
+    # Equal labels, and one that is no number, leave the order as it is; `has_preference` drops such a pair.
+    winner = int(labels[1] > labels[0])
+    loser = 1 - winner
+    return {
+        "prompt": row["caption"] or "",
+        "winner": row[IMAGES[winner]],
+        "loser": row[IMAGES[loser]],
+        "winner_score": labels[winner],
+        "loser_score": labels[loser],
+    }
 
 
 def has_preference(row: dict[str, Any]) -> bool:

@@ -60,6 +60,7 @@ def is_prompt_file(path: Path) -> bool:
 
 def _check_kind(path: Path) -> None:
     """Raises UserError for a file that holds something else, by its name or its first bytes."""
+    # Some formats are told apart by their first bytes alone: names are often wrong.
     with path.open("rb") as file:
         start = file.read(64)
     for first, problem in PACKED.items():
@@ -225,6 +226,7 @@ def _rows_of_entries(entries: list[_Entry], column: str) -> list[Row]:
         if not isinstance(value, dict) or not isinstance(value.get(name, MISSING), str | None):
             wanted = name or column or "prompt"
             raise UserError(f'{place}: needs an object with a "{wanted}" string, has {quoted(shown)}')
+        # null is a blank prompt, which is refused where blank ones are.
         rows.append(Row(place, value[name] or "", _with_prompt(value, name)))
     return rows
 
@@ -283,6 +285,7 @@ def _read_parquet(path: Path, column: str) -> list[Row]:
 
 def _column_of(names: Sequence[str], column: str, place: str) -> str:
     """Return the name of the column of prompts. Raises UserError, which names `place`, unless there is one."""
+    # "prompt" wins over "Prompt" and "prompts", these over a caption: tables often have both.
     if column or "prompt" in names:
         matches = [name for name in names if name == (column or "prompt")]
     else:

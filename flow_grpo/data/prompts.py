@@ -105,10 +105,12 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
     names = metadata.get("sources", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{place}: "sources" is {quoted(names)}; it must be a list of names of image files')
-    paths = tuple(folder / name for name in names)
-    for path in paths:
+    paths = []
+    for name in names:
+        path = folder / name
         picture_size(path, f'{place}: "sources"')
-    return paths
+        paths.append(path)
+    return tuple(paths)
 
 
 def with_absolute_sources(prompts: list[Prompt]) -> list[Prompt]:
@@ -128,6 +130,7 @@ def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> li
     picks = []
     passes: dict[int, list[int]] = {}
     for draw in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+        # An epoch may begin within a pass, and go on in the next ones.
         number, position = divmod(draw, num_prompts)
         if number not in passes:
             passes[number] = torch.randperm(num_prompts, generator=rng.generator(seed, "prompts", number)).tolist()
