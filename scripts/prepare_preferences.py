@@ -175,7 +175,7 @@ def from_rollouts(config, family, device) -> tuple[Make, Check]:
         noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
         embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
         start = SamplingJob(model, embeds, noise, params, training_size(config))
-        sampled = sample(start, noisy=range(0), velocity=policy, vae_batch_size=decoded_together, fast=fast)
+        sampled = sample(start, noisy_steps=range(0), velocity=policy, vae_batch_size=decoded_together, fast=fast)
         scores = pool.submit(sampled.images, rows)()
         margin, averages = config.preferences.min_margin, scores["avg"]
         pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, pool.weights, group, margin)

@@ -54,7 +54,7 @@ def denoised(noisy, num_branches=1, ode_rows=1000, prompts=range(B), groups=None
         return formula(x, t, condition.text_embeds[:, 0, 0].long())
 
     conditions = [Condition(torch.full((1, 1, 1), float(prompt))) for prompt in prompts]
-    kind, asked = dict(noisy=noisy, num_branches=num_branches), (Size(64, 96), SCHEDULER, params)
+    kind, asked = dict(noisy_steps=noisy, num_branches=num_branches), (Size(64, 96), SCHEDULER, params)
     requests = [
         Request(b, condition, latents[b : b + 1], *asked, generator=streams[b], **kind)
         for b, condition in enumerate(conditions)

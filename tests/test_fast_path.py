@@ -106,15 +106,15 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
         return prepare_encode(SamplingJob(model, condition, generators(3), params, SIZE), names=range(3), **how)
 
     def walked(short):
-        requests = prepared(noisy=range(1, 4), num_branches=2, short=short)
+        requests = prepared(noisy_steps=range(1, 4), num_branches=2, short_conditions=short)
         return joined(sorted(denoise(velocity, requests, Batching(3, 8)), key=lambda request: request.name))
 
     plain, trace = walked(None)
     assert seen == {True: {20}, False: {20}}
     seen[False].clear()
     short = [condition.take(slice(n, n + 1)).trimmed(4) for n in range(3)]
-    prefixes = prepared(noisy=range(1, 4), short=short, groups=[0, 0, 1])
-    assert [prefix.short for prefix in prefixes] == [short[0], short[2]]
+    prefixes = prepared(noisy_steps=range(1, 4), short_conditions=short, groups=[0, 0, 1])
+    assert [prefix.short_condition for prefix in prefixes] == [short[0], short[2]]
     found, of_short = walked(short)
     widths = {-(-length // 4) * 4 for length in condition.mask.sum(1).tolist()}
     assert seen == {True: {20}, False: widths}, "of branches, and of the trunks' step before the noise"

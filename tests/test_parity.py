@@ -117,8 +117,8 @@ def a_window_of_its_own(monkeypatch):
 
     def shifted(*args, **how):
         requests = plain(*args, **how)
-        start, stop = requests[1].noisy.start, requests[1].noisy.stop
-        requests[1].noisy = range(0, 2) if start else range(start + 1, stop + 1)
+        start, stop = requests[1].noisy_steps.start, requests[1].noisy_steps.stop
+        requests[1].noisy_steps = range(0, 2) if start else range(start + 1, stop + 1)
         return requests
 
     monkeypatch.setattr(sampling, "prepare_encode", shifted)

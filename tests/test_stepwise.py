@@ -44,9 +44,9 @@ def mix():
             flash_ratio=0.5 if n % 6 == 5 else 0.0,
             flash_solver="extrapolate" if n % 4 == 1 else "dpm",
         )
-        kind = dict(noisy=windows[n % 4], num_branches=1)
+        kind = dict(noisy_steps=windows[n % 4], num_branches=1)
         if n % 5 == 4:
-            kind = dict(noisy=range(n % 3, n % 3 + 2), num_branches=3)
+            kind = dict(noisy_steps=range(n % 3, n % 3 + 2), num_branches=3)
         yield Wanted(PROMPTS[n % 4], (20, 24)[n % 2], sizes.get(n % 20, SIZE), params, kind)
 
 

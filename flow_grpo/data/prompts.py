@@ -41,6 +41,13 @@ class Batch:
     block: int | None = None  # smallest run of batches that holds whole groups; its images share an SDE window
 
 
+class BatchRow(NamedTuple):
+    """One image of a batch."""
+
+    batch: Batch
+    row: int
+
+
 def load_prompts(folder: str, split: str) -> list[Prompt]:
     """Load the prompts of a split; see `open_split`."""
     return open_split(folder, split).prompts
@@ -155,7 +162,7 @@ def epoch_batches(
         yield Batch([prompts[picks[group]] for group in groups], groups, images, block)
 
 
-def pick(rows: Iterable[tuple[Batch, int]]) -> Batch:
+def pick(rows: Iterable[BatchRow]) -> Batch:
     """Make a batch of the given rows of other batches."""
     prompts = []
     groups = []

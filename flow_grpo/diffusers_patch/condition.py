@@ -1,14 +1,22 @@
-"""What a transformer is conditioned on besides the latents and the timestep."""
+"""Conditions of a transformer's velocity: all that it takes besides the latents and the timestep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SOURCES = ("source_1", "source_2", "source_3")  # fields
+SOURCES = ("source_1", "source_2", "source_3")  # fields of a Condition
+
+
+class ConditionShapes(NamedTuple):
+    """Shapes of a condition's rows. Only conditions of equal shapes can be joined."""
+
+    tensors: tuple[tuple[str, torch.Size], ...]  # name and shape of each field that is there
+    negative: "ConditionShapes | None"
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,15 @@ class Condition:
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Number L of text tokens, padding included."""
         return self.text_embeds.shape[1]
 
     @cached_property
-    def shapes(self) -> tuple:
-        """Of a row's fields, the negative's included. Only conditions of the same shapes can be joined."""
-        own = tuple((name, tensor.shape[1:]) for name, tensor in self.tensors().items())
-        return own, self.negative and self.negative.shapes
+    def shapes(self) -> ConditionShapes:
+        """Shapes of a row's fields, the negative's included."""
+        own_shapes = tuple((name, tensor.shape[1:]) for name, tensor in self.tensors().items())
+        negative_shapes = None if self.negative is None else self.negative.shapes
+        return ConditionShapes(own_shapes, negative_shapes)
 
     @property
     def sources(self) -> list[Tensor]:
@@ -40,56 +49,80 @@ class Condition:
         return [tensor for name, tensor in self.tensors().items() if name in SOURCES]
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
+        """Return the fields that are there, by name, without the negative."""
+        present = {}
+        for name in TENSORS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                present[name] = tensor
+        return present
 
     def equals(self, other: "Condition") -> bool:
-        """Whether all numbers are the same, but for the negatives'. Waits for the device."""
-        ours, theirs = self.tensors(), other.tensors()
-        return ours.keys() == theirs.keys() and all(torch.equal(part, theirs[name]) for name, part in ours.items())
+        """Compare all numbers but the negatives'. Waits for the device."""
+        tensors = self.tensors()
+        other_tensors = other.tensors()
+        if tensors.keys() != other_tensors.keys():
+            return False
+        return all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items())
 
     def take(self, rows: slice | Tensor) -> "Condition":
-        return _map(lambda tensors: tensors[0][rows], [self])
+        """Select rows by a slice or by indices."""
+        return _join([self], lambda tensors: tensors[0][rows])
 
     @staticmethod
     def concat(conditions: list["Condition"]) -> "Condition":
         """Join along B; all conditions have the same shapes."""
-        return _map(torch.cat, conditions) if len(conditions) > 1 else conditions[0]
+        if len(conditions) == 1:
+            return conditions[0]
+        return _join(conditions, torch.cat)
 
     @staticmethod
     def stack(rows: list["Condition"], width: int | None = None) -> "Condition":
         """Join rows of different lengths: padded to `width` tokens, or where the lengths differ to the longest."""
-        longest = max(row.num_tokens for row in rows)
-        if width or any(row.num_tokens < longest for row in rows):
-            rows = [row.padded(width or longest) for row in rows]
+        lengths = [row.num_tokens for row in rows]
+        if width:
+            rows = [row.padded(width) for row in rows]
+        elif min(lengths) < max(lengths):
+            rows = [row.padded(max(lengths)) for row in rows]
         return Condition.concat(rows)
 
     def padded(self, width: int) -> "Condition":
-        """Rows of `width` text tokens, masked beyond their own; for transformers that take a mask."""
+        """Pad the text to `width` tokens, masked beyond the rows' own; for transformers that take a mask."""
         missing = width - self.num_tokens
-        mask = torch.ones(self.text_embeds.shape[:2], dtype=torch.bool, device=self.text_embeds.device)
-        mask = F.pad(mask if self.mask is None else self.mask, (0, missing))
-        return replace(self, text_embeds=F.pad(self.text_embeds, (0, 0, 0, missing)), mask=mask)
+        mask = self.mask
+        if mask is None:
+            mask = torch.ones(self.text_embeds.shape[:2], dtype=torch.bool, device=self.text_embeds.device)
+        return replace(
+            self,
+            text_embeds=F.pad(self.text_embeds, (0, 0, 0, missing)),
+            mask=F.pad(mask, (0, missing)),
+        )
 
     def trimmed(self, multiple: int) -> "Condition":
-        """Without the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
-        negative = self.negative and self.negative.trimmed(multiple)
+        """Drop the columns that are padding in every row, but for those up to a multiple. Waits for the device."""
+        negative = None if self.negative is None else self.negative.trimmed(multiple)
         if self.mask is None:
-            return self if negative is self.negative else replace(self, negative=negative)
-        width = -(-self.mask.sum(1).max().item() // multiple) * multiple
+            return replace(self, negative=negative)
+        longest = self.mask.sum(1).max().item()
+        width = -(-longest // multiple) * multiple  # rounded up
         return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width], negative=negative)
 
     def dense(self) -> "Condition":
-        """Without the negative, and with memory for each row, so that a forward's strides depend on nothing else."""
-        return _map(lambda tensors: tensors[0].contiguous(), [replace(self, negative=None)])
+        """Drop the negative and give the rows memory of their own, so that strides depend on nothing else."""
+        return _join([replace(self, negative=None)], lambda tensors: tensors[0].contiguous())
 
 
 TENSORS = tuple(field.name for field in fields(Condition) if field.name != "negative")
 
 
-def _map(change: Callable[[list[Tensor]], Tensor], conditions: list[Condition]) -> Condition:
-    """Apply `change` to every tensor field of some conditions, and of their negatives where all have one."""
-    columns = {name: [getattr(condition, name) for condition in conditions] for name in TENSORS}
-    changed = {name: None if values[0] is None else change(values) for name, values in columns.items()}
+def _join(conditions: list[Condition], join: Callable[[list[Tensor]], Tensor]) -> Condition:
+    """Make one condition of some: each field by `join`, and the negative likewise where all have one."""
+    joined = {}
+    for name in conditions[0].tensors():
+        joined[name] = join([getattr(condition, name) for condition in conditions])
+
     negatives = [condition.negative for condition in conditions if condition.negative is not None]
-    whole = len(negatives) == len(conditions)
-    return Condition(**changed, negative=_map(change, negatives) if whole else None)
+    negative = None
+    if len(negatives) == len(conditions):
+        negative = _join(negatives, join)
+    return Condition(**joined, negative=negative)

@@ -8,19 +8,21 @@ they run inside `exact()`. The others may be faster than exact: they run inside 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flow_grpo.base import rng
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.request import Request, TracedStep
+from flow_grpo.diffusers_patch.request import BatchKey, Request, StepKey, TracedStep
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
 Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]  # of x [B, ...], t [B], ..., guidance_scale, size
+ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Batching:
         return self.rows / max(self.capacity, 1)
 
     def size(self, request: Request) -> int:
-        """Rows of a forward that takes the request's next step."""
+        """Return the number of rows of a forward that takes the request's next step."""
         return self.log_prob_rows if request.needs_log_prob else self.ode_rows
 
 
@@ -48,8 +50,8 @@ def denoise(
     velocity: Velocity,
     requests: Iterable[Request],
     batching: Batching,
-    exact: Callable = nullcontext,
-    fast: Callable = nullcontext,
+    exact: ForwardContext = nullcontext,
+    fast: ForwardContext = nullcontext,
 ) -> Iterator[Request]:
     """Denoise all requests; yields each as it is finished, with its latents and trace, a trunk with its last branch.
     A shared prefix is not yielded; its continuations are.
@@ -58,141 +60,207 @@ def denoise(
         requests: taken one by one, when there is room for them.
         exact: () -> context of the forwards whose velocity enters a log-prob; `fast` of the others.
     """
-    coming, in_flight, room = iter(requests), [], batching.log_prob_rows + batching.ode_rows
+    waiting = iter(requests)
+    in_flight: list[Request] = []
     while True:
-        while len(in_flight) < room and (request := next(coming, None)) is not None:
-            in_flight += request.start_continuations() or [request]
+        admit(waiting, in_flight, batching.log_prob_rows + batching.ode_rows)
         if not in_flight:
             return
         batch = next_batch(in_flight, batching)
-        mode = exact if batch[0].needs_log_prob else fast
-        new = step_scheduler(batch, denoise_step(velocity, batch, batching, mode))
-        ended = {request for request in batch + new if request.finished}
-        in_flight = [request for request in in_flight + new if request not in ended]
-        yield from completed_roots([request for request in batch + new if request in ended])
+        context = exact if batch[0].needs_log_prob else fast
+        velocities = denoise_step(velocity, batch, batching, context)
+        started = step_scheduler(batch, velocities)
+
+        ended = [request for request in batch + started if request.finished]
+        ended_set = set(ended)
+        in_flight = [request for request in in_flight + started if request not in ended_set]
+        yield from completed_roots(ended)
+
+
+def admit(waiting: Iterator[Request], in_flight: list[Request], room: int) -> None:
+    """Add waiting requests to those in flight until there are `room` of them."""
+    while len(in_flight) < room:
+        request = next(waiting, None)
+        if request is None:
+            return
+        # A prefix of a window that begins with the first step has nothing to do: its continuations start at once.
+        in_flight += request.start_continuations() or [request]
 
 
 def completed_roots(ended: list[Request]) -> list[Request]:
-    """Of requests that a forward has finished: images, and trunks all of whose branches are finished."""
-    roots = dict.fromkeys(request.trunk or request for request in ended if not request.continuations)
+    """Return the requests that a caller waits for and that `ended` completes: images, and trunks all of whose branches
+    are finished."""
+    roots: dict[Request, None] = {}  # an ordered set
+    for request in ended:
+        is_prefix = bool(request.continuations)
+        if not is_prefix:
+            roots[request.trunk or request] = None
     return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
 
 
 def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
-    """Requests of one key for the next forward: the first full forward, or else the fullest."""
-    by_key = {}
+    """Choose requests of one key for the next forward: the first full forward, or else the fullest."""
+    by_key: dict[BatchKey, list[Request]] = {}
     for request in in_flight:
         by_key.setdefault(request.batch_key, []).append(request)
-    requests = max(by_key.values(), key=lambda requests: min(len(requests) / batching.size(requests[0]), 1.0))
-    return requests[: batching.size(requests[0])]
+
+    best: list[Request] = []
+    best_fill = 0.0
+    for requests in by_key.values():
+        fill = min(len(requests) / batching.size(requests[0]), 1.0)
+        if fill > best_fill:
+            best = requests
+            best_fill = fill
+    return best[: batching.size(best[0])]
 
 
-def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, mode: Callable) -> Tensor:
-    """Velocities of a batch, by one forward inside mode(), maybe filled up with copies of the last row."""
-    first, (x, t) = batch[0], inputs_of(batch)
-    num = len(x)
+def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, context: ForwardContext) -> Tensor:
+    """Compute velocities [R, ...] of R requests by one forward, maybe filled up with copies of the last row."""
+    first = batch[0]
+    num_rows = len(batch)
+    x, t = inputs_of(batch)
     condition = Condition.concat([request.current_condition for request in batch])
-    size = batching.size(first) if batching.filled else num
+    size = batching.size(first) if batching.filled else num_rows
     batching.num_forwards += 1
-    batching.rows += num
+    batching.rows += num_rows
     batching.capacity += size
-    if size > num:
-        rows = torch.arange(size, device=x.device).clamp(max=num - 1)
-        x, t, condition = x[rows], t[rows], condition.take(rows)
-    with mode():
+    if size > num_rows:
+        rows = torch.arange(size, device=x.device).clamp(max=num_rows - 1)
+        x = x[rows]
+        t = t[rows]
+        condition = condition.take(rows)
+    with context():
         v = velocity(x, t, condition, first.params.guidance_scale, first.size)
-    return v[:num].detach()
+    return v[:num_rows].detach()
 
 
-def inputs_of(requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Latents [R, ...] and timesteps [R] of R requests."""
-    return torch.cat([request.latents for request in requests]), torch.stack([r.timestep for r in requests])
+class Inputs(NamedTuple):
+    """Inputs of a velocity of R rows."""
+
+    x: Tensor  # [R, ...] f32
+    t: Tensor  # [R] f32, timesteps
+
+
+def inputs_of(requests: list[Request]) -> Inputs:
+    """Join the latents and the timesteps of R requests."""
+    x = torch.cat([request.latents for request in requests])
+    t = torch.stack([request.timestep for request in requests])
+    return Inputs(x, t)
 
 
 def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
     """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
-    new, groups = [], {}
-    for request, v in zip(batch, velocities.split(1), strict=True):
-        params, key = request.params, (id(request.scheduler),)  # one call for all that take the same kind of step
-        if request.solver:
-            key = id(request.solver), request.step
-        elif request.needs_log_prob:
-            key += request.num_branches, params.noise_level, params.sde_type
-        groups.setdefault(key, []).append((request, v))
-    for pairs in groups.values():
-        requests, v = [request for request, _ in pairs], torch.cat([v for _, v in pairs])
-        if requests[0].solver:
+    rows_by_key: dict[StepKey, list[int]] = {}
+    for row, request in enumerate(batch):
+        rows_by_key.setdefault(request.step_key, []).append(row)
+
+    started: list[Request] = []
+    for rows in rows_by_key.values():
+        requests = [batch[row] for row in rows]
+        v = torch.cat([velocities[row : row + 1] for row in rows])  # slices: an index would be copied to the device
+        if requests[0].solver is not None:
             solver_step(requests, v)
         elif requests[0].needs_log_prob:
-            new += noisy_step(requests, v)
+            started += noisy_step(requests, v)
         else:
             euler_step(requests, v)
+
     for request in batch:
         request.step += 1
         request.begin_solver()
-        new += request.start_continuations()
-    return new
+        started += request.start_continuations()
+    return started
 
 
 def euler_step(requests: list[Request], velocities: Tensor) -> None:
-    """One of the ODE, for requests of one schedule."""
+    """Take a step of the ODE, for requests of one schedule."""
     x, t = inputs_of(requests)
-    after = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0).prev_sample
-    for request, latents in zip(requests, after.split(1)):
+    step = sde_step_with_logprob(requests[0].scheduler, velocities, t, x, noise_level=0.0)
+    for request, latents in zip(requests, step.prev_sample.split(1), strict=True):
         request.latents = latents
 
 
 def solver_step(requests: list[Request], velocities: Tensor) -> None:
-    """One of a solver, for requests at the same of its steps."""
-    first, (x, _) = requests[0], inputs_of(requests)
-    memory = None if first.memory is None else torch.cat([request.memory for request in requests])
-    after, memory = first.solver.step(velocities, first.step, x, memory)
-    for request, latents, remembered in zip(requests, after.split(1), memory.split(1)):
-        request.latents, request.memory = latents, remembered
+    """Take a step of a solver, for requests at the same of its steps."""
+    first = requests[0]
+    x = inputs_of(requests).x
+    memory = None
+    if first.solver_memory is not None:
+        memory = torch.cat([request.solver_memory for request in requests])
+    step = first.solver.step(velocities, first.step, x, memory)
+    for row, request in enumerate(requests):
+        request.latents = step.latents[row : row + 1]
+        request.solver_memory = step.memory[row : row + 1]
 
 
 def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
-    """One of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
-    outcomes, params = requests[0].num_branches, requests[0].params
+    """Take a step of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
+    first = requests[0]
+    num_outcomes = first.num_branches
     x, t = inputs_of(requests)
+    generators = [request.generator for request in requests]
+    noise = rng.normal((num_outcomes, *x.shape[1:]), generators, x.device)  # [R, J, ...]
     step = sde_step_with_logprob(
-        requests[0].scheduler,
-        *(part.repeat_interleave(outcomes, 0) for part in (velocities, t, x)),
-        noise_level=params.noise_level,
-        sde_type=params.sde_type,
-        noise=rng.normal((outcomes, *x.shape[1:]), [r.generator for r in requests], x.device).flatten(0, 1),
+        first.scheduler,
+        velocities.repeat_interleave(num_outcomes, 0),
+        t.repeat_interleave(num_outcomes, 0),
+        x.repeat_interleave(num_outcomes, 0),
+        noise_level=first.params.noise_level,
+        sde_type=first.params.sde_type,
+        noise=noise.flatten(0, 1),
     )
-    new, steps = [], zip(*(part.split(outcomes) for part in step))
-    for request, timestep, latents, drawn in zip(requests, t.split(1), x.split(1), map(SDEStep._make, steps)):
-        request.trace.append(TracedStep(timestep, latents, drawn))
+    branches: list[Request] = []
+    for row, request in enumerate(requests):
+        outcomes = slice(row * num_outcomes, (row + 1) * num_outcomes)
+        request_step = SDEStep(*(part[outcomes] for part in step))
+        request.trace.append(TracedStep(t[row : row + 1], x[row : row + 1], request_step))
         if request.is_trunk:
-            new += make_branches(request, drawn.prev_sample)
+            branches += make_branches(request, request_step.prev_sample)
         else:
-            request.latents = drawn.prev_sample
-    if new:
-        euler_step(requests, velocities)
-    return new
+            request.latents = request_step.prev_sample
+    if first.is_trunk:
+        euler_step(requests, velocities)  # the trunk itself goes on without noise
+    return branches
 
 
 def make_branches(trunk: Request, latents: Tensor) -> list[Request]:
-    """The branches of a trunk at its present step, from `latents` [J, ...]."""
-    shared, step = (trunk.size, trunk.scheduler, trunk.params), trunk.step + 1
-    branches = [
-        Request(trunk.name, trunk.condition, row, *shared, short=trunk.short, step=step, trunk=trunk)
-        for row in latents.split(1)
-    ]
+    """Make the branches of a trunk at its present step, from `latents` [J, ...]."""
+    branches = []
+    for branch_latents in latents.split(1):
+        branch = Request(
+            trunk.name,
+            trunk.condition,
+            branch_latents,
+            trunk.size,
+            trunk.scheduler,
+            trunk.params,
+            short_condition=trunk.short_condition,
+            step=trunk.step + 1,
+            trunk=trunk,
+        )
+        branches.append(branch)
     trunk.branches += branches
     return branches
 
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
-    """Latents [B, ...] of images, or [B, K, J, ...] of trunks' branches, and a TracedStep of all rows per step."""
-    trace = []
-    for traced_steps in zip(*(request.trace for request in finished), strict=True):
-        timesteps, latents, steps = zip(*traced_steps)
-        trace.append(TracedStep(torch.cat(timesteps), torch.cat(latents), SDEStep(*map(torch.cat, zip(*steps)))))
-    shape = len(finished), len(finished[0].noisy), finished[0].num_branches
-    if not finished[0].is_trunk:
+    """Join latents to [B, ...] of images, or [B, K, J, ...] of trunks' branches, and traces to a TracedStep of all rows
+    per step."""
+    traces = [request.trace for request in finished]
+    trace = [_join_rows(traced_steps) for traced_steps in zip(*traces, strict=True)]
+    first = finished[0]
+    if not first.is_trunk:
         return torch.cat([request.latents for request in finished]), trace
-    branches = [branch.latents for request in finished for branch in request.branches]
-    return torch.cat(branches).unflatten(0, shape), trace
+    branch_latents = [branch.latents for trunk in finished for branch in trunk.branches]
+    shape = (len(finished), len(first.noisy_steps), first.num_branches)
+    return torch.cat(branch_latents).unflatten(0, shape), trace
+
+
+def _join_rows(traced_steps: tuple[TracedStep, ...]) -> TracedStep:
+    """Join the rows of one step of several requests."""
+    parts_of_steps = zip(*(traced.step for traced in traced_steps), strict=True)
+    return TracedStep(
+        timestep=torch.cat([traced.timestep for traced in traced_steps]),
+        latents=torch.cat([traced.latents for traced in traced_steps]),
+        step=SDEStep(*(torch.cat(parts) for parts in parts_of_steps)),
+    )

@@ -1,4 +1,8 @@
-"""A request of continuous batching: where it stands, what it needs for its next step, and what its noisy steps left."""
+"""Requests of continuous batching: where each stands, what its next step needs, and what its noisy steps left.
+
+An image is one request. A trunk with branches is one, each of its branches is one, and so is the prefix that the images
+of a group share before their noise.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -6,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.condition import Condition, ConditionShapes
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.diffusers_patch.size import Size
@@ -21,74 +25,124 @@ class TracedStep(NamedTuple):
     step: SDEStep  # of B * J rows; the J outcomes of a latent are neighbours
 
 
+class BatchKey(NamedTuple):
+    """Everything that requests must have in common to share a forward."""
+
+    needs_log_prob: bool
+    guidance_scale: float
+    size: Size
+    latents_shape: torch.Size
+    condition_shapes: ConditionShapes
+
+
+class StepKey(NamedTuple):
+    """Everything that requests of a forward must have in common to take their steps in one call."""
+
+    schedule: int  # id of the solver or of the scheduler
+    solver_step: int | None = None
+    num_branches: int | None = None  # this and the next two: of noisy steps
+    noise_level: float | None = None
+    sde_type: str | None = None
+
+
 @dataclass(eq=False)
 class Request:
     """One row of the forwards: an image, a trunk, a branch, or the prefix that a group shares before its noise."""
 
     name: Any  # what the caller knows it by
     condition: Condition  # 1 row
-    latents: Tensor | None  # [1, ...] f32, before its next step; None = from the prefix that it continues
+    latents: Tensor | None  # [1, ...] f32, before its next step; None = those of the prefix that it continues
     size: Size
     scheduler: Any  # timesteps [T], sigmas [T + 1]
     params: SamplingParams
-    noisy: range = range(0)  # its noisy steps
+    noisy_steps: range = range(0)
     num_branches: int = 1  # above 1: a trunk; it goes on without noise, and ends with its last noisy step
     generator: torch.Generator | None = None  # of the normal draws of its noisy steps, in their order
-    short: Condition | None = None  # without padding, for steps that enter no log-prob; None = the same for all
-    step: int = 0  # the next one
+    short_condition: Condition | None = None  # with less padding, for steps without a log-prob; None = `condition`
+    step: int = 0  # index of its next step among the timesteps of its solver or scheduler
     continuations: list["Request"] = field(default_factory=list)  # of a prefix, which ends at the step of the first one
     trunk: "Request | None" = None  # of a branch
     branches: list["Request"] = field(default_factory=list)  # of a trunk, in the order of its steps
     solver: Solver | None = None  # what takes its next step, if not Euler
-    memory: Tensor | None = None  # [1, ...], what its solver remembers
+    solver_memory: Tensor | None = None  # [1, ...], what its solver remembers of earlier velocities
     trace: list[TracedStep] = field(default_factory=list)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.begin_solver()
 
     @property
     def is_trunk(self) -> bool:
-        """Whether branches leave its noisy steps."""
+        """True if branches leave its noisy steps."""
         return self.num_branches > 1
 
     @property
     def needs_log_prob(self) -> bool:
-        """Whether its next velocity enters a log-prob."""
-        return self.step in self.noisy
+        """True if its next velocity enters a log-prob."""
+        return self.step in self.noisy_steps
 
     @property
-    def batch_key(self) -> tuple:
+    def batch_key(self) -> BatchKey:
         """Requests with equal keys can share a forward."""
-        shapes = self.latents.shape, self.current_condition.shapes
-        return self.needs_log_prob, self.params.guidance_scale, self.size, shapes
+        return BatchKey(
+            self.needs_log_prob,
+            self.params.guidance_scale,
+            self.size,
+            self.latents.shape,
+            self.current_condition.shapes,
+        )
+
+    @property
+    def step_key(self) -> StepKey:
+        """Requests with equal keys can take the step after a forward in one call."""
+        if self.solver is not None:
+            return StepKey(id(self.solver), solver_step=self.step)
+        if not self.needs_log_prob:
+            return StepKey(id(self.scheduler))
+        params = self.params
+        return StepKey(id(self.scheduler), None, self.num_branches, params.noise_level, params.sde_type)
 
     @property
     def current_condition(self) -> Condition:
-        return self.condition if self.needs_log_prob or self.short is None else self.short
+        """Condition of its next velocity."""
+        if self.needs_log_prob or self.short_condition is None:
+            return self.condition
+        return self.short_condition
+
+    @property
+    def timesteps(self) -> Tensor:
+        """Timesteps [T] f32 of what takes its steps now: its solver, or its scheduler."""
+        if self.solver is not None:
+            return self.solver.timesteps
+        return self.scheduler.timesteps
 
     @property
     def timestep(self) -> Tensor:
-        """[] f32, where its next velocity is."""
-        return (self.solver or self.scheduler).timesteps[self.step]
+        """Timestep [] f32 of its next velocity."""
+        return self.timesteps[self.step]
 
     @property
     def finished(self) -> bool:
-        """Whether there is no next step. A prefix is finished where its continuations begin."""
+        """True if it has no next step. A prefix ends where its continuations begin, a trunk with its last branches."""
         if self.continuations:
             return self.step >= self.continuations[0].step
-        steps = self.noisy.stop if self.is_trunk else len((self.solver or self.scheduler).timesteps)
-        return self.step >= steps
+        if self.is_trunk:
+            return self.step >= self.noisy_steps.stop
+        return self.step >= len(self.timesteps)
 
     def begin_solver(self) -> None:
         """Once the noise is over, go on with fewer forwards where that was asked for."""
-        params, num_steps = self.params, len(self.scheduler.timesteps)
-        waits = self.is_trunk or self.continuations or self.solver
-        if params.flash_ratio and not waits and self.noisy.stop <= self.step < num_steps:
-            self.solver, self.step = solver_of(params.flash_solver, self.scheduler, self.step, params.flash_ratio), 0
-            self.noisy = range(0)
+        if not self.params.flash_ratio or self.solver is not None:
+            return
+        if self.is_trunk or self.continuations:
+            return
+        if self.noisy_steps.stop <= self.step < len(self.scheduler.timesteps):
+            self.solver = solver_of(self.params.flash_solver, self.scheduler, self.step, self.params.flash_ratio)
+            # From here on a step is an index of the solver's own timesteps, none of which is noisy.
+            self.step = 0
+            self.noisy_steps = range(0)
 
     def start_continuations(self) -> list["Request"]:
-        """Of a prefix that is finished, with its latents; [] of any other request."""
+        """Give a finished prefix's latents to its continuations, and return these; [] for any other request."""
         if not self.continuations or not self.finished:
             return []
         for request in self.continuations:

@@ -1,8 +1,10 @@
-"""From prompts to images, with the log-probs of the noisy steps on the way: two entry points for anyone with a
-diffusers pipeline, and what training calls.
+"""Sampling from prompts to images, with the log-probs of the noisy steps on the way.
+
+`pipeline_with_logprob` and `pipeline_with_logprob_perstep` are for anyone with a diffusers pipeline. Training calls the
+parts: `prepare_encode` makes requests, denoise_with_logprob.denoise denoises them, `post_decode` decodes the images.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, Velocity, denoise, joined
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, ForwardContext, Velocity, denoise, joined
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.request import Request, TracedStep
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
@@ -24,7 +26,7 @@ from flow_grpo.diffusers_patch.size import Size
 
 @dataclass(frozen=True)
 class Samples:
-    """What an entry point returns. B prompts; K noisy steps; J outcomes per noisy step."""
+    """Images of an entry point and how they came about. B prompts; K noisy steps; J outcomes per noisy step."""
 
     images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
     latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
@@ -75,7 +77,7 @@ def pipeline_with_logprob(
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window")
-    return sample(job, noisy=window, vae_batch_size=vae_batch_size)
+    return sample(job, noisy_steps=window, vae_batch_size=vae_batch_size)
 
 
 @torch.no_grad()
@@ -111,8 +113,13 @@ def pipeline_with_logprob_perstep(
     if num_branches < 2 or not steps:
         raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
     job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
-    sizes = dict(completion_batch_size=completion_batch_size, vae_batch_size=vae_batch_size)
-    return sample(job, noisy=steps, num_branches=num_branches, **sizes)
+    return sample(
+        job,
+        noisy_steps=steps,
+        num_branches=num_branches,
+        completion_batch_size=completion_batch_size,
+        vae_batch_size=vae_batch_size,
+    )
 
 
 def _checked_job(
@@ -124,106 +131,127 @@ def _checked_job(
     steps: range,
     name: str,
 ) -> SamplingJob:
-    """Encode what can have been meant; `name` is that of the argument `steps`. Raises UserError before that."""
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    count = len(prompts.text_embeds) if isinstance(prompts, Condition) else len(prompts)
-    if not count:
+    """Check the arguments of an entry point, then encode its prompts; `name` is that of the argument `steps`."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    num_prompts = len(prompts.text_embeds) if isinstance(prompts, Condition) else len(prompts)
+    if not num_prompts:
         raise UserError("prompts is empty; there must be at least one")
-    generators = [generators] * count if isinstance(generators, torch.Generator) else generators
-    if len(generators) != count:
-        raise UserError(f"generators has {len(generators)} entries for {count} prompts; give one for each")
+    if isinstance(generators, torch.Generator):
+        generators = [generators] * num_prompts
+    if len(generators) != num_prompts:
+        raise UserError(f"generators has {len(generators)} entries for {num_prompts} prompts; give one for each")
     model.check_size(size)
-    if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start <= max(steps.stop, steps.start):
+    _check_steps(steps, params, name)
+    if not isinstance(prompts, Condition):
+        records = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = model.encode(records, guided=model.is_guided(params.guidance_scale))
+    return SamplingJob(model, prompts, generators, params, size)
+
+
+def _check_steps(steps: range, params: SamplingParams, name: str) -> None:
+    """Raise UserError unless `steps`, the argument `name`, may be the noisy ones."""
+    is_consecutive = isinstance(steps, range) and steps.step == 1
+    if not is_consecutive or not 0 <= steps.start <= max(steps.stop, steps.start):
         raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
     if steps and steps.stop > params.num_steps:
         raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
-    params.check_noisy(steps)
-    if not isinstance(prompts, Condition):
-        prompts = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        prompts = model.encode(prompts, guided=model.is_guided(params.guidance_scale))
-    return SamplingJob(model, prompts, generators, params, size)
+    params.check_noisy_steps(steps)
 
 
 @torch.no_grad()
 def sample(
     job: SamplingJob,
     *,
-    noisy: range,
+    noisy_steps: range,
     num_branches: int = 1,
     completion_batch_size: int = 0,
     velocity: Velocity | None = None,
     vae_batch_size: int = 8,
-    fast: Callable = nullcontext,
+    fast: ForwardContext = nullcontext,
 ) -> Samples:
-    """Images of B prompts that take each step together, or their trunks' branches; arguments as in `prepare_encode`.
+    """Sample images of B prompts that take each step together, or their trunks' branches. Arguments are as in
+    `prepare_encode`.
 
     Args:
         completion_batch_size: rows per forward of branches; at least B.
         velocity: the policy; None = the model's own.
         fast: context of the forwards whose velocity enters no log-prob.
     """
-    num = len(job.generators)
-    requests = prepare_encode(job, noisy=noisy, names=range(num), num_branches=num_branches)
-    batching = Batching(num, max(num, completion_batch_size), filled=False)
+    num_prompts = len(job.generators)
+    requests = prepare_encode(job, noisy_steps=noisy_steps, names=range(num_prompts), num_branches=num_branches)
+    batching = Batching(num_prompts, max(num_prompts, completion_batch_size), filled=False)
     finished = denoise(velocity or job.model.velocity, requests, batching, fast=fast)
-    return _decoded(job.model, sorted(finished, key=lambda request: request.name), vae_batch_size)
+    in_order = sorted(finished, key=lambda request: request.name)
+    return _decoded(job.model, in_order, vae_batch_size)
 
 
 @torch.no_grad()
 def prepare_encode(
     job: SamplingJob,
     *,
-    noisy: range,
+    noisy_steps: range,
     names: Iterable[Any],
     num_branches: int = 1,
     scheduler: Any = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
-    short: list[Condition] | None = None,
+    short_conditions: list[Condition] | None = None,
 ) -> list[Request]:
-    """A request for each prompt, for `denoise`.
+    """Make a request for each prompt, for `denoise`.
 
     Args:
-        noisy: the window, or the steps at which branches leave.
+        noisy_steps: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
         num_branches: above 1: that leave each trunk at each noisy step.
         scheduler: with timesteps set, for requests to share; None = one for these.
         latents: [B, ...] to start from, in the place of the generators' first draws.
         groups: B numbers; requests of one number, which start from the same latents, share a prefix.
-        short: [B] as in Request.
+        short_conditions: [B] as in Request.
     """
     scheduler = scheduler or job.model.schedule(job.params.num_steps, job.size)
     latents = job.model.noise(job.size, job.generators) if latents is None else latents
-    requests = [
-        Request(
+    requests = []
+    for row, name in enumerate(names):
+        request = Request(
             name,
             job.condition.take(slice(row, row + 1)),
             latents[row : row + 1],
             job.size,
             scheduler,
             job.params,
-            noisy=noisy,
+            noisy_steps=noisy_steps,
             num_branches=num_branches,
             generator=job.generators[row],
-            short=short[row] if short else None,
+            short_condition=short_conditions[row] if short_conditions else None,
         )
-        for row, name in enumerate(names)
-    ]
+        requests.append(request)
     return requests if groups is None else shared_prefixes(requests, groups)
 
 
 def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]:
-    """A request for each group, from its first one's latents, which the group's own follow where the noise begins."""
-    of_group = {}
+    """Make a request for each group, from its first one's latents; the group's own go on where the noise begins."""
+    requests_of_group: dict[int, list[Request]] = {}
     for request, group in zip(requests, groups, strict=True):
-        of_group.setdefault(group, []).append(request)
+        requests_of_group.setdefault(group, []).append(request)
+
     prefixes = []
-    for members in of_group.values():
+    for members in requests_of_group.values():
         first = members[0]
-        shared = first.condition, first.latents, first.size, first.scheduler, first.params
-        prefixes.append(Request(None, *shared, short=first.short, continuations=members))
+        prefix = Request(
+            None,
+            first.condition,
+            first.latents,
+            first.size,
+            first.scheduler,
+            first.params,
+            short_condition=first.short_condition,
+            continuations=members,
+        )
+        prefixes.append(prefix)
     for request in requests:
-        request.latents, request.step = None, request.noisy.start
+        request.latents = None  # the prefix's, once it is finished
+        request.step = request.noisy_steps.start
     return prefixes
 
 
@@ -231,19 +259,23 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
 def post_decode(
     model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
 ) -> Iterator[tuple[list[Request], Samples]]:
-    """Images of finished requests, some B requests together as soon as they fill a decode; of trunks, a few decodes."""
-    ready = []
+    """Decode finished requests, some B together as soon as they fill a decode; of trunks, a few decodes."""
+    ready: list[Request] = []
+    num_ready = 0
     for request in finished:
         ready.append(request)
-        if sum(len(r.noisy) if r.is_trunk else 1 for r in ready) >= vae_batch_size:
+        num_ready += len(request.noisy_steps) if request.is_trunk else 1
+        if num_ready >= vae_batch_size:
             yield ready, _decoded(model, ready, vae_batch_size)
             ready = []
+            num_ready = 0
     if ready:
         yield ready, _decoded(model, ready, vae_batch_size)
 
 
 def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Samples:
+    """Images of finished requests: [B, 3, H, W], or [B, K, J, 3, H, W] of trunks' branches."""
     latents, trace = joined(finished)
-    shape = latents.shape[: 3 if finished[0].is_trunk else 1]
-    images = model.decode(latents.flatten(0, len(shape) - 1), finished[0].size, vae_batch_size)
-    return Samples(images.unflatten(0, shape), latents, trace)
+    num_leading = 3 if finished[0].is_trunk else 1
+    images = model.decode(latents.flatten(0, num_leading - 1), finished[0].size, vae_batch_size)
+    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace)

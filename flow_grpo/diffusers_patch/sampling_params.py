@@ -1,13 +1,14 @@
-"""How images are sampled. The command line asks before torch is imported."""
+"""Parameters of sampling. The command line checks them before torch is imported."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 
-LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}  # beyond: overflow, or a sine that falls
+# Largest eta of each SDE. Beyond it the step overflows, or the sine of cps, which it rotates by, falls again.
+LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}
 SDE_TYPES = tuple(LARGEST_ETA)
 SMALLEST_ETA = 1e-3  # but for 0; below, float32 rounds the noise away
 SOLVERS = ("dpm", "extrapolate")  # of solvers.py
@@ -15,7 +16,7 @@ SOLVERS = ("dpm", "extrapolate")  # of solvers.py
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample, but for latents, size and noisy steps. A value that nothing can be sampled with is a UserError."""
+    """Parameters of sampling, but for latents, size and noisy steps. An impossible value is a UserError."""
 
     num_steps: int  # from noise to image
     guidance_scale: float
@@ -26,10 +27,17 @@ class SamplingParams:
 
     @classmethod
     def of(cls, sample: ConfigDict) -> "SamplingParams":
-        """Of a run's rollout: those that config.sample says."""
-        return cls(**{field.name: sample[field.name] for field in fields(cls)})
+        """Take those of a run's rollout from config.sample."""
+        return cls(
+            num_steps=sample.num_steps,
+            guidance_scale=sample.guidance_scale,
+            noise_level=sample.noise_level,
+            sde_type=sample.sde_type,
+            flash_ratio=sample.flash_ratio,
+            flash_solver=sample.flash_solver,
+        )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise UserError(f"num_steps is {self.num_steps!r}; it must be an integer of at least 1")
         if not 0 <= self.guidance_scale < math.inf:  # NaN compares false too
@@ -37,13 +45,15 @@ class SamplingParams:
         if not 0 <= self.flash_ratio <= 1:
             raise UserError(f"flash_ratio is {self.flash_ratio}; it must be from 0 to 1")
         for name, choices in (("sde_type", SDE_TYPES), ("flash_solver", SOLVERS)):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(map(repr, choices))}")
+            value = getattr(self, name)
+            if value not in choices:
+                raise UserError(f"{name} is {value!r}; it may be {', '.join(map(repr, choices))}")
         check_noise_level(self.noise_level, self.sde_type)
 
-    def check_noisy(self, steps: range) -> None:
-        """Raises UserError if one of the noisy `steps` has no noise to score: the last of cps keeps none."""
-        if steps and steps.stop == self.num_steps and self.noise_level and self.sde_type.startswith("cps"):
+    def check_noisy_steps(self, steps: range) -> None:
+        """Raise UserError if one of the noisy `steps` has no noise to score: the last of cps keeps none."""
+        includes_last = bool(steps) and steps.stop == self.num_steps
+        if includes_last and self.noise_level and self.sde_type.startswith("cps"):
             raise UserError(
                 f"the noisy steps are {steps} of {self.num_steps}, but the last step of {self.sde_type!r} adds no "
                 "noise; leave it out"
@@ -51,7 +61,9 @@ class SamplingParams:
 
 
 def check_noise_level(noise_level: float, sde_type: str, name: str = "noise_level") -> None:
-    """Raises UserError for a noise whose steps are not finite, or that rounding takes away; 0 has none."""
-    least, most = SMALLEST_ETA, LARGEST_ETA[sde_type]
-    if noise_level and not least <= noise_level <= most:
-        raise UserError(f"{name} is {noise_level}; with sde_type {sde_type!r} it must be from {least} to {most}")
+    """Raise UserError for a noise whose steps are not finite, or that rounding takes away. 0 is the ODE."""
+    largest = LARGEST_ETA[sde_type]
+    if noise_level and not SMALLEST_ETA <= noise_level <= largest:
+        raise UserError(
+            f"{name} is {noise_level}; with sde_type {sde_type!r} it must be from {SMALLEST_ETA} to {largest}"
+        )

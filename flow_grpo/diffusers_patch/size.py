@@ -1,6 +1,8 @@
-"""How large an image is."""
+"""Size of an image in pixels."""
 
 from dataclasses import dataclass
+
+from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 
@@ -9,12 +11,12 @@ MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
 @dataclass(frozen=True)
 class Size:
-    """Of an image, in pixels. A side that is no positive multiple of 16 is a UserError."""
+    """Height and width of an image in pixels. A side that is no positive multiple of 16 is a UserError."""
 
     height: int
     width: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("height", "width"):
             pixels = getattr(self, name)
             if not isinstance(pixels, int) or pixels < MULTIPLE or pixels % MULTIPLE:
@@ -25,14 +27,13 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> "Size":
-        """From "768x512", height first, or "512" for a square."""
-        height, *others = text.split("x")
-        width = others[0] if others else height
-        if not (height.isdecimal() and width.isdecimal() and len(others) < 2):
+        """Read "768x512", height first, or "512" for a square."""
+        sides = text.split("x")
+        if len(sides) > 2 or not all(side.isdecimal() for side in sides):
             raise UserError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
-        return cls(int(height), int(width))
+        return cls(height=int(sides[0]), width=int(sides[-1]))
 
 
-def training_size(config) -> Size:
-    """Of the images that a run samples, trains on and is evaluated on."""
+def training_size(config: ConfigDict) -> Size:
+    """Return the size of the images that a run samples, trains on and is evaluated on."""
     return Size(config.height, config.width)

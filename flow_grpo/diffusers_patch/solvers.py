@@ -5,6 +5,7 @@ It holds a schedule and no images: what a row must remember of its earlier veloc
 """
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DPMSolverMultistepScheduler
@@ -13,13 +14,18 @@ from torch import Tensor
 from flow_grpo.diffusers_patch.sampling_params import SOLVERS
 
 
+class SolverStep(NamedTuple):
+    """A step of R rows by a solver."""
+
+    latents: Tensor  # [R, ...], at the solver's next timestep, or the image
+    memory: Tensor  # [R, ...], what the rows' next step must be given
+
+
 class DPMSolver:
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
     sigmas, evenly spread from step `start` to sigma = 0. diffusers' scheduler computes it."""
 
-    def __init__(self, scheduler, start: int, ratio: float):
-        num_steps = len(scheduler.timesteps)
-        num = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
+    def __init__(self, scheduler: Any, start: int, ratio: float):
         self.scheduler = DPMSolverMultistepScheduler(
             algorithm_type="dpmsolver++",
             solver_type="midpoint",
@@ -27,20 +33,33 @@ class DPMSolver:
             use_flow_sigmas=True,
             final_sigmas_type="zero",
         )
-        self.scheduler.set_timesteps(num)
-        picks = torch.linspace(start, num_steps, num + 1).round().long().to(scheduler.sigmas.device)
-        self.scheduler.sigmas, self.timesteps = scheduler.sigmas[picks], scheduler.timesteps[picks[:-1]]
-        self.scheduler.timesteps = self.timesteps
+        num_steps = len(scheduler.timesteps)
+        num_forwards = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
+        self.scheduler.set_timesteps(num_forwards)
 
-    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """From timesteps[index] to the next one, or to the image: the latents there, and the rows' memory, which is the
-        step's prediction of the image. [R, ...] each; the memory is what the step before returned, None for the first.
-        """
+        # Its sigmas are replaced by some of those that the model was to be sampled at: a schedule of diffusers' own
+        # would not know the model's shift.
+        steps = torch.linspace(start, num_steps, num_forwards + 1).round().long().to(scheduler.sigmas.device)
+        self.timesteps = scheduler.timesteps[steps[:-1]]
+        self.scheduler.timesteps = self.timesteps
+        self.scheduler.sigmas = scheduler.sigmas[steps]
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> SolverStep:
+        """Step from timesteps[index] to the next one, or to the image. [R, ...] each. The memory, which the step before
+        returned and which is None for the first, is that step's prediction of the image."""
         scheduler = self.scheduler
-        scheduler.model_outputs, scheduler.lower_order_nums = [None, memory], min(index, 2)
+        scheduler.model_outputs = [None, memory]
+        scheduler.lower_order_nums = min(index, 2)
         scheduler._step_index = index  # otherwise it searches for its timestep, a host sync
-        after = scheduler.step(velocity, self.timesteps[index], latents, return_dict=False)[0]
-        return after, scheduler.model_outputs[-1]
+        next_latents = scheduler.step(velocity, self.timesteps[index], latents, return_dict=False)[0]
+        return SolverStep(next_latents, memory=scheduler.model_outputs[-1])
+
+
+class Weights(NamedTuple):
+    """Factors of a velocity and of its change since the one before, in the way to the next asked step."""
+
+    velocity: Tensor  # [] f32
+    change: Tensor | float  # [] f32; 0 for the first, which has none before it
 
 
 class Extrapolation:
@@ -50,39 +69,50 @@ class Extrapolation:
     those of the whole schedule, which keeps the order of rewards better than a solver of its own on a coarser grid.
     """
 
-    def __init__(self, scheduler, start: int, ratio: float):
-        num_steps, sigmas = len(scheduler.timesteps), scheduler.sigmas
+    def __init__(self, scheduler: Any, start: int, ratio: float):
+        num_steps = len(scheduler.timesteps)
         steps = asked_steps(start, num_steps, ratio)
-        self.timesteps, self.weights = scheduler.timesteps[steps], []  # of the velocity, and of its change
-        for before, step, following in zip([None, *steps], steps, [*steps[1:], num_steps], strict=False):
-            to_come = sigmas[step + 1 : following + 1]
-            bent = (to_come.diff() * (to_come[:-1] - sigmas[step])).sum()
-            change = 0.0 if before is None else bent / (sigmas[step] - sigmas[before])
-            self.weights.append((sigmas[following] - sigmas[step], change))
+        self.timesteps = scheduler.timesteps[steps]
+        self.weights: list[Weights] = []
 
-    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As DPMSolver.step; the memory is the velocity."""
-        whole, change = self.weights[index]
-        last = velocity if memory is None else memory
-        return latents + whole * velocity + change * (velocity - last), velocity
+        # All Euler steps from one asked step to the next are one sum: of dt v, and of dt (sigma - sigma_asked) times
+        # the slope of v in sigma.
+        sigmas = scheduler.sigmas
+        ends = [*steps[1:], num_steps]
+        for index, (step, end) in enumerate(zip(steps, ends, strict=True)):
+            change = 0.0
+            if index > 0:
+                extrapolated = sigmas[step + 1 : end + 1]
+                bend = (extrapolated.diff() * (extrapolated[:-1] - sigmas[step])).sum()
+                change = bend / (sigmas[step] - sigmas[steps[index - 1]])
+            self.weights.append(Weights(sigmas[end] - sigmas[step], change))
+
+    def step(self, velocity: Tensor, index: int, latents: Tensor, memory: Tensor | None) -> SolverStep:
+        """Step as DPMSolver.step does; the memory is the velocity before."""
+        weights = self.weights[index]
+        last_velocity = velocity if memory is None else memory
+        next_latents = latents + weights.velocity * velocity + weights.change * (velocity - last_velocity)
+        return SolverStep(next_latents, memory=velocity)
 
 
 def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
-    """round(ratio * what is left) of the steps from `start` on, at least the first: every second one is left out, from
-    the last backwards, where that is enough, since late steps change an image least; else evenly spread ones stay."""
-    left = num_steps - start
-    num = max(1, round(left * ratio))
-    if 2 * num >= left:
-        left_out = range(num_steps - 1, start, -2)[: left - num]
+    """Choose round(ratio * what is left) of the steps from `start` on, at least the first."""
+    num_left = num_steps - start
+    num_asked = max(1, round(num_left * ratio))
+    if 2 * num_asked >= num_left:
+        # Late steps change an image least, so every second one is left out, from the last backwards.
+        left_out = range(num_steps - 1, start, -2)[: num_left - num_asked]
         return [step for step in range(start, num_steps) if step not in left_out]
-    return torch.linspace(start, num_steps - 1, num + 1).floor().long().tolist()[:-1]
+
+    # More than every second one must go: evenly spread ones stay.
+    return torch.linspace(start, num_steps - 1, num_asked + 1).floor().long().tolist()[:-1]
 
 
 Solver = DPMSolver | Extrapolation
-KINDS = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
+SOLVER_CLASSES = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
 
 
 @lru_cache(maxsize=256)
-def solver_of(name: str, scheduler, start: int, ratio: float) -> Solver:
-    """One for all requests that begin at this step of this scheduler."""
-    return KINDS[name](scheduler, start, ratio)
+def solver_of(name: str, scheduler: Any, start: int, ratio: float) -> Solver:
+    """Make the solver that all requests share which begin at this step of this scheduler."""
+    return SOLVER_CLASSES[name](scheduler, start, ratio)

@@ -139,7 +139,7 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[
         training_size(config),
     )
     decoded_together = min(config.vae_batch_size, config.eval.batch_size)  # a compiled decode is filled with copies
-    sampled = sample(start, noisy=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
+    sampled = sample(start, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
     return sampled, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flow_grpo.algorithms.rollout import Rollout, from_trace
 from flow_grpo.base import distributed, rng
 from flow_grpo.data import prompts
-from flow_grpo.data.prompts import Batch
+from flow_grpo.data.prompts import Batch, BatchRow
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise
 from flow_grpo.diffusers_patch.request import Request
@@ -124,13 +124,13 @@ def _requests(
             latents = run.model.noise(run.size, of_group)
         yield from prepare_encode(
             SamplingJob(run.model, run.embed(batch.prompts), generators, params, run.size),
-            noisy=noisy_steps(batch),
-            names=[(batch, row) for row in range(len(batch.image_numbers))],
+            noisy_steps=noisy_steps(batch),
+            names=[BatchRow(batch, row) for row in range(len(batch.image_numbers))],
             num_branches=num_branches,
             scheduler=run.scheduler,
             latents=latents,
             groups=batch.groups if shared else None,
-            short=[shorten(prompt) for prompt in batch.prompts] if multiple else None,
+            short_conditions=[shorten(prompt) for prompt in batch.prompts] if multiple else None,
         )
 
 
