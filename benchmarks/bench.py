@@ -252,7 +252,7 @@ def main(args):
     what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
     changes = dict(text.split("=", 1) for text in args.set)
     loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
-    model_card.complete = lambda _: []  # and without weights there is nothing to describe
+    model_card.write_cards = lambda _: []  # and without weights there is nothing to describe
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_metrics(script, config, family, args.limit_gib) | theirs

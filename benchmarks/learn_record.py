@@ -48,7 +48,7 @@ def draw(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
     """Write OUT/table.md and, with the curves of all runs, OUT/report.html; the table."""
     (out / "table.md").write_text(text := table(out, runs, seeds))
     folders = [out / f"{name}_seed{seed}" for name, _ in runs for seed in seeds]
-    report.write([folder for folder in folders if (folder / "config.json").exists()], out / "report.html")
+    report.write_page([folder for folder in folders if (folder / "config.json").exists()], out / "report.html")
     return text
 
 

@@ -75,7 +75,7 @@ def files_of(folder: Path) -> list[Path]:
 def main(args: argparse.Namespace, hub: HfApi) -> None:
     folder = chosen_folder(args.run, args.weights)
     check(folder)
-    for notice in model_card.complete(args.run, args.repo):
+    for notice in model_card.write_cards(args.run, args.repo):
         print(notice)
     files = files_of(folder)
     for file in files:

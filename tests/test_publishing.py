@@ -47,7 +47,7 @@ def test_diffusers_loads_what_was_trained_by_the_code_of_the_card(recorded, tmp_
     base = velocity(loaded("qwenimage"))
     for kind in ("window", "nft, full weights"):
         folder = shutil.copytree(recorded(kind).folder, tmp_path / kind)
-        model_card.complete(folder, str(folder))
+        model_card.write_cards(folder, str(folder))
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
         exec(code, names := {})
         assert (velocity(MODELS["qwenimage"](names["pipeline"], torch.device("cpu"))) - base).abs().max() > 1e-3
@@ -74,7 +74,7 @@ def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_i
 )
 def test_a_card_of_a_run_of_another_version_has_what_that_noted(start, said, copy):
     (copy / "run.json").write_text(json.dumps({"starts": [start]}))
-    notices = model_card.complete(copy)
+    notices = model_card.write_cards(copy)
     assert said in (notices[0] if notices else (copy / "README.md").read_text())
     assert bool(notices) == ("damaged" in said)
     provenance.note_start(copy, run_history.read_run(copy, "").config, world_size=1, epoch=0)
@@ -113,7 +113,7 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
 def test_a_folder_that_has_no_card_is_named_and_the_other_one_has_its_card(copy):
     (copy / "best" / best.FILE).write_bytes(b"no JSON")
     (copy / "README.md").unlink()
-    (notice,) = model_card.complete(copy)
+    (notice,) = model_card.write_cards(copy)
     assert f"{copy / 'best'} has no model card: {copy / 'best' / best.FILE} cannot be read" in notice
     assert (copy / "README.md").is_file()
 
@@ -136,7 +136,7 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     (copy / "config.json").write_text(json.dumps(config))
     changed = {"dataset": ["/home/me/others", "/home/me/prompts"], "num_epochs": [9, 5]}
     (copy / folders.PARENT).write_text(json.dumps(dict(folder="/home/me/runs/old", epoch=2, changed=changed)))
-    model_card.complete(copy)
+    model_card.write_cards(copy)
     text = (copy / "README.md").read_text()
     assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
     rows = "| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"
@@ -159,7 +159,7 @@ def test_a_card_shows_the_letters_of_a_foreign_run_and_none_of_them_as_markup(te
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     start = dict(commit=text, versions={text: text}, gpus=[text], ranks=1)
     (folder / "run.json").write_text(json.dumps({"starts": [start]}))
-    assert model_card.complete(folder) == []
+    assert model_card.write_cards(folder) == []
     card = ModelCard.load(folder / "README.md")
     assert card.data.base_model is None
     assert any(tag.startswith("flow-grpo-") and "\n" not in tag for tag in card.data.tags)
@@ -197,7 +197,7 @@ def test_a_card_links_to_the_hub_only_what_may_be_there(copy):
     links = {}
     for model in ("me/model_", "/absent/private/model", "../absent/model", f"{copy.parent}/absent", "flow_grpo/absent"):
         (copy / "config.json").write_text(json.dumps(config | {"model": model}))
-        model_card.complete(copy)
+        model_card.write_cards(copy)
         card = ModelCard.load(copy / "README.md")
         links[model] = card.data.base_model, re.findall(r"\]\(https:.*?\)", card.text), "private" in card.text
     linked = "me/model_", [r"](https://huggingface.co/me/model\_)"], False

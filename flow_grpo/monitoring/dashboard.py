@@ -242,7 +242,7 @@ class Dashboard:
     def _draw_report(self) -> None:
         # A tracker shows the same curves, and its failure leaves none.
         if not self.trackers:
-            self._draw("report.html", lambda folder: report.write([folder], folder / "report.html"))
+            self._draw("report.html", lambda folder: report.write_page([folder], folder / "report.html"))
 
     def _draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Draw a file by draw(the run's folder); a failure is said and ends no run."""

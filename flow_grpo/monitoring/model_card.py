@@ -20,28 +20,38 @@ from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
 
 PICTURES = ("samples.png", "reward.png")
-# What Markdown would read as more than letters: an end of a link's text only where its address follows, an underscore
-# only at the edge of a word, and what begins an address that becomes a link by itself.
+# Characters that Markdown would read as more than letters: the end of a link's text only if its address follows, an
+# underscore only at the edge of a word, and the beginning of an address that becomes a link by itself.
 MARKUP = re.compile(r"[\\`*~$|@]|\](?=[(\[])|(?<![^\W_])_|_(?![^\W_])|(?<=:)/(?=/)|(?<=www)\.", re.IGNORECASE)
 
 
-def complete(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
-    """Write the cards of the last weights and of the best ones, whose commands load them from a place; what there is to
-    tell the user."""
-    run, notices = run_history.read_run(run_folder, run_folder.resolve().name), []
-    for folder in filter(None, [run_folder, best.find_best(run_folder)]):
+def write_cards(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> list[str]:
+    """Write the cards of the last weights and of the best ones, and return a sentence for each that failed.
+
+    Args:
+        place: from where the cards' commands load the weights.
+    """
+    run = run_history.read_run(run_folder, run_folder.resolve().name)
+    notices = []
+    for folder in (run_folder, best.find_best(run_folder)):
+        if folder is None:
+            continue
+        # A run whose card fails has saved everything that training made.
         try:
             write_card(run, folder, place)
-        except (UserError, OSError) as error:  # all that training made is saved by now
+        except (UserError, OSError) as error:
             notices.append(f"{folder} has no model card: {in_one_line(error)}")
     return notices
 
 
 def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     """Write README.md, with the pictures that it shows beside it."""
+    pictures = []
     for name in PICTURES:
         if (run.folder / name).is_file() and folder.resolve() != run.folder.resolve():
             shutil.copy(run.folder / name, folder)
+        if (folder / name).is_file():
+            pictures.append(folder / name)
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -50,19 +60,20 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     )
     environment.filters["code"] = code_span
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
-    config, is_hub_id = run.config, locations.is_hub_id(run.config.model)
-    keeps_path = is_hub_id or config.model.startswith("flow_grpo/assets/")  # of any other folder the card has the name
-    base = config.model if keeps_path else Path(config.model).name
+    config = run.config
+    is_hub_id = locations.is_hub_id(config.model)
+    # The path of a user's own folder is nobody's business: the card has its name.
+    is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
     text = environment.from_string(template.read_text()).render(
         name=run.label,
         place=place,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
-        base=base,
+        base=config.model if is_public else Path(config.model).name,
         is_hub_id=is_hub_id,
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         config=config,
-        pictures=[folder / name for name in PICTURES if (folder / name).is_file()],
+        pictures=pictures,
         facts=facts(run, folder),
         settings=public_settings(run),
     )
@@ -70,8 +81,8 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
 
 
 def markdown(value: object) -> str:
-    """A value as Markdown that shows its letters in one line, with no HTML, link or heading of its own; what a filter
-    has already marked as safe stays. A run's folder may be somebody else's."""
+    """Return a value as Markdown that shows its letters in one line, without HTML, links or headings in it: a run's
+    folder may be somebody else's. A value that a filter has marked as safe stays."""
     if isinstance(value, Markup):
         return value
     text = html.escape(in_one_line(value), quote=False)
@@ -79,13 +90,13 @@ def markdown(value: object) -> str:
 
 
 def code_span(value: object) -> Markup:
-    """A value as code in a cell of a table, where a backslash hides a vertical line alone."""
+    """Return a value as code in a cell of a table, where a backslash escapes only a vertical line."""
     text = in_one_line(value).replace("`", "'").replace("|", "\\|")
     return Markup(f"`{text}`")
 
 
 def algorithm(config: ConfigDict) -> str:
-    """The loss that trained it, and its paper; one that only a fork has, by its name or by what its functions say."""
+    """Return the loss and its paper. A loss of a fork is called by its name, or by what its functions say."""
     if config.method:
         return config.method
     if config.algorithm == table.DPO:
@@ -93,41 +104,65 @@ def algorithm(config: ConfigDict) -> str:
     if config.algorithm == table.DISTILL:
         return "on-policy distillation (arXiv:2306.13649)"
     key = "forward_objective" if config.algorithm == table.NFT else "objective"
-    loss = table.BY_KEY[f"train.{key}"].choices.get(config.train[key])
-    branches = " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)" if config.algorithm == table.PR else ""
-    return (loss.card if loss else config.train[key]) + branches
+    name = config.train[key]
+    loss = table.BY_KEY[f"train.{key}"].choices.get(name)
+    description = loss.card if loss else name
+    if config.algorithm == table.PR:
+        description += " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)"
+    return description
 
 
 def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str, str, str]]:
-    """Name, figure before training, figure of these weights; on the test prompts."""
-    tests = run.lines("test")
-    first = next((record for record in tests if record["epoch"] == 0 and not run.evaluations_since), {})
-    last = next((record for record in reversed(tests) if any(name.startswith(prefix) for name in record)), {})
-    names = [name.removeprefix(prefix) for name in last if name.startswith(prefix) and name.count("/") == 1]
-    names = [name for name in names if name != "std_error" and rewards.display_name(name, run.config.reward_fn) == name]
+    """Return name, figure before training and figure of these weights of each score of the test prompts.
+
+    Args:
+        prefix: of the names of these weights' figures, "test/" or "test_best/".
+    """
+    # The first test counts only if later ones were made in the same way.
+    first = {}
+    last = {}
+    for record in run.lines("test"):
+        if record["epoch"] == 0 and not first and not run.evaluations_since:
+            first = record
+        if any(name.startswith(prefix) for name in record):
+            last = record
     chosen_by = rewards.display_name(run.config.eval.best_by, run.config.reward_fn)
-    errors = {chosen_by: (first.get("test/std_error"), last.get(f"{prefix}std_error"))}
     rows = []
-    for name in names:
-        before, after = errors.get(name, (None, None))
-        value = first.get(f"test/{name}")
-        rows.append((name, "" if value is None else with_error(value, before), with_error(last[prefix + name], after)))
+    for key, value in last.items():
+        name = key.removeprefix(prefix)
+        is_score = key.startswith(prefix) and key.count("/") == 1 and name != "std_error"
+        if not is_score or rewards.display_name(name, run.config.reward_fn) != name:
+            continue
+        # Only the score that chooses has standard errors.
+        error_before = first.get("test/std_error") if name == chosen_by else None
+        error_after = last.get(f"{prefix}std_error") if name == chosen_by else None
+        before = ""
+        if f"test/{name}" in first:
+            before = with_error(first[f"test/{name}"], error_before)
+        rows.append((name, before, with_error(value, error_after)))
     return rows
 
 
 def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
-    """What was trained, on what, for how long."""
-    config, lines = run.config, run.lines("epoch")
-    steps, images = (int(lines[-1].get(name, 0)) if lines else 0 for name in ("step", "images"))
-    averaged = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
-    chosen = best.read_best(run.folder) if folder.name == best.NAME else None
-    by = rewards.display_name(chosen.best_by, config.reward_fn) if chosen else ""
+    """Return rows about what was trained, on what, and for how long."""
+    config = run.config
+    epochs = run.lines("epoch")
+    last = epochs[-1] if epochs else {}
+    updates = int(last.get("step", 0))
+    weights = "as trained: no averaging had begun"
+    if updates >= config.train.ema_interval:
+        weights = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
+    chosen = "the last"
+    evaluation = best.read_best(run.folder) if folder.name == best.NAME else None
+    if evaluation:
+        score = rewards.display_name(evaluation.best_by, config.reward_fn)
+        chosen = f"best {score}, after {evaluation.epoch} epochs"
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
-        ("epochs, updates, images", f"{len(lines)}, {steps}, {images}"),
-        ("weights", averaged if steps >= config.train.ema_interval else "as trained: no averaging had begun"),
-        ("chosen", f"best {by}, after {chosen.epoch} epochs" if chosen else "the last"),
+        ("epochs, updates, images", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
+        ("weights", weights),
+        ("chosen", chosen),
         ("seed", str(config.seed)),
         ("size", f"{config.height} x {config.width} pixels, height first"),
         *_branch(run),
@@ -136,7 +171,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
 
 
 def _branch(run: run_history.RunHistory) -> list[tuple[str, str]]:
-    """Which epochs of a branch are its parent's, with other settings than the card's."""
+    """Return a row about the epochs of a branch that are its parent's, with other settings than the card's."""
     parent = provenance.parent(run.folder)
     if parent is None:
         return []
@@ -144,32 +179,40 @@ def _branch(run: run_history.RunHistory) -> list[tuple[str, str]]:
 
 
 def _made_by(run: run_history.RunHistory) -> list[tuple[str, str]]:
-    """Commit, versions, kind of GPU and duration of what made it, and no more of run.json."""
+    """Return rows about commit, versions, kind of GPU and duration, and nothing else of run.json."""
     start = provenance.last_start(run.folder)
     if start is None:
         return []
-    changed = ", with changes" if start.changed_files else ""
-    versions = "".join(f"; {name} {number}" for name, number in start.versions.items())
+    code = f"flow_grpo {start.commit or 'of an unknown commit'}"
+    if start.changed_files:
+        code += ", with changes"
+    for name, number in start.versions.items():
+        code += f"; {name} {number}"
+    device = ", ".join(sorted(set(start.gpus))) or "CPU"
     hours = sum(line.get("time/epoch_s", 0.0) for line in run.lines("epoch")) / 3600
-    return [
-        ("code", f"flow_grpo {start.commit or 'of an unknown commit'}{changed}{versions}"),
-        ("made on", f"{start.ranks} x {', '.join(sorted(set(start.gpus))) or 'CPU'}, {hours:.3g} hours"),
-    ]
+    return [("code", code), ("made on", f"{start.ranks} x {device}, {hours:.3g} hours")]
 
 
 def public_settings(run: run_history.RunHistory) -> list[tuple[str, str]]:
-    """Settings that differ from the defaults: those of the table that are numbers, names or choices. Any other text may
-    be a path, an address or a secret, and so may all that a config file of a user's own adds."""
-    rows = [(key, value) for key, _, value in run_history.changed_settings([run]).rows if value]
-    return [(key, value) for key, value in rows if key in table.BY_KEY and not table.BY_KEY[key].is_any_text]
+    """Return the settings that differ from the defaults, as far as they are numbers, names or choices.
+
+    Any other text may be a path, an address or a secret, and so may all that a user's own config file adds.
+    """
+    rows = []
+    for key, _, value in run_history.changed_settings([run]).rows:
+        if value and key in table.BY_KEY and not table.BY_KEY[key].is_any_text:
+            rows.append((key, value))
+    return rows
 
 
 def front_matter(run: run_history.RunHistory) -> str:
-    """The card's data for the hub, as YAML."""
+    """Return the card's data for the hub, as YAML."""
     tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
+    if run.config.lora.rank:
+        tags.append("lora")
     return ModelCardData(
         base_model=run.config.model if locations.is_hub_id(run.config.model) else None,
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=tags + (["lora"] if run.config.lora.rank else []),
+        tags=tags,
     ).to_yaml()

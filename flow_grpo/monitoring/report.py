@@ -1,4 +1,4 @@
-"""What a run has come to, or what several have, on one page: report.html needs no server and no network.
+"""Report of one run or several on one page: report.html needs no server and no network.
 
     python -m flow_grpo.monitoring.report RUN                           writes report.html into the run's folder
     python -m flow_grpo.monitoring.report RUN RUN ... --out all.html
@@ -10,145 +10,194 @@ Everything is read from the runs' folders.
 import argparse
 import base64
 import io
+import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import command_line
 
+# Endings of --out by which the curves of the rewards are drawn alone.
 FIGURES = (".pdf", ".svg")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command."""
+    """Return the parser of the command."""
     parser = command_line.parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--out", type=Path, help="default: report.html in the folder of a single run")
     return parser
 
 
-def check(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace) -> None:
     """Raises UserError for several runs without a page of their own."""
     if len(args.runs) > 1 and (args.out is None or args.out.suffix in FIGURES):
         raise UserError("several runs need a page, such as --out report.html; .pdf and .svg are drawn of one run")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
-    command_line.arguments(parser(), check)
+    command_line.arguments(parser(), check_arguments)
 
 import jinja2
 import numpy as np
+from PIL import Image
 
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots
 from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
 
-OWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
-MOST_EVALUATIONS = 12  # whose images are on the page
+# Row of the table of metrics for a name that has none.
+UNKNOWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
+# Evaluations whose images are on the page.
+MOST_EVALUATIONS = 12
 
 
-def panels(runs: Sequence[RunHistory]) -> dict[str, list[tuple[str, Metric, str]]]:
-    """The curves of each group, and those of names that METRICS does not explain; not the constant ones."""
-    logged = {name: None for run in runs for record in run.records for name in record if name not in plots.TEXTS}
-    logged = sorted(logged.keys() - constants(runs).keys())
-    chosen = {metric.group: [] for metric in (*METRICS.values(), OWN)}
-    for name in logged:
-        chosen[described(runs, name).group].append(name)
-    del chosen[NOT_DRAWN]
-    return {title: [panel(runs, name) for name in names] for title, names in chosen.items() if names}
+class Panel(NamedTuple):
+    """Curves of a metric."""
+
+    name: str
+    metric: Metric
+    svg: str
+
+
+class Picture(NamedTuple):
+    """Picture of an evaluation."""
+
+    address: str  # as in `data_address`
+    prompt: str
+    reward: str
+
+
+def panels(runs: Sequence[RunHistory]) -> dict[str, list[Panel]]:
+    """Return the curves of each group of metrics by its title, without those that never change."""
+    left_out = set(plots.TEXTS) | constants(runs).keys()
+    groups: dict[str, list[Panel]] = {metric.group: [] for metric in (*METRICS.values(), UNKNOWN)}
+    for name in sorted(set().union(*_records(runs)) - left_out):
+        metric = described(runs, name)
+        if metric.group != NOT_DRAWN:
+            groups[metric.group].append(panel(runs, name, metric))
+    return {title: group for title, group in groups.items() if group}
+
+
+def _records(runs: Sequence[RunHistory]) -> Iterator[dict]:
+    for run in runs:
+        yield from run.records
 
 
 def described(runs: Sequence[RunHistory], name: str) -> Metric:
-    """What the table of metrics says of a name, given the rewards that the runs measured."""
-    rewards = [reward for run in runs for reward in (*run.config.reward_fn, *run.config.eval.rewards)]
-    return explain(name, rewards) or OWN
+    """Return the row of the table of metrics for a name, given the rewards that the runs measured."""
+    rewards: set[str] = set()
+    for run in runs:
+        rewards |= {*run.config.reward_fn, *run.config.eval.rewards}
+    return explain(name, rewards) or UNKNOWN
 
 
 def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
-    """What was logged more than once and never changed, in any run."""
+    """Return what was logged more than once and never changed, in any run."""
     values = defaultdict(list)
-    for record in (record for run in runs for record in run.records):
+    for record in _records(runs):
         for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
             values[name].append(record[name])
     return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
 
 
-def panel(runs: Sequence[RunHistory], name: str) -> tuple[str, Metric, str]:
-    """A metric's name, what the table of metrics says of it, and its curve of every run."""
-    metric = described(runs, name)
+def panel(runs: Sequence[RunHistory], name: str, metric: Metric) -> Panel:
+    """Draw a metric's curve of every run; its limit of config.health is drawn across and added to the text."""
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
-    limit = runs[0].config.health.get(name.removeprefix("health/")) if name.startswith("health/") else None
-    expect = f"{metric.expect}, which is {limit:g} (- - -)" if limit else metric.expect
-    return name, metric._replace(expect=expect), plots.svg_panel(lines, limit)
+    limit = None
+    if name.startswith("health/"):
+        limit = runs[0].config.health.get(name.removeprefix("health/"))
+    if limit:
+        metric = metric._replace(expect=f"{metric.expect}, which is {limit:g} (- - -)")
+    return Panel(name, metric, plots.svg_panel(lines, limit))
 
 
 def alarms(run: RunHistory) -> list[str]:
-    """One sentence per alarm and stretch of epochs, as the run itself said it at the end of the stretch."""
+    """Return a sentence per alarm and stretch of epochs, as the run itself said it at the end of the stretch."""
     sentences = []
     for is_alarmed, group in groupby(run.lines("epoch"), key=lambda line: line.get("health/limits_exceeded", 0) > 0):
-        if is_alarmed:
-            stretch = list(group)
-            first, last = int(stretch[0]["epoch"]) + 1, int(stretch[-1]["epoch"]) + 1
-            when = f"epoch {first}" if first == last else f"epochs {first} to {last}"
-            sentences += [f"{run.label}, {when}: {sentence}" for sentence in _alarms_of(stretch[-1], run)]
+        if not is_alarmed:
+            continue
+        stretch = list(group)
+        first = int(stretch[0]["epoch"]) + 1
+        last = int(stretch[-1]["epoch"]) + 1
+        when = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+        for sentence in _alarms_of(stretch[-1], run):
+            sentences.append(f"{run.label}, {when}: {sentence}")
     return sentences
 
 
 def _alarms_of(line: dict, run: RunHistory) -> list[str]:
-    """The sentences of an epoch's line; of one that is older than the sentences, its figures. Nothing is judged anew:
-    the line does not say which earlier figures the run compared."""
+    """Return the sentences of an epoch's line; an older version's line has none, so that its figures are compared with
+    the limits. Nothing is judged anew: the line does not say which earlier figures the run compared."""
     if "alarms" in line:
         return line["alarms"].splitlines()
     sentences = []
     for name in health.SIGNS:
-        value, limit = line.get(f"health/{name}", 0.0), run.config.health[name]
+        value = line.get(f"health/{name}", 0.0)
+        limit = run.config.health[name]
         if health.is_beyond(value, limit):
             sentences.append(f"{name} is {value:.3g} (limit {limit:g}, config.health.{name})")
     return sentences or ["a limit of config.health was exceeded, or a figure was no finite number"]
 
 
-def moments(run: RunHistory) -> dict[str, list[tuple[str, str, str]]]:
-    """Picture, prompt and reward of the panel's images at evenly spread evaluations, the first and the last among them,
-    by the title of each."""
-    sheets, pictures = list(plots.evaluations(run.folder).items()), {}
-    for number in np.linspace(0, len(sheets) - 1, min(len(sheets), MOST_EVALUATIONS)).round().astype(int):
+def moments(run: RunHistory) -> dict[str, list[Picture]]:
+    """Return the pictures of evenly spread evaluations, the first and the last among them, by their titles."""
+    sheets = list(plots.evaluations(run.folder).items())
+    numbers = np.linspace(0, len(sheets) - 1, min(len(sheets), MOST_EVALUATIONS)).round().astype(int)
+    evaluated = {}
+    for number in numbers:
         epochs, sheet = sheets[number]
-        cells = plots.panel_pictures(sheet)
-        pictures[f"after {epochs} epochs"] = [(data_address(image), *rest) for image, *rest in cells]
-    return pictures
+        pictures = []
+        for picture, caption, reward in plots.panel_pictures(sheet):
+            pictures.append(Picture(data_address(picture), caption, reward))
+        evaluated[f"after {epochs} epochs"] = pictures
+    return evaluated
 
 
-def side_by_side(pages: Sequence[tuple[RunHistory, dict[str, list[tuple[str, str, str]]]]]) -> dict[str, list[tuple]]:
-    """Of prompts that several runs drew: each run's label and its last picture and reward."""
+def side_by_side(
+    pages: Sequence[tuple[RunHistory, dict[str, list[Picture]]]],
+) -> dict[str, list[tuple[str, str, str]]]:
+    """Return label, picture and reward of each run's last evaluation, by the prompts that several runs drew."""
     rows = defaultdict(list)
     for run, evaluated in pages:
-        for address, prompt, reward in list(evaluated.values())[-1] if evaluated else []:
-            rows[prompt].append((run.label, address, reward))
+        last = list(evaluated.values())[-1:]
+        for picture in itertools.chain(*last):
+            rows[picture.prompt].append((run.label, picture.address, picture.reward))
     return {prompt: cells for prompt, cells in rows.items() if prompt and len(cells) > 1}
 
 
-def data_address(picture: plots.Image.Image) -> str:
-    """A picture as the address of itself."""
+def data_address(picture: Image.Image) -> str:
+    """Return a picture as an address that holds it."""
     stream = io.BytesIO()
     picture.save(stream, format="webp", quality=80)
-    return "data:image/webp;base64," + base64.b64encode(stream.getvalue()).decode()
+    encoded = base64.b64encode(stream.getvalue()).decode()
+    return f"data:image/webp;base64,{encoded}"
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    """The whole page. Everything that comes from a run is escaped."""
+    """Return the whole page. Everything that comes from a run is escaped."""
     template = Path(__file__).parents[1] / "assets" / "report.html"
     pages = [(run, moments(run)) for run in runs]
+    sentences = []
+    for run in runs:
+        sentences += alarms(run)
+    # A page of one run needs no key.
+    key = []
+    if len(runs) > 1:
+        key = [(plots.svg_key(number), run.label) for number, run in enumerate(runs)]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template.read_text()).render(
         title=" · ".join(run.label for run in runs),
         summary=summary(runs),
-        key=[(plots.svg_key(number), run.label) for number, run in enumerate(runs)] if len(runs) > 1 else [],
+        key=key,
         groups=panels(runs),
-        alarms=[sentence for run in runs for sentence in alarms(run)],
+        alarms=sentences,
         constants=constants(runs),
         by_prompt=side_by_side(pages),
         runs=pages,
@@ -156,23 +205,30 @@ def page(runs: Sequence[RunHistory]) -> str:
     )
 
 
-def write(runs: Sequence[Path], file: Path) -> None:
-    """Draw the page of some runs by their names, or by their paths where two have the same; whoever looks at it
-    meanwhile sees the old one, or the new one."""
+def write_page(runs: Sequence[Path], file: Path) -> None:
+    """Write the page of some runs, which are called by their names, or by their paths where two have the same name.
+
+    Who looks at the page meanwhile sees the old one or the new one.
+    """
     names = [folder.resolve().name for folder in runs]
-    labels = [str(folder) if names.count(name) > 1 else name for folder, name in zip(runs, names)]
-    folders.write_text(file, page(list(map(read_run, runs, labels))))
+    histories = []
+    for folder, name in zip(runs, names):
+        label = str(folder) if names.count(name) > 1 else name
+        histories.append(read_run(folder, label))
+    folders.write_text(file, page(histories))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     args = parser().parse_args(arguments)
-    check(args)
+    check_arguments(args)
     out = args.out or args.runs[0] / "report.html"
-    if out.suffix not in FIGURES:
-        write(args.runs, out)
-    elif not plots.plot_reward((run := read_run(args.runs[0], "")).records, run.config, out):
-        raise UserError(f"{args.runs[0]}: no reward was logged yet")
+    if out.suffix in FIGURES:
+        run = read_run(args.runs[0], "")
+        if not plots.plot_reward(run.records, run.config, out):
+            raise UserError(f"{args.runs[0]}: no reward was logged yet")
+    else:
+        write_page(args.runs, out)
     sys.stdout.write(f"{out}\n")
 
 

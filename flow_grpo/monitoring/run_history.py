@@ -20,8 +20,8 @@ from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import stored_config, table
 
-NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")  # they say nothing, or too much
-BEST = 2  # among a run's scores
+# Settings that tables leave out: they say nothing, or too much.
+NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,32 @@ class RunHistory:
     evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way
 
     def lines(self, kind: str) -> list[dict[str, float]]:
-        """The records of a kind."""
+        """Return the records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
 
 class Score(NamedTuple):
-    """An evaluation by the score that chooses."""
+    """Evaluation by config.eval.best_by."""
 
     value: float
     error: float | None
     epoch: int
 
 
+class Scores(NamedTuple):
+    """Evaluations and tests of a run by config.eval.best_by, in the order of the columns of `summary`."""
+
+    first: Score | None
+    last: Score | None
+    best: Score | None
+    first_test: Score | None
+    last_test: Score | None
+    test_of_best: Score | None
+
+
 class Table(NamedTuple):
+    """Head and rows of a table."""
+
     head: list[str]
     rows: list[list[str]]
 
@@ -59,88 +72,111 @@ def read_run(folder: Path, label: str) -> RunHistory:
 
 
 def _evaluations_since(folder: Path) -> int:
-    """Epochs completed at the first evaluation that can be compared with later ones: what the newest checkpoint says,
-    or best/, of which a run may have only one."""
-    since = [0]
-    with suppress(UserError):  # what needs a damaged record names it
-        if chosen := best.read_best(folder):
-            since.append(chosen.since)
+    """Return the epochs completed at the first evaluation that can be compared with later ones, from the newest
+    checkpoint or from best/; a run may have only one of them."""
+    # A damaged record is passed over here: whatever needs it names it.
+    since = 0
     with suppress(UserError):
-        if newest := checkpoints.find_newest(folder / "checkpoints"):
-            since.append(checkpoints.read_progress(newest).evaluations_since)
-    return max(since)
+        evaluation = best.read_best(folder)
+        if evaluation:
+            since = evaluation.since
+    with suppress(UserError):
+        newest = checkpoints.find_newest(folder / "checkpoints")
+        if newest:
+            since = max(since, checkpoints.read_progress(newest).evaluations_since)
+    return since
 
 
 def summary(runs: Sequence[RunHistory]) -> Table:
-    """How far each run is, and the score that chooses, before training, last and of the best policy; the means of runs
-    that differ in their seed alone."""
+    """Return how far each run is and its scores, and the mean scores of runs that differ in their seed alone."""
     head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
-    return Table([*head, "epochs with an alarm"], [*map(_summary_row, runs), *map(_mean_row, differing_in_seed(runs))])
+    rows = [_summary_row(run) for run in runs]
+    rows += [_mean_row(group) for group in differing_in_seed(runs)]
+    return Table([*head, "epochs with an alarm"], rows)
 
 
 def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
-    """Groups of two runs or more whose numbers follow from the same settings but for the seed."""
+    """Return groups of two runs or more whose numbers follow from the same settings but for the seed."""
     groups = defaultdict(list)
     for run in runs:
-        settings = {key: str(value) for key, value in table.flat(run.config).items() if key not in (*NOT_SHOWN, "seed")}
-        groups[tuple(sorted(settings.items()))].append(run)
+        settings = []
+        for key, value in sorted(table.flat(run.config).items()):
+            if key not in (*NOT_SHOWN, "seed"):
+                settings.append((key, str(value)))
+        groups[tuple(settings)].append(run)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def _summary_row(run: RunHistory) -> list[str]:
     epochs = run.lines("epoch")
-    duration = tqdm.format_interval(sum(record.get("time/epoch_s", 0.0) for record in epochs))
-    alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
+    seconds = sum(record.get("time/epoch_s", 0.0) for record in epochs)
+    num_alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
     scores = _scores(run)
     cells = [with_error(score.value, score.error) if score else "" for score in scores]
-    if scores[BEST]:
-        cells[BEST] += f" (after {scores[BEST].epoch} epochs)"
-    return [
-        run.label,
-        f"{len(epochs)} of {run.config.num_epochs}",
-        duration,
-        _score(run),
-        *cells,
-        str(alarmed),
-    ]
+    if scores.best:
+        cells[Scores._fields.index("best")] += f" (after {scores.best.epoch} epochs)"
+    progress = f"{len(epochs)} of {run.config.num_epochs}"
+    return [run.label, progress, tqdm.format_interval(seconds), _score_name(run), *cells, str(num_alarmed)]
 
 
-def _score(run: RunHistory) -> str:
-    """The name of the one that chooses."""
+def _score_name(run: RunHistory) -> str:
+    """Return the display name of the score that chooses."""
     return rewards.display_name(run.config.eval.best_by, run.config.reward_fn)
 
 
 def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
-    """Means over seeds with their standard errors, of what all of them have."""
+    """Return means over seeds with their standard errors, where all runs have a score."""
     cells = []
-    for scores in zip(*map(_scores, runs)):
-        column = torch.tensor([score.value if score else math.nan for score in scores], dtype=torch.float64)
-        mean, error = column.mean().item(), column.std().item() / math.sqrt(len(runs))
+    for column in zip(*map(_scores, runs)):
+        if None in column:
+            cells.append("")
+            continue
+        values = torch.tensor([score.value for score in column], dtype=torch.float64)
+        mean = values.mean().item()
+        error = values.std().item() / math.sqrt(len(runs))
         cells.append("" if math.isnan(mean) else with_error(mean, error))
-    return ["mean of " + ", ".join(run.label for run in runs), "", "", _score(runs[0]), *cells, ""]
+    return ["mean of " + ", ".join(run.label for run in runs), "", "", _score_name(runs[0]), *cells, ""]
 
 
-def _scores(run: RunHistory) -> list[Score | None]:
-    """The score that chooses: of the first, last and best evaluation, the first and last test, and the best weights'
-    test."""
-    evaluations, tests, of_best = (_scores_of(run, kind) for kind in ("eval", "test", "test_best"))
-    highest = max((score for score in evaluations if math.isfinite(score.value)), default=None)
-    ends = [scores[i] if scores else None for scores in (evaluations, tests) for i in (0, -1)]
-    return [*ends[:2], highest, *ends[2:], of_best[-1] if of_best else None]
+def _scores(run: RunHistory) -> Scores:
+    evaluations = _scores_of(run, "eval")
+    tests = _scores_of(run, "test")
+    finite = [score for score in evaluations if math.isfinite(score.value)]
+    return Scores(
+        first=_at(evaluations, 0),
+        last=_at(evaluations, -1),
+        # The first of equals, which best/ keeps.
+        best=max(finite, key=lambda score: score.value, default=None),
+        first_test=_at(tests, 0),
+        last_test=_at(tests, -1),
+        test_of_best=_at(_scores_of(run, "test_best"), -1),
+    )
+
+
+def _at(scores: list[Score], index: int) -> Score | None:
+    """Return the first or the last score; None if there is none."""
+    return scores[index] if scores else None
 
 
 def _scores_of(run: RunHistory, kind: str) -> list[Score]:
+    """Return the comparable evaluations of a kind, the oldest first."""
     name = f"{kind}/{run.config.eval.best_by}"
-    lines = [line for line in run.records if name in line and line["epoch"] >= run.evaluations_since]
-    return [Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])) for line in lines]
+    scores = []
+    for line in run.records:
+        if name in line and line["epoch"] >= run.evaluations_since:
+            scores.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
+    return scores
 
 
 def changed_settings(runs: Sequence[RunHistory]) -> Table:
-    """Settings in which a run differs from the defaults; no secret among them."""
+    """Return the settings in which a run differs from the defaults, but no secret."""
+    # Defaults as config.json stores them, where a tuple is a list.
     defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
-    columns = defaults, *(table.flat(run.config) for run in runs)
-    keys = sorted({key for column in columns for key in column})
-    keys = [key for key in keys if key not in NOT_SHOWN and not key.endswith("token")]
-    rows = [[key, *("" if (value := values.get(key)) is None else str(value) for values in columns)] for key in keys]
-    rows = [row for row in rows if any(value != row[1] for value in row[2:])]
+    columns = [defaults, *(table.flat(run.config) for run in runs)]
+    rows = []
+    for key in sorted(set().union(*columns)):
+        cells = ["" if column.get(key) is None else str(column[key]) for column in columns]
+        is_shown = key not in NOT_SHOWN and not key.endswith("token")
+        if is_shown and len(set(cells)) > 1:
+            rows.append([key, *cells])
     return Table(["setting", "default", *(run.label for run in runs)], rows)

@@ -97,7 +97,7 @@ def _describe(folder: Path) -> list[str]:
     """Note the end and write the model cards; what to tell the user. All that training made is saved by now."""
     problem = problem_of(f"{folder / provenance.FILE} lacks the end", lambda: provenance.note_end(folder))
     notices = [problem]
-    problem = problem_of(f"{folder} has no model card", lambda: notices.extend(model_card.complete(folder)))
+    problem = problem_of(f"{folder} has no model card", lambda: notices.extend(model_card.write_cards(folder)))
     return [*notices, problem]
 
 
