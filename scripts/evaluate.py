@@ -187,7 +187,7 @@ def check(args, compared, config, split, seeds):
         raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
     checks.drop_unused_rewards(config)
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    rewards.check_prompts([*config.reward_fn, *config.eval.rewards], split.prompts)
+    rewards.check_prompts(config.reward_fn, split.prompts, config.eval.rewards)
     for scale in args.guidance_scales or ():
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
     if args.model and all(candidate.weights != "LoRA" for candidate in compared):

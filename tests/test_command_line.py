@@ -110,6 +110,26 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     assert help_text.replaced(f"{own_file}:large", config) == []
 
 
+SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to have replaced among these
+    ([], {"shapes": 1.0}, ["dataset", "reward_fn"]),
+    (["--config.reward_fn.jpeg_compressibility=0.5"], {"jpeg_compressibility": 0.5}, ["dataset"]),
+    (["--config.reward_fn.jpeg_compressibility", "0.5"], {"jpeg_compressibility": 0.5}, ["dataset"]),
+    (["--config.reward_fn.pickscore=1"], {"pickscore": 1.0}, ["dataset"]),
+    (["--config.reward_fn.ocr=0.0"], {"shapes": 1.0}, ["dataset"]),
+    (["--config.dataset=dataset/ocr"], {"shapes": 1.0}, ["reward_fn"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "weights", "replaced"), SMOKE_AND_FLAGS)
+def test_smoke_puts_nothing_beside_what_the_command_line_names(flags, weights, replaced):
+    file = "config/grpo.py:pickscore_qwenimage,smoke"
+    config = command_line.config_of([f"--config={file}", *flags], DEFAULT)
+    assert {name: weight for name, weight in config.reward_fn.items() if weight} == weights
+    assert config.text_tokens == (20 if "dataset" in replaced else 128)
+    lines = [line.split()[2] for line in help_text.replaced(file, config)]
+    assert [key for key in lines if key in ("dataset", "reward_fn")] == replaced
+
+
 def test_published_configs_are_found_from_any_directory_and_ones_own_file_goes_before_them(own_file, monkeypatch):
     monkeypatch.chdir(own_file.parent)
     monkeypatch.setattr(sys, "argv", ["copy_of_a_script.py"])

@@ -152,7 +152,7 @@ def test_the_target_is_quoted_or_in_the_metadata(prompt, metadata, target):
 def test_a_prompt_without_a_target_is_named(score, prompt, metadata):
     check = lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata])  # noqa: E731
     grade = lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata])  # noqa: E731
-    assert_refused([("check", check, ["ocr", repr(prompt)]), ("grade", grade, ["ocr", repr(prompt)])])
+    assert_refused([("check", check, ["text", repr(prompt)]), ("grade", grade, ["text", repr(prompt)])])
 
 
 @pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])

@@ -358,10 +358,12 @@ def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
         ("wrong", wrong, ["'aesthetic'", "int"]),
     ]
     for name, metadata, *words in METADATA:
-        check([name], [Prompt("a", good), Prompt("b", good)])
+        check({name: 1.0}, [Prompt("a", good), Prompt("b", good)])
         prompts = Prompt("a", good), Prompt("b" * 5000, metadata)
-        call = lambda name=name, prompts=prompts: check([name], prompts)  # noqa: E731
-        rows.append((f"{name} {metadata}", call, [*words, "'" + "b" * 40, "b...b"]))
+        call = lambda name=name, prompts=prompts: check({name: 1.0}, prompts)  # noqa: E731
+        words = [f"reward '{name}'", *words, "'" + "b" * 40, "b...b", f"config.reward_fn.{name}=0"]
+        rows.append((f"{name} {metadata}", call, words))
+    rows.append(("watched", lambda: check({}, [Prompt("a")], ["shapes"]), ["reward 'shapes'", "'a'", "leave it out"]))
     assert_refused(rows)
 
 

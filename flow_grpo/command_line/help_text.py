@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
+from flow_grpo.command_line import overrides
 from flow_grpo.settings import config_files, table
 
 WIDTH = 120  # characters of a line
@@ -104,13 +105,18 @@ def changed_settings(file: str, config: ConfigDict) -> str:
 
 def replaced(file: str, config: ConfigDict) -> list[str]:
     """What the variant smoke, which puts what is on this machine into the place of what is not, has replaced."""
-    path, _, name = file.partition(":")
-    if "smoke" not in name.split(",")[1:]:
+    unchanged = overrides.before_smoke(file)
+    if unchanged is None:
         return []
-    others = ",".join(word for word in name.split(",") if word != "smoke")
-    before, after = (config_files.load(f"{path}:{words}").to_dict() for words in (others, name))
-    keys = ("model", "dataset", "reward_fn", "height", "width", "precision")
-    return [f"smoke replaces {key} {before[key]} by {after[key]}" for key in keys if before[key] != after[key]]
+    before = unchanged.to_dict()
+    smoke = config_files.load(file).to_dict()
+    now = config.to_dict()
+    lines = []
+    for key in ("model", "dataset", "reward_fn", "height", "width", "precision"):
+        overridden = now[key] != smoke[key]  # by the command line, which has the last word
+        if smoke[key] != before[key] and not overridden:
+            lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")
+    return lines
 
 
 def culprit(error: UserError, file: str, config: ConfigDict) -> str:

@@ -21,6 +21,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     file, others = split(arguments, default)
     keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
     config = config_files.load(file)
+    _drop_stand_ins(config, file, others)
     _add_rewards(config, others)
     _add_custom(config, others)
     _refuse_unknown(config, keys)
@@ -42,6 +43,31 @@ def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
         else:
             others.append(word)
     return file, others
+
+
+def before_smoke(file: str) -> ConfigDict | None:
+    """The config of FILE:NAME,VARIANT,... without its variant smoke; None where it has none."""
+    path, _, name = file.partition(":")
+    run, *variants = name.split(",")
+    if "smoke" not in variants:
+        return None
+    others = [variant for variant in variants if variant != "smoke"]
+    return config_files.load(f"{path}:{','.join([run, *others])}")
+
+
+def _drop_stand_ins(config: ConfigDict, file: str, words: Sequence[str]) -> None:
+    """Drop what the variant smoke has put in the place of rewards or of a data set that the command line names."""
+    before = before_smoke(file)
+    if before is None:
+        return
+    line = " ".join(words)
+    if re.search(r"--?config\.dataset[= ]", line):
+        config.text_tokens = before.text_tokens
+    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", line)
+    named = [name for name, weight in weights if _literal(weight) != 0]
+    if named:
+        kept = {name: weight for name, weight in config.reward_fn.items() if name in (*before.reward_fn, *named)}
+        config.reward_fn = kept
 
 
 def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:

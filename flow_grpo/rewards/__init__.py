@@ -109,13 +109,18 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         raise UserError(f"reward {name!r} needs config.reward.args.{name}: {', '.join(needed)}")
 
 
-def check_prompts(names: Iterable[str], prompts: list[Prompt]) -> None:
-    """Raises UserError for the first prompt that one of the rewards cannot score."""
-    for name in set(names) & set(reward_names()):
+def check_prompts(weights: Mapping[str, float], prompts: list[Prompt], watched: Iterable[str] = ()) -> None:
+    """Raises UserError for the first prompt that one of the rewards cannot score. Arguments as of `check_rewards`."""
+    for name in sorted({*weights, *watched} & set(reward_names())):
         check = getattr(_file(name), "check_prompts", None)
-        if check:
+        if not check:
+            continue
+        try:
             with _named(name, "did not check the prompts"):
                 check(texts_of(prompts), [prompt.metadata for prompt in prompts])
+        except UserError as error:
+            way_out = f"leave it out by config.reward_fn.{name}=0" if name in weights else "leave it out"
+            raise UserError(f"reward {name!r}: {error}; give it other prompts, or {way_out}") from error
 
 
 def image_labels(names: Iterable[str], images: Any, prompts: list[Prompt]) -> dict[str, Any]:

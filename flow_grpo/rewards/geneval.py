@@ -25,13 +25,12 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
         known = bool(clauses) and isinstance(clauses, list)
         if not known or not all(_is_clause(clause) for clause in clauses):
             raise UserError(
-                f'reward geneval needs metadata with "include", a list of objects with "class" and "count", a number '
-                f"from 1, which {quoted(prompt)} has not"
+                f'prompt {quoted(prompt)} needs metadata with "include", a list of objects with "class" and "count", '
+                "a number from 1"
             )
         if not isinstance(data.get("tag"), str):
             raise UserError(
-                f'reward geneval needs metadata with "tag", the category of the prompt, such as "counting", which '
-                f"{quoted(prompt)} has not"
+                f'prompt {quoted(prompt)} needs metadata with "tag", the category of the prompt, such as "counting"'
             )
 
 

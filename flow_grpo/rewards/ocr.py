@@ -41,7 +41,7 @@ def target_of(prompt: str, metadata: dict) -> str:
     target = metadata.get("target", " ".join(QUOTED.findall(prompt)))
     if not isinstance(target, str) or not normalise(target):
         raise UserError(
-            f"reward ocr finds no text to look for in prompt {quoted(prompt)}: put the text in double quotes, "
+            f"there is no text to look for in prompt {quoted(prompt)}: put the text in double quotes, "
             f'or give its metadata a "target" string (it has {quoted(metadata.get("target"))})'
         )
     return target

@@ -214,7 +214,7 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
         light.check_steps(config.eval.num_steps, "config.eval.num_steps")
     texts = _load_prompts(config, stored_prompts)
     scored = [prompt for file in texts.files for prompt in file.prompts]
-    rewards.check_prompts([*config.reward_fn, *config.eval.rewards], scored)
+    rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
     light.check_sources(scored)
     light.check(scored, config.text_tokens)
     return texts
