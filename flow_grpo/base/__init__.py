@@ -1,1 +1,1 @@
-"""What every part stands on: random streams, processes, folders, checksums. It imports no other package."""
+"""Base of all other packages: random streams, processes, folders, checksums. It imports none of them."""

@@ -1,14 +1,14 @@
-"""Whether files are those that were written or read before.
+"""Checksums, which tell whether files are as they were written, and digests, which name the content of files.
 
-A folder's checksums.json holds a size and a CRC-32, the fastest that Python has, of each file; of a folder inside only
-where that has none of its own. It says nothing about who wrote a file. A digest is the name of a file's content.
+A folder's checksums.json holds size and CRC-32, the fastest sum that Python has, of each file in it and below it; an
+inner folder with a checksums.json of its own is left out. It does not tell who wrote a file.
 """
 
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -23,85 +23,115 @@ CHUNK = 2**22  # bytes
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder."""
-    names = list(_names(folder))
-    (folder / FILE).write_text(json.dumps(dict(zip(names, _sums_of(folder, names)))))
+    names = _names(folder)
+    checksums = dict(zip(names, _checksums(folder, names)))
+    (folder / FILE).write_text(json.dumps(checksums))
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a folder's files, "" for nothing."""
+    """Return what is wrong with the files of a folder, "" for nothing."""
     try:
         expected = folders.read_json(folder / FILE)
         if not expected:
             return f"{FILE} lists no file"
-        if missing := [name for name in expected if not (folder / name).is_file()]:
-            return f"{missing[0]} is missing"
-        changed = [name for name, crc in zip(expected, _sums_of(folder, [*expected])) if crc != expected[name]]
+        for name in expected:
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+        actual = dict(zip(expected, _checksums(folder, list(expected))))
     except (UserError, OSError) as error:
         return str(error)
-    return f"{', '.join(changed[:3])}: the bytes are not those that were written" if changed else ""
+    changed = [name for name in expected if actual[name] != expected[name]]
+    if not changed:
+        return ""
+    return f"{', '.join(changed[:3])}: the bytes are not those that were written"
 
 
 def check_files(folder: Path) -> None:
-    """Raises UserError for a folder whose files are not those that its checksums.json was written for."""
-    if (folder / FILE).exists() and (problem := damage(folder)):
+    """Raise UserError if a folder has a checksums.json and its files are others. A folder without one is accepted."""
+    if not (folder / FILE).exists():
+        return
+    problem = damage(folder)
+    if problem:
         raise UserError(
             f"{folder} is damaged: {problem}; where its files were changed on purpose, delete {folder / FILE}"
         )
 
 
-def _names(folder: Path) -> Iterator[str]:
-    for place, inside, files in os.walk(folder):
-        inside[:] = sorted(name for name in inside if not Path(place, name, FILE).exists())
-        yield from (str(Path(place, name).relative_to(folder)) for name in sorted(files) if name != FILE)
+def _names(folder: Path) -> list[str]:
+    """Return the paths in a folder that its checksums.json lists."""
+    names = []
+    for place, inner_folders, files in os.walk(folder):
+        # os.walk goes on into what is left in its own list.
+        inner_folders[:] = sorted(name for name in inner_folders if not Path(place, name, FILE).exists())
+        for name in sorted(files):
+            if name != FILE:
+                names.append(str(Path(place, name).relative_to(folder)))
+    return names
 
 
-def _sums_of(folder: Path, names: list[str]) -> list[list[int]]:
-    """Files side by side: neither reading nor summing holds Python's lock."""
+def _checksums(folder: Path, names: list[str]) -> list[list[int]]:
+    """Return the checksum of each file, computed side by side: reading and summing release Python's lock."""
+    paths = [folder / name for name in names]
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda name: _sum_of(folder / name), names))
+        return list(pool.map(_checksum, paths))
 
 
-def _sum_of(path: Path) -> list[int]:
-    crc, buffer = 0, memoryview(bytearray(CHUNK))
+def _checksum(path: Path) -> list[int]:
+    """Return [bytes, CRC-32] of a file."""
+    crc = 0
+    buffer = memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        # readinto returns 0 at the end.
+        for count in iter(partial(file.readinto, buffer), 0):
             crc = zlib.crc32(buffer[:count], crc)
     return [path.stat().st_size, crc]
 
 
 def file_digest(path: Path, memory: Path | None = None) -> str:
-    """Of one file; see `file_digests`."""
+    """Return the digest of one file, see `file_digests`."""
     return file_digests({"": path}, memory)[""]
 
 
 def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None = None) -> dict[str, str]:
-    """Of the files in a folder that fit one of the patterns, by their paths there; see `file_digests`."""
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-    return file_digests({str(path.relative_to(folder)): path for path in paths}, memory)
+    """Return the digests of a folder's files that match a pattern, by their paths in it, see `file_digests`."""
+    files = {}
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file():
+                files[str(path.relative_to(folder))] = path
+    return file_digests(files, memory)
 
 
 def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str, str]:
-    """Name -> the BLAKE2b digest of a file's bytes, 32 hexadecimal digits. Files are read side by side. `memory`, a
-    JSON file, keeps digests for later processes, which may share it; it is no error if it cannot be read or written."""
-    files = {name: Path(path).resolve() for name, path in files.items()}
+    """Return name -> BLAKE2b digest of a file's bytes, 32 hexadecimal digits. Files are read side by side.
+
+    Args:
+        memory: JSON file that keeps digests for later processes, which may share it; it need not be readable or
+            writable.
+    """
+    paths = {name: Path(path).resolve() for name, path in files.items()}
     known = {}  # path -> [bytes, time of the content, time of the entry in ns, digest]
-    with suppress(UserError):  # a missing or damaged memory
-        known = folders.read_json(memory) if memory else {}
+    if memory:
+        with suppress(UserError):  # it is missing or damaged
+            known = folders.read_json(memory)
     with ThreadPoolExecutor() as pool:
-        entries = dict(zip(map(str, files.values()), pool.map(partial(_entry_of, known), files.values())))
-    if memory and known != known | entries:
+        entries = pool.map(partial(_digest_entry, known), paths.values())
+        current = dict(zip(map(str, paths.values()), entries))
+    updated = known | current
+    if memory and known != updated:
         with suppress(OSError):
-            folders.write_text(memory, json.dumps(known | entries))
-    return {name: entries[str(file)][-1] for name, file in files.items()}
+            folders.write_text(memory, json.dumps(updated))
+    return {name: current[str(path)][-1] for name, path in paths.items()}
 
 
-def _entry_of(remembered: dict[str, list], file: Path) -> list:
-    """A file's size, times and digest; the digest is computed unless the rest is remembered."""
+def _digest_entry(known: dict[str, list], file: Path) -> list:
+    """Return a file's size, times and digest. The digest is computed unless size and times are the known ones."""
     status = file.stat()
     entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    known = remembered.get(str(file))
-    is_whole = isinstance(known, list) and len(known) == 4 and isinstance(known[-1], str)
-    if is_whole and known[:-1] == entry:
-        return known
+    remembered = known.get(str(file))
+    is_whole = isinstance(remembered, list) and len(remembered) == 4 and isinstance(remembered[-1], str)
+    if is_whole and remembered[:-1] == entry:
+        return remembered
     with file.open("rb") as stream:
-        return [*entry, hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()]
+        digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16))
+    return [*entry, digest.hexdigest()]

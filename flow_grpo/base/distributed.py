@@ -1,13 +1,14 @@
 """Ranks: how they meet, exchange values and agree. The only module that calls torch.distributed's collectives."""
 
 import ctypes
+import itertools
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,15 @@ from torch import Tensor
 
 from flow_grpo.base.errors import UserError, WriteFailed
 
-_RAISED = {error.__name__: error for error in (UserError, WriteFailed, OSError)}  # by a rank, and then by all
+Value = TypeVar("Value")
+
+# Errors of one rank that all ranks raise as such, the first that fits; others travel as a RuntimeError.
+_SHARED_ERRORS = {"UserError": UserError, "WriteFailed": WriteFailed, "OSError": OSError}
 
 
 class Ranks(NamedTuple):
+    """Place of this process among the ranks."""
+
     rank: int
     world_size: int
     device: torch.device
@@ -26,45 +32,48 @@ class Ranks(NamedTuple):
 
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun started; rank 0 of 1 without torchrun."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if has_cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
         return Ranks(0, 1, device)
     end_with_torchrun()
     # gloo beside nccl, so that objects and CPU tensors travel without touching the GPU. The timeout covers the longest
     # one-sided wait: rank 0 writing a checkpoint, or one rank's slow reward server.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=30))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_cuda else "gloo", timeout=timedelta(minutes=30))
     return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
 def end_with_torchrun() -> None:
-    """On Linux, have the system kill this rank as soon as torchrun has ended: a killed one cannot end its ranks."""
+    """Have Linux kill this rank as soon as torchrun has ended: a killed torchrun cannot end its ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        pr_set_pdeathsig = 1  # of this process alone: the ones that it forks do not inherit it
+        # Processes that this one forks do not inherit the setting.
+        pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def close() -> None:
     """Leave, all ranks together."""
+    # Under gloo a rank that leaves early aborts the others.
     if dist.is_initialized():
-        barrier()  # under gloo a rank that leaves early aborts the others
+        barrier()
         dist.destroy_process_group()
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This rank's number."""
+    """Return this rank's number."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_main() -> bool:
-    """Whether this is rank 0."""
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
@@ -74,34 +83,55 @@ def barrier() -> None:
         dist.barrier()
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+def broadcast_object(value: Value) -> Value:
+    """Return rank 0's value, on every rank."""
     return gather_objects([value] if is_main() else [])[0]
 
 
-def on_main(function: Callable, *args: Any) -> Any:
-    """Call on rank 0 while the others wait; its value, on every rank. An exception is raised as by `on_all`."""
-    return broadcast_object(on_all(function, *args) if is_main() else on_all(lambda: None))
+def on_main(function: Callable[..., Value], *args: Any) -> Value:
+    """Call on rank 0 while the others wait, and return its value on every rank. Errors are raised as by `on_all`."""
+    return broadcast_object(on_all(_call_on_main, function, *args))
 
 
-def on_all(function: Callable, *args: Any) -> Any:
-    """Call on every rank; the rank's own value. An exception on any rank is raised on every rank, so that none waits
-    for ever: a UserError or an OSError as such, others as a RuntimeError."""
-    value = error = None
+def _call_on_main(function: Callable[..., Value], *args: Any) -> Value | None:
+    """Call on rank 0; do nothing on the others."""
+    if is_main():
+        return function(*args)
+    return None
+
+
+def on_all(function: Callable[..., Value], *args: Any) -> Value:
+    """Call on every rank and return the rank's own value.
+
+    An error on any rank is raised on every rank, so that none waits for ever: a UserError or an OSError as such, others
+    as a RuntimeError.
+    """
+    value = None
+    errors = []
     try:
         value = function(*args)
-    except Exception as caught:
-        error = caught
-    kind = next((name for name, base in _RAISED.items() if isinstance(error, base)), "RuntimeError")
-    failures = gather_objects([(kind, f"rank {rank()}: {str(error) or repr(error)}")] if error else [])
+    except Exception as error:
+        errors.append(error)
+    failures = gather_objects([_described(error) for error in errors])
+    if errors:
+        raise errors[0]
     if failures:
         kind, message = failures[0]
-        raise error or _RAISED.get(kind, RuntimeError)(message)
+        raise _SHARED_ERRORS.get(kind, RuntimeError)(message)
     return value
 
 
+def _described(error: Exception) -> tuple[str, str]:
+    """Return an error as other ranks raise it: the name of its kind, and its text with this rank's number."""
+    message = f"rank {rank()}: {str(error) or repr(error)}"
+    for name, kind in _SHARED_ERRORS.items():
+        if isinstance(error, kind):
+            return name, message
+    return "RuntimeError", message
+
+
 def gather(tensor: Tensor) -> Tensor:
-    """[b, ...] on every rank -> [world * b, ...], in rank order, on every rank."""
+    """Return [world * b, ...], in rank order and on every rank, of [b, ...] on every rank."""
     if not dist.is_initialized():
         return tensor
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
@@ -110,12 +140,14 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """The inverse of `gather`: this rank's rows."""
-    return tensor if not dist.is_initialized() else tensor.chunk(dist.get_world_size())[dist.get_rank()]
+    """Return this rank's rows: the inverse of `gather`."""
+    if not dist.is_initialized():
+        return tensor
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def average(tensor: Tensor) -> Tensor:
-    """The ranks' mean, in place: one all-reduce."""
+    """Replace a tensor by its mean over the ranks, by one all-reduce, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
@@ -123,26 +155,30 @@ def average(tensor: Tensor) -> Tensor:
 
 
 def over_ranks(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums added up over the ranks, and the largest of their maxima; shapes as they were."""
-    return gather(sums[None]).sum(0), gather(maxima[None]).amax(0)
+    """Return sums added up over the ranks, and the largest of their maxima; shapes stay."""
+    total = gather(sums[None]).sum(0)
+    highest = gather(maxima[None]).amax(0)
+    return total, highest
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether some rank says so; all ranks must call."""
-    return bool(gather(torch.tensor([int(flag)])).any())
+    """Return whether the flag is set on any rank. All ranks must call."""
+    flags = gather(torch.tensor([int(flag)]))
+    return bool(flags.any())
 
 
 def gather_objects(values: list) -> list:
-    """The ranks' lists one after the other, in rank order, on every rank. Lengths may differ."""
+    """Return the lists of all ranks joined in rank order, on every rank. Lengths may differ."""
     if not dist.is_initialized():
         return values
     lists = [None] * dist.get_world_size()
     dist.all_gather_object(lists, values)
-    return [value for part in lists for value in part]
+    return list(itertools.chain.from_iterable(lists))
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank so far: allocated on the GPU, or resident on a CPU."""
+    """Return the peak memory of this rank so far: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,4 +1,4 @@
-"""A run's folder: one run takes it and holds it until its process ends. The only module that locks files."""
+"""Folders of runs: made, locked until the process ends, written whole. The only module that locks files."""
 
 import errno
 import fcntl
@@ -19,38 +19,46 @@ from uuid import uuid4
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 
-LOCK, INPUTS, DIGESTS, PARENT = ".lock", "inputs.json", "digests.json", "parent.json"
+LOCK = ".lock"
+INPUTS = "inputs.json"
+DIGESTS = "digests.json"
+PARENT = "parent.json"
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
 SCRATCH = ".scratch-"  # in the names of what is being written
-LEFTOVER_S = 3600.0  # without a write, then nobody is writing it any more
-FULL = errno.ENOSPC, errno.EDQUOT
-REFUSED = *FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE
+LEFTOVER_S = 3600.0  # age of a scratch file that nobody is writing any more
 LFS_POINTER = b"version https://git-lfs"
 LARGEST = 2**63 - 1  # whole number in a record
-NO_WRITING = *FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP
+
+# Errors of a full disk, of a disk that no change of the code would mend, and of a folder in which nothing can be made.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BROKEN = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+UNWRITABLE = (*FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 Record = TypeVar("Record")
 
-_held: dict[Path, TextIO] = {}  # the system takes a lock back when its file is closed, at the latest by its end
+_held: dict[Path, TextIO] = {}  # folder -> its open lock file; the system ends the lock when the file is closed
 
 
 def apply_umask(file: Path) -> None:
-    """Give a file the permissions that the user's umask asks for: safetensors lets nobody but its owner read it."""
+    """Give a file the permissions that the user's umask asks for: safetensors lets only the owner read its files."""
+    # The umask can only be read by setting another one.
     umask = os.umask(0o077)
     os.umask(umask)
     file.chmod(0o666 & ~umask)
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file, which appears whole or not at all. Another file takes the old one's place, so that hard links to
-    the old one, such as those of a backup, keep what they had."""
+    """Write a file, which appears whole or not at all.
+
+    A new file takes the old one's place, so that hard links to the old one, such as a backup's, keep their content.
+    """
     with published(file) as scratch:
         scratch.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def published(path: Path, replaces: bool = False) -> Iterator[Path]:
-    """Where to write a file or a folder, which after the block is at `path`, as by `publish`, or not at all."""
+    """Yield where to write a file or a folder. After the block it is at `path`, as by `publish`, or not at all."""
     scratch = scratch_beside(path)
     try:
         yield scratch
@@ -60,23 +68,24 @@ def published(path: Path, replaces: bool = False) -> Iterator[Path]:
 
 
 def scratch_beside(path: Path) -> Path:
-    """Where to write what shall be at a path: a name that no other process of any machine has."""
+    """Return where to write a file or folder first: a name that no other process of any machine has."""
     return path.with_name(f"{path.stem}{SCRATCH}{uuid4().hex}")
 
 
 def publish(scratch: Path, path: Path, replaces: bool = False) -> None:
-    """Make a file or a folder durable, then visible at its path. With `replaces` it may take the place of a folder: a
-    kill leaves the old one, at `path` or at `replaced_at(path)`, or the new one.
+    """Make a file or a folder durable, then visible at its path.
 
-    Raises OSError where a folder is at the path already, unless `replaces`.
+    With `replaces` it may take the place of a folder: a kill leaves the new one, or the old one at `path` or at
+    `replaced_at(path)`. Without, OSError is raised if there is a folder at the path.
     """
     for part in [*scratch.rglob("*"), scratch]:
         if part.is_file() and not part.is_symlink():
             apply_umask(part)
         if not part.is_symlink():
             sync(part)
+    # A folder cannot be renamed onto another.
     if replaces and path.exists():
-        path.rename(replaced_at(path))  # since a folder cannot be renamed onto another
+        path.rename(replaced_at(path))
     scratch.replace(path)
     sync(path.parent)
     if replaces:
@@ -84,13 +93,14 @@ def publish(scratch: Path, path: Path, replaces: bool = False) -> None:
 
 
 def replaced_at(path: Path) -> Path:
-    """Where a folder is while another one takes its place."""
+    """Return where a folder is kept while another one takes its place."""
     return path.with_name(f"{path.stem}{SCRATCH}old")
 
 
 def recover(path: Path) -> None:
     """Undo what a kill in `publish` left half done; no other process may be writing there."""
-    if (old := replaced_at(path)).exists() and not path.exists():
+    old = replaced_at(path)
+    if old.exists() and not path.exists():
         old.rename(path)
     remove_leftovers(path.parent, path.stem, age_s=0.0)
 
@@ -105,9 +115,9 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -> None:
-    """Remove what killed processes left of `scratch_beside`, but for what was written within `age_s`."""
+    """Remove what killed processes left at `scratch_beside`, except what was written within `age_s`."""
     with suppress(OSError):
-        for leftover in [*folder.glob(f"{stem}{SCRATCH}*")]:
+        for leftover in list(folder.glob(f"{stem}{SCRATCH}*")):
             if time.time() - leftover.stat().st_mtime >= age_s:
                 remove(leftover)
 
@@ -122,19 +132,24 @@ def numbered_folders(first: Path) -> list[Path]:
 def _number_after(first: Path, path: Path) -> int | None:
     """Return 1 for `first`, N for NAME-N, and None for other names."""
     match = re.fullmatch(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?", path.name)
-    return int(match[1] or 1) if match else None
+    if match is None:
+        return None
+    return int(match[1] or 1)
 
 
 def make_new_folder(first: Path, key: str = "config.output_dir") -> Path:
     """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
+    number = 1
+    folder = first
     taken = numbered_folders(first)
-    number = _number_after(first, taken[-1]) + 1 if taken else 1
-    # Another process may make the same folder in between: only the one that makes it has it.
-    while True:
-        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
-        if make_folder(folder, key):
-            return folder
+    if taken:
+        number = _number_after(first, taken[-1]) + 1
+        folder = first.with_name(f"{first.name}-{number}")
+    # Another process may make the same folder in between. Only one of them can.
+    while not make_folder(folder, key):
         number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 def make_folder(folder: Path, key: str) -> bool:
@@ -152,18 +167,22 @@ def make_folder(folder: Path, key: str) -> bool:
 
 
 def lock(folder: Path) -> str:
-    """Keep other processes out of a folder until this one ends or calls `release`; returns what to tell the user: "",
-    or that this file system has no locks. Raises UserError, with host and process, where another one holds it."""
+    """Keep other processes out of a folder until this one ends or calls `release`.
+
+    Return what to tell the user: "", or that this file system has no locks. Raise UserError, with host and process, if
+    another process holds the folder.
+    """
     folder = folder.resolve()
-    release(folder)  # one process never writes two runs into one folder
+    # One process never writes two runs into one folder.
+    release(folder)
     try:
-        file = (folder / LOCK).open("a+")  # a refusal closes it, which gives the lock back
+        file = (folder / LOCK).open("a+")
         _wait_for_lock(file, folder)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
     except OSError as error:
-        if error.errno in NO_WRITING:
+        if error.errno in UNWRITABLE:
             raise UserError(f"{folder} cannot be written: {error.strerror}") from error
         return f"{folder}: its file system has no locks ({error.strerror}): see that no other run writes there"
     _held[folder] = file
@@ -171,12 +190,13 @@ def lock(folder: Path) -> str:
 
 
 def _wait_for_lock(file: TextIO, folder: Path) -> None:
-    """For a holder that was killed. One that is alive is refused."""
-    end = time.monotonic() + WAIT_S
+    """Take a lock, which a killed holder keeps for a while. Raise UserError if the holder lives on."""
+    deadline = time.monotonic() + WAIT_S
     while True:
         with suppress(BlockingIOError):
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if time.monotonic() > end:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
             file.seek(0)
             holder = file.read() or "another process"
             raise UserError(f"{holder} is writing to {folder}: stop it or wait for its end, or choose another folder")
@@ -184,18 +204,19 @@ def _wait_for_lock(file: TextIO, folder: Path) -> None:
 
 
 def held_folders() -> list[Path]:
-    """The folders that this process keeps others out of, the one that it took last in the end."""
+    """Return the folders that this process keeps others out of, the one that it locked last at the end."""
     return list(_held)
 
 
 def release(folder: Path) -> None:
-    """Let other processes in."""
-    if file := _held.pop(folder.resolve(), None):
+    """Let other processes into a folder."""
+    file = _held.pop(folder.resolve(), None)
+    if file:
         file.close()
 
 
 def check_writable(folder: Path) -> None:
-    """Raises UserError unless files can be made in a folder."""
+    """Raise UserError unless files can be made in a folder."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -203,7 +224,7 @@ def check_writable(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder with all in it, or whatever lies in its place."""
+    """Remove a folder with all in it, or a file or link, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -211,25 +232,32 @@ def remove(path: Path) -> None:
 
 
 def file_problem(path: Path) -> str:
-    """Why a file cannot be what its name says, "" where it may be: it is not there, empty, unreadable or a Git LFS
-    pointer, which stands for a file that a clone has not fetched."""
+    """Return why a file cannot be what its name says, or "" if it may be.
+
+    It does not exist, is empty, unreadable, or a Git LFS pointer, which stands for a file that a clone has not fetched.
+    """
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except FileNotFoundError:
-        return "is a link to a file that is gone" if path.is_symlink() else "does not exist"
+        if path.is_symlink():
+            return "is a link to a file that is gone"
+        return "does not exist"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if start == LFS_POINTER:
         return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
-    return "" if start else "is empty"
+    if not start:
+        return "is empty"
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises UserError for a file that does not hold one JSON object."""
+    """Return the JSON object in a file. Raise UserError if the file holds anything else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(stored, ensure_ascii=False).encode()  # of a lone surrogate, which no file can hold, a ValueError
+        # JSON can name a lone surrogate, which no text file can hold: a ValueError here, not when it is written.
+        json.dumps(stored, ensure_ascii=False).encode()
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(stored, dict):
@@ -238,13 +266,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_record(kind: type[Record], path: Path) -> Record:
-    """What a JSON file holds of a record's fields. Raises UserError for a file that no run has written."""
+    """Return the record that a JSON file holds. Raise UserError for a file that no run has written."""
     return record_of(kind, read_json(path), path)
 
 
 def record_of(kind: type[Record], fields: dict[str, Any], path: Path) -> Record:
-    """A record of fields that a JSON file holds. Raises UserError where one is missing, has no part in the record, or
-    has another type than the record says."""
+    """Return a record of the fields that a JSON file holds.
+
+    Raise UserError if a field is missing, unknown, or has another type than the record says.
+    """
     try:
         record = kind(**fields)
     except TypeError as error:
@@ -257,28 +287,31 @@ def record_of(kind: type[Record], fields: dict[str, Any], path: Path) -> Record:
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value is what a record's annotation says."""
-    kind, parts = get_origin(annotation), get_args(annotation)
-    if kind is UnionType:
+    """Return whether a JSON value is what a record's annotation says."""
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
+    if origin is UnionType:
         return any(_has_type(value, part) for part in parts)
-    if kind is dict:
+    if origin is dict:
         return isinstance(value, dict) and all(_has_type(entry, parts[1]) for entry in value.values())
-    if kind is list:
+    if origin is list:
         return isinstance(value, list) and all(_has_type(entry, parts[0]) for entry in value)
-    if annotation in (int, float):
-        numbers = {int: (int,), float: (int, float)}[annotation]
-        return type(value) in numbers and not (type(value) is int and abs(value) > LARGEST)
+    # A bool is an int to isinstance, and no number in a record.
+    if annotation is int:
+        return type(value) is int and abs(value) <= LARGEST
+    if annotation is float:
+        return type(value) is float or _has_type(value, int)
     return isinstance(value, annotation)
 
 
 def is_unused(folder: Path) -> bool:
-    """Whether a folder holds no more than a run writes before it loads anything."""
+    """Return whether a folder holds no more than a run writes before it loads anything."""
     return {path.name for path in folder.iterdir()} <= {LOCK, INPUTS, DIGESTS, PARENT}
 
 
 @contextmanager
 def released_on_error(folder: Path) -> Iterator[None]:
-    """If the block fails: release the folder that this process holds. If it is unused, it is removed."""
+    """Release the folder that this process holds if the block fails, and remove it if it is unused."""
     try:
         yield
     except BaseException:
@@ -293,22 +326,26 @@ def released_on_error(folder: Path) -> Iterator[None]:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk is full, or a user's share of it."""
-    return _is_one_of(error, FULL)
+    """Return whether an error says that a disk, or the user's share of it, is full."""
+    return _has_number(error, FULL)
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether a disk is full, broken or not to be written by this user: what no change of the code would mend."""
-    return _is_one_of(error, REFUSED)
+    """Return whether an error says that a disk is full, broken or not to be written by this user."""
+    return _has_number(error, BROKEN)
 
 
-def _is_one_of(error: BaseException, numbers: Iterable[int]) -> bool:
-    """Whether the system failed with one of these numbers; safetensors, and another rank, say so in words alone."""
-    return bool(re.search(rf"(Errno|os error) ({'|'.join(map(str, numbers))})\b", str(error)))
+def _has_number(error: BaseException, numbers: Iterable[int]) -> bool:
+    """Return whether the system failed with one of these numbers.
+
+    The number is looked for in the text, since safetensors' errors and those of another rank have no `errno`.
+    """
+    alternatives = "|".join(map(str, numbers))
+    return bool(re.search(rf"(Errno|os error) ({alternatives})\b", str(error)))
 
 
 def resume_hint(run_folder: Path) -> str:
-    """The flag that continues a run that ended, as part of a sentence."""
+    """Return how to go on with a run that ended, as part of a sentence."""
     folder = run_folder / "checkpoints"
     if any(folder.glob("epoch_*")):
         return f"the same command with --config.resume_from={folder} goes on from its last checkpoint"

@@ -1,4 +1,4 @@
-"""What the numbers that a run logs are called and mean: assets/metrics.md, the only list of them."""
+"""Names and meanings of the numbers that a run logs, read from assets/metrics.md, the only list of them."""
 
 import re
 from collections.abc import Iterable
@@ -8,6 +8,8 @@ from flow_grpo.base import locations
 
 
 class Metric(NamedTuple):
+    """Row of the table of metrics."""
+
     meaning: str
     expect: str  # what a healthy run shows
     unit: str = ""
@@ -19,13 +21,14 @@ NOT_DRAWN = "In metrics.jsonl alone"  # heading of what the page of a run does n
 
 
 def _table() -> dict[str, Metric]:
-    """A name that ends in <...> stands for every name that begins with what precedes it."""
-    group, rows = "", {}
+    """Return the rows by name. A part <...> of a name stands for any text."""
+    group = ""
+    rows = {}
     for line in TABLE.read_text().splitlines():
         if line.startswith("## "):
             group = line.removeprefix("## ")
         elif line.startswith("| `"):
-            name, unit, meaning, expect = (cell.strip() for cell in line.strip("|").split("|"))
+            name, unit, meaning, expect = map(str.strip, line.strip("|").split("|"))
             rows[name.strip("`")] = Metric(meaning, expect, unit, group)
     return rows
 
@@ -34,28 +37,33 @@ METRICS = _table()
 
 
 def names_score(name: str, rewards: Iterable[str]) -> bool:
-    """Whether a name is that of a score: "avg", a reward's, or a figure of one, of which only the beginning is known
-    before it has scored, such as shapes_accuracy."""
+    """Return whether a name is that of a score: "avg", a reward, or a figure of a reward, such as shapes_accuracy.
+
+    Of a figure only the beginning is known before the reward has scored.
+    """
     return name == "avg" or any(name == reward or name.startswith(f"{reward}_") for reward in rewards)
 
 
 def explain(name: str, rewards: Iterable[str] | None = None) -> Metric | None:
-    """Return the row of METRICS for a name, or None where no row is about it.
+    """Return the row of METRICS for a name, or None if no row describes it.
 
     Args:
-        rewards: those that were measured, whose scores `<name>` of a row may stand for; None = any.
+        rewards: names of the measured rewards, whose scores `<name>` of a row may stand for; None = any.
     """
     if name in METRICS:
         return METRICS[name]
-    fitting = [key for key in METRICS if "<" in key and _fits(key, name, rewards)]
-    return METRICS.get(max(fitting, key=len, default=""))  # reward/<name>_group_std before reward/<name>
+    matching = [key for key in METRICS if "<" in key and _matches(key, name, rewards)]
+    # The longest key is the most specific: reward/<name>_group_std before reward/<name>.
+    return METRICS[max(matching, key=len)] if matching else None
 
 
-def _fits(key: str, name: str, rewards: Iterable[str] | None) -> bool:
+def _matches(key: str, name: str, rewards: Iterable[str] | None) -> bool:
+    """Return whether a key with <...> describes a name."""
     pattern = re.escape(key).replace("<name>", "(?P<name>[^/]+)").replace("<tag>", ".+")
     match = re.fullmatch(pattern, name)
     if match is None:
         return False
-    if key == "validation/<name>":  # held-out pairs have the metrics of an update
+    # Held-out pairs have the metrics of an update.
+    if key == "validation/<name>":
         return match["name"] in METRICS
     return rewards is None or names_score(match["name"], rewards)

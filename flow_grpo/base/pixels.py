@@ -1,4 +1,4 @@
-"""Images of floats as the bytes that files and image libraries take."""
+"""Conversion of images between float tensors in [0, 1] and the bytes that files and image libraries take."""
 
 import numpy as np
 import torch
@@ -9,24 +9,33 @@ from flow_grpo.base.prompt import Prompt
 
 
 def to_uint8(images: Tensor) -> np.ndarray:
-    """[..., 3, H, W] in [0, 1] -> [..., H, W, 3] of 0 to 255, on the CPU."""
-    return images.detach().float().clamp(0, 1).mul_(255).round_().byte().movedim(-3, -1).contiguous().cpu().numpy()
+    """Return [..., 3, H, W] in [0, 1] as [..., H, W, 3] of 0 to 255, on the CPU."""
+    rounded = images.detach().float().clamp(0, 1).mul_(255).round_().byte()
+    return rounded.movedim(-3, -1).contiguous().cpu().numpy()
 
 
 def from_picture(picture: Image.Image) -> Tensor:
-    """A picture of 8 bits a channel, RGB -> [3, H, W] float32 in [0, 1]."""
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255
+    """Return an RGB picture of 8 bits a channel as [3, H, W] float32 in [0, 1]."""
+    pixels = torch.from_numpy(np.array(picture))
+    return pixels.permute(2, 0, 1) / 255
 
 
 def beside_sources(images: Tensor, prompts: list[Prompt]) -> Tensor:
-    """Images [B, 3, H, W] to show, each behind what its prompt edits, if anything, at the image's height."""
-    rows, (height, width) = [], images.shape[2:]
+    """Return images [B, 3, H, W] for a contact sheet, each with what its prompt edits, if anything, to the left of it.
+
+    Each source is padded to the image's size.
+    """
+    height, width = images.shape[2:]
+    rows = []
     for image, prompt in zip(images, prompts, strict=True):
-        pictures = [ImageOps.pad(picture, (width, height), color="white") for picture in prompt.pictures()]
-        rows.append(torch.cat([*(from_picture(picture).to(image) for picture in pictures), image], 2))
+        row = []
+        for picture in prompt.pictures():
+            padded = ImageOps.pad(picture, (width, height), color="white")
+            row.append(from_picture(padded).to(image))
+        rows.append(torch.cat([*row, image], 2))
     return torch.stack(rows)
 
 
 def to_pictures(images: Tensor) -> list[Image.Image]:
-    """[B, 3, H, W] in [0, 1] -> B pictures of 8 bits a channel."""
+    """Return [B, 3, H, W] in [0, 1] as B pictures of 8 bits a channel."""
     return [Image.fromarray(pixels) for pixels in to_uint8(images)]
