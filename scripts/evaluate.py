@@ -158,7 +158,7 @@ def configured(args):
     runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
     common = policies_to_compare.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
-    compared = [policies_to_compare.find(name, common, args.weights) for name in args.policies]
+    compared = [policies_to_compare.find_candidate(name, common, args.weights) for name in args.policies]
     for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
         override(config, args)
     return compared, common
@@ -196,7 +196,7 @@ def check(args, compared, config, split, seeds):
     for candidate in compared:
         check_values(candidate.config)
         families.append(model_classes.resolve(candidate.config))
-        policies_to_compare.check(candidate, families[-1])
+        policies_to_compare.check_candidate(candidate, families[-1])
         light = families[-1].without_weights(candidate.config.model)
         light.check(split.prompts, candidate.config.text_tokens)
         light.check_sources(split.prompts)
@@ -359,7 +359,7 @@ def main(args):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         model = None  # two do not fit on a GPU together
         loading.free_memory()
-        model = policies_to_compare.load(candidate, family, ranks.device)
+        model = policies_to_compare.load_candidate(candidate, family, ranks.device)
         for row, scores in rows_of(candidate, model, pool, args, split, seeds):
             scored.append((row, scores._replace(images={})))
             if distributed.is_main():

@@ -162,7 +162,7 @@ def check(config, options: Options):
 def from_rollouts(config, family, device) -> tuple[Make, Check]:
     """Of prompts, for whose pairs images are drawn."""
     lora = Path(config.lora.path) if config.lora.path else None
-    model = policies_to_compare.load(Candidate(config.model, "base", config, lora, None), family, device)
+    model = policies_to_compare.load_candidate(Candidate(config.model, "base", config, lora, None), family, device)
     group, params = config.sample.num_images_per_prompt, SamplingParams.of(config.sample)
     pool = Pool(device, config.reward_fn, (), config.reward)
     policy = partial(policies.predict, model, config.precision)

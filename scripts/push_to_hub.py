@@ -52,7 +52,7 @@ def chosen_folder(run_folder: Path, weights: str) -> Path:
     """Raises UserError for what is no run, or has no such weights."""
     if not policies_to_compare.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
-    candidate = policies_to_compare.find(str(run_folder), None, weights)
+    candidate = policies_to_compare.find_candidate(str(run_folder), None, weights)
     return candidate.lora or candidate.transformer.parent
 
 

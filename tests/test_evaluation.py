@@ -268,7 +268,7 @@ def test_variety_is_the_distance_over_that_before_training(runs):
 
 def test_the_first_noise_of_the_test_has_the_name_it_always_had():
     names = itertools.product(("test", "validation"), (0, 1))
-    first, *others = (torch.rand(3, generator=evaluation.noise(*name, 5)).tolist() for name in names)
+    first, *others = (torch.rand(3, generator=evaluation.noise_generator(*name, 5)).tolist() for name in names)
     assert first == torch.rand(3, generator=evaluation.rng.generator(0, "eval", 5)).tolist()
     assert len({tuple(draw) for draw in (first, *others)}) == 4
 
@@ -282,7 +282,7 @@ def figures_of_test(folder, prefix, number=-1):
 
 def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(runs, tmp_path, monkeypatch):
     """One model after the other: no two are there together."""
-    alive, loaded, load = [], weakref.WeakSet(), policies_to_compare.load
+    alive, loaded, load = [], weakref.WeakSet(), policies_to_compare.load_candidate
 
     def counted(*arguments):
         alive.append(len(loaded))
@@ -290,7 +290,7 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
         loaded.add(model.transformer)
         return model
 
-    monkeypatch.setattr(policies_to_compare, "load", counted)
+    monkeypatch.setattr(policies_to_compare, "load_candidate", counted)
     lora, full = runs[4], runs[0]
     policies = lora, TINY, lora / "best", full, full / "best", lora
     found, rows = evaluated(tmp_path, *policies, "--weights", "last")
@@ -423,7 +423,7 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
         with places["aspects"].open("a") as file:
             file.write(json.dumps({"prompt": "make it blue", "sources": [f"{side}.png"]}) + "\n")
 
-    monkeypatch.setattr(evaluate.policies_to_compare, "load", None)  # to call it is a TypeError
+    monkeypatch.setattr(evaluate.policies_to_compare, "load_candidate", None)  # to call it is a TypeError
     call = lambda words: lambda: evaluated(tmp_path, *words.format(**places).split())  # noqa: E731
     assert_refused([(words, call(words), says) for words, *says in REFUSED])
 

@@ -217,9 +217,9 @@ def written(folder, stored, change):
 def by_evaluate(folder):
     """The transformer as scripts/evaluate.py loads it."""
     config = table.default_config()
-    candidate = policies_to_compare.find(str(folder), config, "best")
-    policies_to_compare.check(candidate, QwenImage)
-    return policies_to_compare.load(candidate, QwenImage, torch.device("cpu")).transformer
+    candidate = policies_to_compare.find_candidate(str(folder), config, "best")
+    policies_to_compare.check_candidate(candidate, QwenImage)
+    return policies_to_compare.load_candidate(candidate, QwenImage, torch.device("cpu")).transformer
 
 
 def by_a_run(folder):
@@ -295,7 +295,7 @@ def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tm
     adapters = [lora_files.check_adapter(path) for path in (tmp_path, named, *files[:1])]
     assert [adapter.alpha for adapter in adapters] == [8, 8, 6]
     for path in (named, tmp_path, peft):
-        assert policies_to_compare.find(str(path), table.default_config(), "best").weights == "LoRA"
+        assert policies_to_compare.find_candidate(str(path), table.default_config(), "best").weights == "LoRA"
 
 
 def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(stored, tmp_path):
@@ -324,7 +324,7 @@ def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(sto
     assert_refused(
         [(name, lambda path=path: lora_files.check_adapter(path), words) for name, (path, *words) in rows.items()]
     )
-    find = lambda: policies_to_compare.find(str(rows["above"][0]), table.default_config(), "best")  # noqa: E731
+    find = lambda: policies_to_compare.find_candidate(str(rows["above"][0]), table.default_config(), "best")  # noqa: E731
     assert_refused([("by evaluate", find, [rows["above"][1]])])
 
 
@@ -333,7 +333,7 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
     closed.mkdir(mode=0)
     if os.access(closed, os.X_OK):
         pytest.skip("root may look into every folder")
-    find = lambda: policies_to_compare.find(str(closed), table.default_config(), "best")  # noqa: E731
+    find = lambda: policies_to_compare.find_candidate(str(closed), table.default_config(), "best")  # noqa: E731
     assert_refused([("find", lambda: lora_files.find_file(closed), [closed]), ("evaluate", find, [closed])])
 
 

@@ -57,7 +57,7 @@ def test_pairs_are_drawn_on_the_base_that_is_trained_on():
     """Frozen, in the run's precision."""
     config = config_of("shapes_qwenimage_dpo", base_precision="nf4", precision="bf16")
     candidate = policies_to_compare.Candidate(config.model, "base", config, None, None)
-    transformer = policies_to_compare.load(candidate, MODELS["qwenimage"], torch.device("cpu")).transformer
+    transformer = policies_to_compare.load_candidate(candidate, MODELS["qwenimage"], torch.device("cpu")).transformer
     assert quantisation.precision_of(transformer) == "nf4"
     assert {(p.dtype, p.requires_grad) for p in transformer.parameters()} == {(torch.bfloat16, False)}
 

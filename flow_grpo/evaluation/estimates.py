@@ -1,4 +1,4 @@
-"""What scores [S, P] of S noises of each of P prompts say: means, standard errors, best of k, per category.
+"""Estimates from scores [S, P] of S noises of each of P prompts: means, standard errors, best of k, per category.
 
 The noises of one prompt are not independent draws of the score, so standard errors are those of the prompts' means.
 """
@@ -18,41 +18,60 @@ class Estimate(NamedTuple):
     num_prompts: int
 
 
+class Comparison(NamedTuple):
+    """One policy's scores less another's, prompt by prompt."""
+
+    difference: Estimate
+    num_higher: int  # prompts on which the first policy scores more
+    num_lower: int
+    num_equal: int
+
+
 def mean(values: Tensor) -> Estimate:
-    """The mean of all scores, those that failed (NaN) left out."""
+    """Return the mean of all scores, those that failed (NaN) left out."""
     return over_prompts(values.double().nanmean(0))._replace(mean=values.nanmean().item())
 
 
 def best_of(values: Tensor, k: int) -> Estimate:
-    """The expected highest of k of a prompt's S scores, without bias: sum_i C(i - 1, k - 1) / C(S, k) x_(i), with x_(i)
-    the i-th smallest. Of scores 0 and 1 this is pass@k (arXiv:2107.03374, eq. 1)."""
-    num = len(values)
-    assert 1 <= k <= num, (k, num)
-    weights = [math.comb(i, k - 1) / math.comb(num, k) for i in range(num)]
+    """Return the expected highest of k of a prompt's S scores, without bias: sum_i C(i - 1, k - 1) / C(S, k) x_(i),
+    with x_(i) the i-th smallest. Of scores 0 and 1 this is pass@k (arXiv:2107.03374, eq. 1)."""
+    num_noises = len(values)
+    assert 1 <= k <= num_noises, (k, num_noises)
+    weights = [math.comb(i, k - 1) / math.comb(num_noises, k) for i in range(num_noises)]
     return over_prompts(torch.tensor(weights, dtype=torch.float64) @ values.double().sort(0).values)
 
 
-def paired(ours: Tensor, theirs: Tensor) -> tuple[Estimate, int, int, int]:
-    """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference. The
-    difference, and on how many prompts ours are better, worse and equal."""
+def paired(ours: Tensor, theirs: Tensor) -> Comparison:
+    """Compare scores [S, P] prompt by prompt: what noises and prompts have in common cancels in the difference."""
     differences = (ours.double() - theirs.double()).nanmean(0)
-    return over_prompts(differences), *(int((differences.sign() == sign).sum()) for sign in (1, -1, 0))
+    return Comparison(
+        difference=over_prompts(differences),
+        num_higher=int((differences > 0).sum()),
+        num_lower=int((differences < 0).sum()),
+        num_equal=int((differences == 0).sum()),
+    )
 
 
 def is_binary(values: Tensor) -> bool:
-    """Whether scores say right or wrong, no more; False where all of them failed."""
-    values = values[~values.isnan()]
-    return bool(len(values)) and bool(((values == 0) | (values == 1)).all())
+    """Return whether scores say right or wrong, no more; False where all of them failed."""
+    known = values[~values.isnan()]
+    if not len(known):
+        return False
+    return bool(((known == 0) | (known == 1)).all())
 
 
 def by_category(values: Tensor, categories: list[str]) -> dict[str, Estimate]:
-    """The mean of each category of prompts, in the order in which they come; P categories."""
-    columns = {name: [i for i, other in enumerate(categories) if other == name] for name in dict.fromkeys(categories)}
-    return {name: mean(values[:, rows]) for name, rows in columns.items()}
+    """Return the mean of each category of prompts, in the order in which they come; P categories."""
+    columns: dict[str, list[int]] = {}
+    for number, category in enumerate(categories):
+        columns.setdefault(category, []).append(number)
+    return {category: mean(values[:, numbers]) for category, numbers in columns.items()}
 
 
 def over_prompts(values: Tensor) -> Estimate:
-    """Of one number per prompt, [P] float64; NaN: left out."""
-    values = values[~values.isnan()]
-    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Estimate(values.mean().item(), error, len(values))
+    """Estimate the mean of one number per prompt, [P] float64; NaN is left out."""
+    known = values[~values.isnan()]
+    error = math.nan
+    if len(known) > 1:
+        error = known.std().item() / math.sqrt(len(known))
+    return Estimate(known.mean().item(), error, len(known))

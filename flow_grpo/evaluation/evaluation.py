@@ -1,12 +1,13 @@
-"""How good a policy is: deterministic images of fixed prompts from fixed noises, and their scores.
+"""Evaluating a policy: deterministic images of fixed prompts from fixed noises, and their scores.
 
 A run's evaluations and scripts/evaluate.py draw by the same function, `score`. S noises of each of P prompts.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from ml_collections import ConfigDict
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base import distributed, rng
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import Split
+from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, sample
@@ -26,14 +29,15 @@ from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import joined
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """What draws and scores the images of a policy."""
+    """A policy, and what its images are drawn and scored with."""
 
     model: FlowModel
-    embed: Callable  # B prompts -> their Condition
+    embed: Callable[[list[Prompt]], Condition]  # B prompts -> B rows
     velocity: Velocity  # the policy
     pool: Pool  # of the rewards
     bar: Callable  # (iterable, description) -> the same under a progress bar
@@ -48,6 +52,15 @@ class Scores(NamedTuple):
     variety: dict[str, Estimate]  # how different a prompt's images are; {} of one noise
 
 
+class _Batch(NamedTuple):
+    """Neighbours among the S * P rows, which are drawn together."""
+
+    start: int  # the first row
+    scores: dict[str, Tensor]  # name -> [b] float32
+    images: dict[int, Tensor]  # as in Scores
+    labels: dict[str, Tensor]  # kind -> [b] int64; {} where no variety is measured
+
+
 @torch.no_grad()
 def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: int = 0) -> Scores:
     """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
@@ -58,91 +71,134 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         seeds: S numbers; the first noise of all prompts is drawn first, so that one noise more changes no batch.
         num_shown: of how many prompts, evenly spread, the image of the first noise is returned.
     """
-    numbers, size, batches = range(len(split.prompts)), sampler.config.eval.batch_size, []
-    rows, shown = [(seed, number) for seed in seeds for number in numbers], torch.tensor(spread(numbers, num_shown))
-    varies, distances = len(seeds) > 1, variety.Distances(len(numbers))
-    for turn, counts in turns(-(-len(rows) // size), sampler.bar):
-        start = turn * size
-        sampled, pending = _draw(sampler, split, batch_rows := rows[start : start + size])
-        shown_now = shown[(shown >= start) & (shown < start + size)]
-        panel = sampled.images[(shown_now - start).to(sampled.images.device)].cpu() if len(shown_now) else []
-        drawn = [number for _, number in batch_rows] if counts and varies else []
-        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in drawn])
-        distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), drawn)
-        batches += [(start, pending, dict(zip(shown_now.tolist(), panel)), labels)] if counts else []
-    batches = [(start, pending(), *others) for start, pending, *others in batches]
-    batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch[0])
-    _, values, panels, labels = zip(*batches)
-    values = {name: column.view(len(seeds), -1) for name, column in joined(values).items()}
-    images = {number: image for panel in panels for number, image in panel.items()}
-    return Scores(values, images, _variety(distances, labels, len(seeds)) if varies else {})
+    num_prompts = len(split.prompts)
+    batch_size = sampler.config.eval.batch_size
+    rows = list(itertools.product(seeds, range(num_prompts)))
+    shown = spread(range(num_prompts), num_shown)
+    varies = len(seeds) > 1
+    distances = variety.Distances(num_prompts)
+    batches = []
+    pending = []
+    for turn, counts in turns(-(-len(rows) // batch_size), sampler.bar):
+        start = turn * batch_size
+        batch_rows = rows[start : start + batch_size]
+        sampled, scores = _draw(sampler, split, batch_rows)
+        # Batches that only keep step with other ranks add nothing, but make the same calls.
+        measured = [number for _, number in batch_rows] if counts and varies else []
+        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in measured])
+        distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), measured)
+        if counts:
+            batches.append(_Batch(start, {}, _shown_of(sampled.images, start, shown), labels))
+            pending.append(scores)
+    # Scores are waited for when all images are drawn.
+    batches = [batch._replace(scores=wait()) for batch, wait in zip(batches, pending, strict=True)]
+    return _gathered(batches, distances, len(seeds))
 
 
-def _variety(distances: variety.Distances, labels: list[dict[str, Tensor]], num_noises: int) -> dict[str, Estimate]:
-    """By name: the distance between a prompt's images, and the entropy of each kind of labels, of all batches."""
-    found = {"distance": distances.estimate(num_noises)}
-    for name in labels[0]:
-        column = torch.cat([part[name] for part in labels]).view(num_noises, -1)
-        if not math.isnan(bits := variety.entropy_bits(column)):
-            found[f"{name}_bits"] = Estimate(bits, math.nan, column.shape[1])
-    return found
+def _shown_of(images: Tensor, start: int, shown: list[int]) -> dict[int, Tensor]:
+    """Return the images to be shown of a batch [b, 3, H, W], on the CPU. Of the first noise row i is prompt i."""
+    numbers = [number for number in shown if start <= number < start + len(images)]
+    if not numbers:
+        return {}
+    rows = torch.tensor(numbers, device=images.device) - start
+    return dict(zip(numbers, images[rows].cpu(), strict=True))
+
+
+def _gathered(batches: list[_Batch], distances: variety.Distances, num_noises: int) -> Scores:
+    """Join the batches of all ranks."""
+    batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch.start)
+    values = {}
+    for name, column in joined([batch.scores for batch in batches]).items():
+        values[name] = column.view(num_noises, -1)
+    images = {}
+    for batch in batches:
+        images |= batch.images
+    # One image of a prompt differs from nothing.
+    if num_noises == 1:
+        return Scores(values, images, {})
+    return Scores(values, images, _variety(distances, batches, num_noises))
+
+
+def _variety(distances: variety.Distances, batches: list[_Batch], num_noises: int) -> dict[str, Estimate]:
+    """Return by name: the distance between a prompt's images, and the entropy of each kind of labels."""
+    estimates_of = {"distance": distances.estimate(num_noises)}
+    for name in batches[0].labels:
+        column = torch.cat([batch.labels[name] for batch in batches]).view(num_noises, -1)
+        bits = variety.entropy_bits(column)
+        if not math.isnan(bits):
+            estimates_of[f"{name}_bits"] = Estimate(bits, math.nan, column.shape[1])
+    return estimates_of
 
 
 def means(scores: Scores, best_by: str) -> dict[str, float]:
-    """The mean of each score over prompts and noises, those that failed left out; as std_error the standard error of
-    that of `best_by`, where there are several prompts."""
-    figures = {name: values.nanmean().item() for name, values in scores.values.items()}
+    """Return the mean of each score over prompts and noises, those that failed left out, the variety, and as std_error
+    the standard error of the mean of `best_by`, where there are several prompts."""
+    figures = {}
+    for name, values in scores.values.items():
+        figures[name] = values.nanmean().item()
+    for name, estimate in scores.variety.items():
+        figures[name] = estimate.mean
     chosen = scores.values.get(best_by)
-    known = chosen is not None and chosen.shape[1] > 1
-    figures |= {name: estimate.mean for name, estimate in scores.variety.items()}
-    return figures | ({"std_error": estimates.mean(chosen).error} if known else {})
+    if chosen is not None and chosen.shape[1] > 1:
+        figures["std_error"] = estimates.mean(chosen).error
+    return figures
 
 
 def means_by_category(scores: Scores, split: Split) -> dict[str, float]:
-    """The mean of each score that says right or wrong over the prompts of each category, as NAME/TAG."""
+    """Return the mean of each score that says right or wrong over the prompts of each category, as NAME/TAG."""
     tags = [prompt.metadata.get("tag", "") for prompt in split.prompts]
-    binary = {name: values for name, values in scores.values.items() if any(tags) and estimates.is_binary(values)}
-    return {
-        f"{name}/{tag}": part.mean
-        for name, values in binary.items()
-        for tag, part in estimates.by_category(values, tags).items()
-    }
+    if not any(tags):
+        return {}
+    figures = {}
+    for name, values in scores.values.items():
+        if estimates.is_binary(values):
+            for tag, estimate in estimates.by_category(values, tags).items():
+                figures[f"{name}/{tag}"] = estimate.mean
+    return figures
 
 
-def spread(items, count: int) -> list:
-    """`count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` items at equal distances, all of them if there are fewer: test sets are often sorted by kind."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def turns(count: int, bar: Callable) -> Iterator[tuple[int, bool]]:
-    """This rank's numbers below `count`, under a progress bar, and whether each counts: every rank makes equally many,
-    so that sharded forwards meet."""
+    """Yield this rank's numbers below `count`, under a progress bar, and whether each counts. They are filled up, so
+    that all ranks make equally many forwards: sharded ones wait for each other."""
     rank = distributed.rank()
     for turn in bar(range(0, count, distributed.world_size()), "evaluation"):
         yield min(turn + rank, count - 1), turn + rank < count
 
 
-def noise(split: str, seed: int, number: int) -> torch.Generator:
-    """Noise `seed` of prompt `number`. The prompts that choose have other noises than those that choose nothing."""
-    return rng.generator(seed, "eval validation" if split == "validation" else "eval", number)
+def noise_generator(split: str, seed: int, number: int) -> torch.Generator:
+    """Return the generator of noise `seed` of prompt `number`. Prompts that choose the best policy have other noises
+    than those that choose nothing."""
+    stream = "eval validation" if split == "validation" else "eval"
+    return rng.generator(seed, stream, number)
 
 
 def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[Samples, Pending]:
-    """Images of (seed, number of the prompt) rows, and their scores to be."""
-    config, drawn_prompts = sampler.config, [split.prompts[number] for _, number in rows]
-    start = SamplingJob(
+    """Draw the images of (seed, number of the prompt) rows, and begin to score them."""
+    config = sampler.config
+    prompts = []
+    generators = []
+    for seed, number in rows:
+        prompts.append(split.prompts[number])
+        generators.append(noise_generator(split.name, seed, number))
+    job = SamplingJob(
         sampler.model,
-        sampler.embed(drawn_prompts),
-        [noise(split.name, seed, number) for seed, number in rows],
+        sampler.embed(prompts),
+        generators,
         SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
         training_size(config),
     )
-    decoded_together = min(config.vae_batch_size, config.eval.batch_size)  # a compiled decode is filled with copies
-    sampled = sample(start, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
-    return sampled, sampler.pool.submit(sampled.images, drawn_prompts, everything=True)
+    # A compiled decode is filled up with copies to its batch size, so it is no larger than there are images.
+    decoded_together = min(config.vae_batch_size, config.eval.batch_size)
+    sampled = sample(job, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
+    return sampled, sampler.pool.submit(sampled.images, prompts, everything=True)
 
 
 def part_of(split: Split, config: ConfigDict) -> Split:
-    """The eval.num_prompts of it that are drawn."""
+    """Return the eval.num_prompts of a split that are drawn."""
     return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))

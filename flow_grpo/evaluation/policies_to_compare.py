@@ -1,7 +1,9 @@
-"""What can be evaluated without training: a base model, a LoRA folder, a run's best or last weights."""
+"""Policies that are evaluated without training: a base model, a LoRA folder, a run's best or last weights."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from ml_collections import ConfigDict
@@ -13,7 +15,8 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
 from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
 
-OF_A_RUN = (  # top settings that say how a run's policy is evaluated
+# Settings outside of sections that say how a run's policy is evaluated.
+OF_A_RUN = (
     *("model", "model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
     *("precision", "base_precision", "vae_precision", "vae_batch_size"),
 )
@@ -21,6 +24,8 @@ OF_A_RUN = (  # top settings that say how a run's policy is evaluated
 
 @dataclass(frozen=True)
 class Candidate:
+    """A policy to be evaluated."""
+
     name: str  # as the user wrote it
     weights: str  # "base", "LoRA", "best, epoch 21" or "last"
     config: ConfigDict  # config.model is its base
@@ -29,38 +34,44 @@ class Candidate:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether it is a run's folder."""
+    """Return whether a folder is a run's."""
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
 
 
 def run_config(folder: Path) -> ConfigDict:
-    """The settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config, stored = table.default_config(), stored_config.read(folder / "config.json")
-    sections = {"": OF_A_RUN, "lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
+    """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
+    config = table.default_config()
+    stored = stored_config.read(folder / "config.json")
+    keys_of = {"lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
     with config.unlocked():
-        for section, keys in sections.items():
-            target, source = (config[section], stored[section]) if section else (config, stored)
-            for key in keys:
-                target[key] = ConfigDict(source[key]) if isinstance(source[key], dict) else source[key]
+        _copy(stored, config, OF_A_RUN)
+        for section, keys in keys_of.items():
+            _copy(stored[section], config[section], keys)
     return config
 
 
-def find(name: str, config: ConfigDict, weights: str) -> Candidate:
-    """What a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a LoRA of
-    config.model. Raises UserError for what cannot be evaluated."""
+def _copy(stored: dict[str, Any], config: ConfigDict, keys: Iterable[str]) -> None:
+    for key in keys:
+        value = stored[key]
+        config[key] = ConfigDict(value) if isinstance(value, dict) else value
+
+
+def find_candidate(name: str, config: ConfigDict | None, weights: str) -> Candidate:
+    """Find out what a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a
+    LoRA of config.model. Raises UserError for what cannot be evaluated."""
     try:
-        return _found(name, config, weights)
+        return _candidate(name, config, weights)
     except OSError as error:  # a folder that nobody may look into
         raise UserError(f"{name!r} cannot be read: {error.strerror}") from error
 
 
-def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
-    """As `find` says. Raises OSError, too."""
+def _candidate(name: str, config: ConfigDict | None, weights: str) -> Candidate:
     folder = Path(locations.resolve(name))
     if is_run(folder):
-        return _of_run(name, folder, weights)
+        return _candidate_of_run(name, folder, weights)
+    # The folder best/ of a run.
     if folder.name == best.NAME and is_run(folder.parent):
-        return _of_run(name, folder.parent, "best")
+        return _candidate_of_run(name, folder.parent, "best")
     is_model = (folder / "model_index.json").is_file()
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, folder, None)
@@ -68,32 +79,42 @@ def _found(name: str, config: ConfigDict, weights: str) -> Candidate:
         config = config.copy_and_resolve_references()
         config.model = name
         return Candidate(name, "base", config, None, None)
-    what = "does not exist" if not folder.exists() else "is none of these"
+    what = "is none of these" if folder.exists() else "does not exist"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
     raise UserError(f"{name!r} {what}: {kinds}{lora_files.hint(folder)}")
 
 
-def _of_run(name: str, folder: Path, weights: str) -> Candidate:
-    config, source, label = run_config(folder), folder, weights
+def _candidate_of_run(name: str, run_folder: Path, weights: str) -> Candidate:
+    config = run_config(run_folder)
+    folder = run_folder
+    label = weights
     if weights == "best":
-        if (source := best.find_best(folder)) is None:
+        folder = best.find_best(run_folder)
+        if folder is None:
             raise UserError(f"{name!r} has no best evaluation; take --weights last")
-        label = f"best, epoch {best.read_best(folder).epoch}"
-    lora, transformer = (source, None) if config.lora.rank else (None, source / "transformer")
-    if not ((lora / lora_files.FILE).is_file() if lora else transformer.is_dir()):
-        raise UserError(f"{source} holds no weights: the run did not come to its end; take --weights best")
-    return Candidate(name, label, config, lora, transformer)
+        label = f"best, epoch {best.read_best(run_folder).epoch}"
+    if config.lora.rank:
+        candidate = Candidate(name, label, config, lora=folder, transformer=None)
+        has_weights = (folder / lora_files.FILE).is_file()
+    else:
+        candidate = Candidate(name, label, config, lora=None, transformer=folder / "transformer")
+        has_weights = (folder / "transformer").is_dir()
+    if not has_weights:
+        raise UserError(f"{folder} holds no weights: the run did not come to its end; take --weights best")
+    return candidate
 
 
-def check(candidate: Candidate, family: type[FlowModel]) -> None:
+def check_candidate(candidate: Candidate, family: type[FlowModel]) -> None:
     """Raises UserError where its model is not whole, where its LoRA file does not fit it, or where a quantised base is
     asked for and all weights were trained. Loads none."""
-    precision, model = candidate.config.base_precision, candidate.config.model
+    model = candidate.config.model
+    base_precision = candidate.config.base_precision
     model_files.check_parts(model, family)
     model_files.check_weights(model, family, transformer=candidate.transformer)
-    if precision and candidate.transformer:
+    if base_precision and candidate.transformer:
         raise UserError(
-            f"config.base_precision is {precision!r}, but {candidate.name!r} trained all weights: it has no frozen base"
+            f"config.base_precision is {base_precision!r}, but {candidate.name!r} trained all weights: it has no "
+            "frozen base"
         )
     if candidate.lora is None:
         return
@@ -101,12 +122,14 @@ def check(candidate: Candidate, family: type[FlowModel]) -> None:
     lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
 
 
-def load(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:
-    """A model whose transformer carries the candidate, laid out as in training: what was trained is float32, the rest
-    of config.precision. Raises FloatingPointError: the weights are not finite."""
-    config, init = candidate.config, None
+def load_candidate(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:
+    """Load a model whose transformer carries the candidate, laid out as in training: what was trained is float32, the
+    rest of config.precision. Raises FloatingPointError: the weights are not finite."""
+    config = candidate.config
     model = family.load(config.model, device, vae_dtype=fsdp_utils.DTYPES[config.vae_precision])
+    # `fill_model` keeps weights that need a gradient in float32.
     model.transformer.requires_grad_(candidate.transformer is not None)
+    init = None
     if candidate.lora is not None:
         adapter = lora_files.read_adapter(candidate.lora)
         policies.attach(model.transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
