@@ -50,6 +50,7 @@ test-gpu: .venv/ready  ## what compares floats or takes a kernel, on a GPU; with
 check: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(VENV) tools/natural_lines.py
 
 learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours. ARGS="--only nft branches --seconds 300"
 	$(VENV) benchmarks/learn.py train --parallel 2 --seconds 600 $(ARGS)

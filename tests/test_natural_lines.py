@@ -1,0 +1,63 @@
+"""tools/natural_lines.py counts what it says, and its limits can only be lowered."""
+
+from pathlib import Path
+
+import natural_lines
+import pytest
+
+COUNTED = {
+    "tuples": "a, b = f(x), g(y)",
+    "nested": "rows = [[x for x in row] for row in table]",
+    "walruses": "print(x := 3)",
+    "lambdas": "double = lambda x: 2 * x",
+    "docstrings": 'def f():\n    """Of the run."""',
+}
+NATURAL = [
+    "a, b = b, a + b",
+    "a, b = f(x)",
+    "rows = [x for x in row]\nothers = [y for y in row]",
+    "if (match := f(x)):\n    pass",
+    "if not (match := f(x)) or g(match):\n    pass",
+    "if (count := f(x)) > 3:\n    pass",
+    "f(key=lambda x: 2 * x)",
+    'def f():\n    """Return the run of it."""',
+]
+
+
+def kinds_in(source):
+    return [place.kind for place in natural_lines.places_in(source, Path("a.py"))]
+
+
+@pytest.mark.parametrize(("kind", "source"), COUNTED.items())
+def test_a_line_of_each_kind_is_counted_once(kind, source):
+    assert kinds_in(source) == [kind]
+
+
+def test_a_walrus_is_counted_in_a_comprehension_and_a_loop_and_where_an_if_does_not_begin_with_it():
+    sources = ("[y for x in row if (y := f(x))]", "while x := f():\n    pass", "if a and (b := a.b):\n    pass")
+    assert [kinds_in(source) for source in sources] == [["walruses"]] * 3
+
+
+@pytest.mark.parametrize("source", NATURAL)
+def test_a_natural_line_is_not_counted(source):
+    assert kinds_in(source) == []
+
+
+def test_a_folder_above_a_limit_fails_and_one_below_is_told_to_lower_it(monkeypatch, capsys):
+    monkeypatch.setattr(natural_lines, "LIMITS", {"tools": (1, 2, 0, 0, 0)})
+    assert not natural_lines.report({"tools": (1, 1, 0, 0, 0)})
+    assert "tools: 1 nested, lower the limit from 2" in capsys.readouterr().out
+    assert natural_lines.report({"tools": (1, 3, 0, 0, 0)})
+    assert natural_lines.report({"new": (1, 0, 0, 0, 0)}), "a folder that is not named has limits of 0"
+
+
+def test_lowering_writes_the_lower_of_count_and_limit(monkeypatch):
+    monkeypatch.setattr(natural_lines, "LIMITS", {"tools": (1, 2, 0, 0, 4)})
+    source = 'KINDS = {\n}\nLIMITS = {\n    "tools": (1, 2, 0, 0, 4),\n    "gone": (1, 1, 1, 1, 1),\n}\nrest = {}\n'
+    written = natural_lines.lowered(source, {"tools": (3, 0, 0, 0, 4)})
+    assert written == 'KINDS = {\n}\nLIMITS = {\n    "tools": (1, 0, 0, 0, 4),\n}\nrest = {}\n'
+
+
+def test_every_package_has_limits():
+    assert {"config", "tests", "flow_grpo/run"} <= {*natural_lines.limited_folders()}
+    assert all(len(limits) == len(natural_lines.KINDS) for limits in natural_lines.LIMITS.values())
