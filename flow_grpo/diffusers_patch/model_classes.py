@@ -1,4 +1,4 @@
-"""The class of a model: one of the registry, or one of a user's own."""
+"""Classes of models: one of the registry, or one of a user's own."""
 
 import hashlib
 import importlib
@@ -16,68 +16,81 @@ from flow_grpo.diffusers_patch.loading import pipeline_name
 
 
 def of_folder(folder: str) -> type[FlowModel]:
-    """Of a diffusers folder or hub id. Raises UserError unless its pipeline is among the models."""
+    """Find the class for a diffusers folder or hub id. Raises UserError unless its pipeline is among the models."""
     return _of_class(pipeline_name(folder), f"config.model {folder!r} holds")
 
 
 def resolve(config: ConfigDict) -> type[FlowModel]:
-    """The class of config.model, or the one that config.model_class names, which gets its source's digest there. Raises
-    UserError where there is none, it is for another pipeline, or its source is not the one of a digest there."""
+    """Find the class of config.model, or import the one that config.model_class names, and write its source's digest
+    there. Raises UserError where there is none, it is for another pipeline, or its source has not the digest that is
+    there."""
     if not config.model_class:
         return of_folder(config.model)
     name, _, stored = config.model_class.partition("@")
-    family = _imported(name)
-    if family.PIPELINE.__name__ != (pipeline := pipeline_name(config.model)):
+    model_class = _imported(name)
+    pipeline = pipeline_name(config.model)
+    if model_class.PIPELINE.__name__ != pipeline:
         raise UserError(
-            f"config.model_class {name!r} is for a {family.PIPELINE.__name__}; config.model {config.model!r} holds a "
-            f"{pipeline}"
+            f"config.model_class {name!r} is for a {model_class.PIPELINE.__name__}; config.model {config.model!r} "
+            f"holds a {pipeline}"
         )
-    digest = hashlib.sha256(Path(inspect.getfile(family)).read_bytes()).hexdigest()[:16]
+    source = inspect.getfile(model_class)
+    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
     if stored and stored != digest:
         raise UserError(
-            f"config.model_class {name!r} was stored with the digest {stored}, but {inspect.getfile(family)} has "
-            f"{digest}: put the old source there, or set model_class={name} to take the new one"
+            f"config.model_class {name!r} was stored with the digest {stored}, but {source} has {digest}: put the old "
+            f"source there, or set model_class={name} to take the new one"
         )
     config.model_class = f"{name}@{digest}"
-    return family
+    return model_class
 
 
 def _imported(name: str) -> type[FlowModel]:
-    """MODULE:CLASS from Python's path or the working directory."""
+    """Import MODULE:CLASS from Python's path or the working directory."""
     module, _, attribute = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
+    working_directory = str(Path.cwd())
+    if working_directory not in sys.path:
+        sys.path.append(working_directory)
+    model_class = None
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except (ModuleNotFoundError, ValueError) as error:  # ValueError: an empty name
-        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name):
+        model_class = getattr(importlib.import_module(module), attribute, None)
+    except ValueError:  # an empty name
+        pass
+    except ModuleNotFoundError as error:
+        # Another module that the class's own imports lack is an error of that file, which is shown as it is.
+        if not module.startswith(error.name):
             raise
-        found = None
-    if not (isinstance(found, type) and issubclass(found, FlowModel)):
+    if not (isinstance(model_class, type) and issubclass(model_class, FlowModel)):
         raise UserError(
             f"config.model_class is {name!r}, but Python finds no such FlowModel; it is MODULE:CLASS, in a folder of "
             "PYTHONPATH or in the working directory"
         )
-    return found
+    return model_class
 
 
 def by_name(name: str) -> type[FlowModel]:
-    """Of a name in configs and tools, which is that of a model's file."""
-    return _load(next(entry for entry in registry.MODELS.values() if getattr(entry, "file", "") == name))
+    """Find the class by a name of configs and tools, which is that of a model's file."""
+    for entry in registry.MODELS.values():
+        if getattr(entry, "file", "") == name:
+            return _load(entry)
+    raise KeyError(name)
 
 
 def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
-    """A pipeline that someone else has loaded. Raises UserError where it is not among the models."""
-    return _of_class(type(pipeline).__name__, "the pipeline is")(pipeline, pipeline.transformer.device)
+    """Wrap a pipeline that someone else has loaded. Raises UserError where it is not among the models."""
+    model_class = _of_class(type(pipeline).__name__, "the pipeline is")
+    return model_class(pipeline, pipeline.transformer.device)
 
 
-def _of_class(name: str, what: str) -> type[FlowModel]:
-    if name not in registry.MODELS:
-        raise UserError(f"{what} a {name}; there are {', '.join(registry.MODELS)}")
-    return _load(registry.MODELS[name])
+def _of_class(pipeline_class: str, subject: str) -> type[FlowModel]:
+    """Find the class for a class of pipelines; `subject` begins the sentence of the UserError."""
+    if pipeline_class not in registry.MODELS:
+        raise UserError(f"{subject} a {pipeline_class}; there are {', '.join(registry.MODELS)}")
+    return _load(registry.MODELS[pipeline_class])
 
 
 def _load(entry: registry.Entry | type[FlowModel]) -> type[FlowModel]:
     if isinstance(entry, type):
         return entry
-    return getattr(importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}"), entry.name)
+    module = importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}")
+    return getattr(module, entry.name)

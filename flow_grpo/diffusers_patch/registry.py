@@ -1,17 +1,17 @@
-"""Which models there are: the only list of them. model_classes.py imports their classes, and so torch."""
+"""Registry of models: the only list of them. model_classes.py imports their classes, and so torch."""
 
 from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """Where a model's class is, imported when it is asked for."""
+    """Place of a model's class, which is imported when it is asked for."""
 
     file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
 
 
 class Weights(NamedTuple):
-    """What somebody has published."""
+    """Weights that somebody has published."""
 
     model: str  # its file
     hub_id: str
@@ -19,7 +19,8 @@ class Weights(NamedTuple):
     download_gb: int
 
 
-MODELS: dict[str, Entry | Any] = {  # by the class of the diffusers pipeline; benchmarks put a class in an entry's place
+# By the class of the diffusers pipeline. Benchmarks put a class in an entry's place.
+MODELS: dict[str, Entry | Any] = {
     "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
     "QwenImageEditPlusPipeline": Entry("qwenimage_edit", "QwenImageEdit"),
     "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
@@ -29,7 +30,9 @@ MODELS: dict[str, Entry | Any] = {  # by the class of the diffusers pipeline; be
     "QwenImage21Pipeline": Entry("qwenimage_21", "QwenImage21"),
 }
 STABILITY = "Stability AI Community License (free below 1 million USD of yearly revenue)"
-PUBLISHED = (  # those of configs that are called after a model come first
+
+# A config that is called after a model takes the first of that model's.
+PUBLISHED = (
     Weights("qwenimage", "Qwen/Qwen-Image", "Apache-2.0", 57),
     Weights("qwenimage", "Qwen/Qwen-Image-2512", "Apache-2.0", 57),
     Weights("qwenimage_edit", "Qwen/Qwen-Image-Edit-2511", "Apache-2.0", 57),
@@ -49,27 +52,32 @@ PUBLISHED = (  # those of configs that are called after a model come first
 
 
 def names() -> list[str]:
-    """Of all models."""
+    """Names of all models, as configs have them."""
     return [entry.file for entry in MODELS.values() if isinstance(entry, Entry)]
 
 
 def hub_id(name: str) -> str:
-    """Of a model's published weights."""
+    """Hub id of a model's published weights."""
     return next(weights.hub_id for weights in PUBLISHED if weights.model == name)
 
 
 def published(model: str) -> Weights | None:
-    """What config.model names, if these are published weights."""
-    return next((weights for weights in PUBLISHED if weights.hub_id == model), None)
+    """Look up the published weights that config.model names, if it names some."""
+    for weights in PUBLISHED:
+        if weights.hub_id == model:
+            return weights
+    return None
 
 
 def tiny_folder(name: str) -> str:
-    """A diffusers folder of a model at toy size, as it is shipped."""
+    """Diffusers folder of a model at toy size, as it is shipped."""
     return f"flow_grpo/assets/tiny_{name}"
 
 
 def tiny_like(model: str) -> str:
-    """The shipped folder of what config.model names: of one itself and of published weights the same model's, else
+    """Choose the shipped folder for config.model: itself if it is one, the same model's for published weights, else
     Qwen-Image's."""
-    known = {tiny_folder(name): name for name in names()} | {weights.hub_id: weights.model for weights in PUBLISHED}
-    return tiny_folder(known.get(model, "qwenimage"))
+    if model in [tiny_folder(name) for name in names()]:
+        return model
+    weights = published(model)
+    return tiny_folder("qwenimage" if weights is None else weights.model)

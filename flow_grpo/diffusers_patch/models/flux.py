@@ -14,12 +14,10 @@ class Flux(FlowModel):
     """Latents are packed [B, N, C]; the transformer was trained to see padding, and sees it."""
 
     NAME = "flux"
-    PIPELINE, TRANSFORMER = FluxPipeline, FluxTransformer2DModel
+    PIPELINE = FluxPipeline
+    TRANSFORMER = FluxTransformer2DModel
     SHARD_UNITS = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    LORA_TARGETS = (
-        *JOINT_ATTENTION,
-        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-    )
+    LORA_TARGETS = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
     TEXT_TOKENS = 512  # of T5; CLIP reads the first 77 of its own
     GUIDANCE_SCALE = 3.5
     # cuDNN's attention gave NaN gradients or an illegal memory access in FLUX.1's backward (torch 2.11, cuDNN 9.19,
@@ -31,25 +29,36 @@ class Flux(FlowModel):
         return len(self.pipeline.tokenizer_2(prompt.text).input_ids)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """`width` T5 tokens, None = diffusers' 512."""
-        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or self.TEXT_TOKENS)
-        embeds, pooled, _ = self.pipeline.encode_prompt(prompt.text, prompt.text, **how)
+        """Encode to `width` T5 tokens, None = diffusers' 512."""
+        embeds, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompt.text,
+            prompt_2=prompt.text,
+            device=self.pipeline.text_encoder.device,
+            max_sequence_length=width or self.TEXT_TOKENS,
+        )
         return Condition(embeds, pooled)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        return super().text_shapes(width) | dict(pooled=(self.transformer_config["pooled_projection_dim"],))
+        shapes = super().text_shapes(width)
+        shapes["pooled"] = (self.transformer_config["pooled_projection_dim"],)
+        return shapes
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """`guidance_scale` goes into the transformer; FLUX.1-schnell, which has no such input, ignores it."""
-        transformer, grid = self.transformer, self.grid(size)
-        dtype, guided = transformer.x_embedder.weight.dtype, transformer.config.guidance_embeds
-        return transformer(
+        """Give the transformer `guidance_scale` as an input; FLUX.1-schnell, which has none, ignores it."""
+        transformer = self.transformer
+        dtype = transformer.x_embedder.weight.dtype
+        guidance = None
+        if transformer.config.guidance_embeds:
+            guidance = torch.full_like(t, guidance_scale)
+        rows, columns = self.grid(size)
+        velocity = transformer(
             hidden_states=x.to(dtype),
             timestep=t / 1000,
-            guidance=torch.full_like(t, guidance_scale) if guided else None,
+            guidance=guidance,
             encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             txt_ids=torch.zeros(condition.num_tokens, 3, device=x.device, dtype=dtype),
-            img_ids=self.PIPELINE._prepare_latent_image_ids(1, *grid, x.device, dtype),
+            img_ids=self.PIPELINE._prepare_latent_image_ids(1, rows, columns, x.device, dtype),
             return_dict=False,
-        )[0].float()
+        )[0]
+        return velocity.float()

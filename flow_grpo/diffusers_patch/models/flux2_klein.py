@@ -7,7 +7,7 @@ steps, too. Distilled weights take no guidance; those of the base variants take 
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-from torch import Tensor
+from torch import Tensor, nn
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -21,12 +21,18 @@ class Flux2Klein(FlowModel):
     """Latents are pictures of patches [B, C, h, w]; the transformer was trained to see padding, and sees it."""
 
     NAME = "flux2_klein"
-    PIPELINE, TRANSFORMER = Flux2KleinPipeline, Flux2Transformer2DModel
+    PIPELINE = Flux2KleinPipeline
+    TRANSFORMER = Flux2Transformer2DModel
     SHARD_UNITS = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    # "attn.to_out" alone would also match the other blocks' "attn.to_out.0", so that the single blocks, of which the
+    # 9 B model has 24, are numbered.
     LORA_TARGETS = (
         *JOINT_ATTENTION,
-        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "attn.to_qkv_mlp_proj"),
-        # "attn.to_out" would also be what holds the other blocks' "attn.to_out.0"; the 9 B model has 24 of these
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",
         *(f"single_transformer_blocks.{block}.attn.to_out" for block in range(24)),
     )
     PICTURES = True
@@ -38,27 +44,33 @@ class Flux2Klein(FlowModel):
         return loading.chat_length(self.pipeline.tokenizer, prompt.text, thinks=False)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """`width` tokens, None = diffusers' 512, of three layers' states each."""
-        how = dict(device=self.pipeline.text_encoder.device, max_sequence_length=width or self.TEXT_TOKENS)
-        return Condition(self.pipeline.encode_prompt(prompt.text, **how)[0])
+        """Encode to `width` tokens, None = diffusers' 512, of three layers' states each."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt.text,
+            device=self.pipeline.text_encoder.device,
+            max_sequence_length=width or self.TEXT_TOKENS,
+        )
+        return Condition(embeds)
 
     def latent_shape(self, size: Size) -> tuple[int, ...]:
-        """[C, h, w] of patches."""
-        return self.transformer_config["in_channels"], *self.grid(size)
+        """Shape [C, h, w] of patches."""
+        rows, columns = self.grid(size)
+        return self.transformer_config["in_channels"], rows, columns
 
     def shift(self, num_steps: int, size: Size) -> float:
-        """The shift that was fitted to sizes and numbers of sampled steps, up to 200."""
+        """Compute the shift that was fitted to sizes and numbers of sampled steps, up to 200."""
         return compute_empirical_mu(self.num_tokens(size), num_steps)
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """As FlowModel.velocity. Raises UserError for distilled weights with guidance, which diffusers would ignore."""
+        """Guide as FlowModel does. Raises UserError for guidance of distilled weights, which diffusers ignores."""
         if self.is_guided(guidance_scale) and self.pipeline.config.is_distilled:
             raise UserError(f"the guidance scale is {guidance_scale}, but these weights are distilled: set 1")
         return super().velocity(x, t, condition, guidance_scale, size)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """The transformer takes patches as tokens. One row's positions are everyone's."""
-        transformer, pipeline = self.transformer, self.pipeline
+        """Give the transformer patches as tokens, and one row's positions, which are everyone's."""
+        transformer = self.transformer
+        pipeline = self.pipeline
         dtype = transformer.x_embedder.weight.dtype
         with x.device:  # else the positions are made on the host, which waits for the device
             text_ids = pipeline._prepare_text_ids(condition.text_embeds[:1])
@@ -71,24 +83,29 @@ class Flux2Klein(FlowModel):
             img_ids=image_ids,
             return_dict=False,
         )[0]
+        # Tokens [B, N, C] are patches [B, C, h, w] again.
         return velocity.float().transpose(1, 2).reshape(x.shape)
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """Patches [B, 4 c, h / 2, w / 2] -> [B, c, h, w]."""
+        """Unpack patches [B, 4 c, h / 2, w / 2] to [B, c, h, w]."""
         return self.pipeline._unpatchify_latents(latents)
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """Patches have a mean and a standard deviation per channel."""
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
-        return vae.decode(self.features(latents * std + mean, size).to(vae.dtype), return_dict=False)[0]
+        """Decode patches, whose channels have a mean and a standard deviation each."""
+        vae = self.pipeline.vae
+        mean, std = normalisation(vae)
+        z = self.features(latents * std + mean, size)
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        vae, (mean, std) = self.pipeline.vae, normalisation(self.pipeline.vae)
+        vae = self.pipeline.vae
+        mean, std = normalisation(vae)
         z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
         return (self.pipeline._patchify_latents(z) - mean) / std
 
 
-def normalisation(vae) -> tuple[Tensor, Tensor]:
+def normalisation(vae: nn.Module) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of patches, [1, C, 1, 1] f32 each: those of the VAE's batch norm."""
-    mean, variance = (value.float().view(1, -1, 1, 1) for value in (vae.bn.running_mean, vae.bn.running_var))
+    mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
+    variance = vae.bn.running_var.float().view(1, -1, 1, 1)
     return mean, torch.sqrt(variance + vae.config.batch_norm_eps)

@@ -4,10 +4,13 @@ One causal stream of text, then image, latents [B, N, C] of 16 x 16 pixels, guid
 timestep. Images have an alpha channel, and are composited on white.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import diffusers
 import numpy as np
 import torch
-from diffusers import QwenImage21Transformer2DModel
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21AttnProcessor,
@@ -27,21 +30,24 @@ from flow_grpo.diffusers_patch.size import Size
 
 
 class TextProcessor(Qwen3VLProcessor):
-    """The part for texts of the pipeline's processor; the part for videos would need torchvision."""
+    """Part for texts of the pipeline's processor; the part for videos would need torchvision."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None):
         ProcessorMixin.__init__(self, tokenizer, chat_template=chat_template or tokenizer.chat_template)
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        self.image_token = "<|image_pad|>"
+        self.video_token = "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
 
 
 class QwenImage21Pipeline(diffusers.QwenImage21Pipeline):
-    """Diffusers' own, under its name, with a processor of texts."""
+    """Pipeline of diffusers, under its name, with a processor of texts."""
 
     @classmethod
     def from_pretrained(cls, folder: str, **options) -> "QwenImage21Pipeline":
         if options.get("processor") is None:
-            options["processor"] = TextProcessor(AutoTokenizer.from_pretrained(folder, subfolder="processor"))
+            tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="processor")
+            options["processor"] = TextProcessor(tokenizer)
         return super().from_pretrained(folder, **options)
 
 
@@ -49,113 +55,155 @@ class QwenImage21(FlowModel):
     """Latents are tokens [B, N, C]; text is masked."""
 
     NAME = "qwenimage_21"
-    PIPELINE, TRANSFORMER = QwenImage21Pipeline, QwenImage21Transformer2DModel
+    PIPELINE = QwenImage21Pipeline
+    TRANSFORMER = QwenImage21Transformer2DModel
     SHARD_UNITS = ("QwenImage21TransformerBlock",)
     LORA_TARGETS = (
-        *(f"attn.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0")),
-        *(f"img_mlp.{linear}" for linear in ("proj", "gate_layer", "out")),
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "img_mlp.proj",
+        "img_mlp.gate_layer",
+        "img_mlp.out",
     )
-    TEXT_TOKENS, TEXT_WIDTH = 8191, "context_in_dim"  # positions in the transformer's table, but for the image's
+    TEXT_TOKENS = 8191  # positions in the transformer's table, but for the image's
+    TEXT_WIDTH = "context_in_dim"
     GUIDANCE_SCALE = 1.0
     CUDNN_ATTENTION = False  # not tried
     CUTS_PADDING = True
 
-    def __init__(self, pipeline, device, transformer_config=None):
+    def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
         super().__init__(pipeline, device, transformer_config)
         if pipeline.transformer is not None:
             for block in pipeline.transformer.transformer_blocks:
-                block.attn.processor = OwnPositions()
+                block.attn.processor = RowPositions()
 
     def check_size(self, size: Size) -> None:
-        """Raises UserError for a side that is no multiple of 32: its pipeline would cut it."""
+        """Raise UserError for a side that is no multiple of 32: its pipeline would cut it."""
         if size.height % 32 or size.width % 32:
             raise UserError(f"{self.NAME} draws sides that are multiples of 32 pixels, not {size}")
 
     def num_text_tokens(self, prompt: Prompt) -> int:
-        """With those of the template, but for the system's message."""
+        """Count tokens with those of the template, but for the system's message."""
         text = self.pipeline.prompt_template_t2i.format(prompt.text)
         return len(self.pipeline.processor.tokenizer(text).input_ids) - self.pipeline._drop_idx
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """The text encoder's last states before its norm, without those of the system's message."""
-        return Condition(self.pipeline.encode_prompt(prompt.text, device=self.pipeline.text_encoder.device)[0])
+        """Take the text encoder's last states before its norm, without those of the system's message."""
+        embeds, *_ = self.pipeline.encode_prompt(prompt.text, device=self.pipeline.text_encoder.device)
+        return Condition(embeds)
 
     def grid(self, size: Size) -> tuple[int, int]:
-        """Of latents: each is a token."""
+        """Rows and columns of latents, each of which is a token."""
         factor = self.pipeline.vae_scale_factor
         return size.height // factor, size.width // factor
 
-    def schedule(self, num_steps: int, size: Size):
-        """With sigmas of the weights' own, where they come with such. Raises UserError if these are not `num_steps`."""
+    def schedule(self, num_steps: int, size: Size) -> FlowMatchEulerDiscreteScheduler:
+        """Set the weights' own sigmas, where they come with such. Raises UserError if these are not `num_steps`."""
         self.check_steps(num_steps)
         return self._schedule_of(num_steps, num_steps, size)
 
     def check_steps(self, num_steps: int, name: str = "num_steps") -> None:
-        """Raises UserError for another number of steps than the weights have sigmas for."""
-        own = self.pipeline.config.sample_sigmas
-        if own and len(own) != num_steps:
-            raise UserError(f"{name} is {num_steps}, but these weights have sigmas of their own, for {len(own)} steps")
+        """Raise UserError for another number of steps than the weights have sigmas for."""
+        sigmas = self.pipeline.config.sample_sigmas
+        if sigmas and len(sigmas) != num_steps:
+            raise UserError(
+                f"{name} is {num_steps}, but these weights have sigmas of their own, for {len(sigmas)} steps"
+            )
 
     def noise_levels(self, num_steps: int, size: Size) -> Tensor:
         return self._schedule_of(NUM_LEVELS, num_steps, size).timesteps
 
     def sigmas(self, num_levels: int) -> bool | list[float]:
-        """The weights' own sigmas, where they come with such; of another number, between these and 0."""
-        own = self.pipeline.config.sample_sigmas
-        if not own or len(own) == num_levels:
-            return own or True
+        """Return the weights' own sigmas, where they come with such; of another number, between these and 0."""
+        sigmas = self.pipeline.config.sample_sigmas
+        if not sigmas:
+            return True
+        if len(sigmas) == num_levels:
+            return sigmas
+        num_sigmas = len(sigmas)
         places = np.arange(num_levels) / num_levels
-        return np.interp(places, np.arange(len(own) + 1) / len(own), [*own, 0.0]).tolist()
+        places_of_sigmas = np.arange(num_sigmas + 1) / num_sigmas
+        return np.interp(places, places_of_sigmas, [*sigmas, 0.0]).tolist()
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """What the transformer's own forward computes of a batch whose image lies behind the longest text. Here it lies
-        behind each row's own text, so that a row depends on no neighbour."""
-        transformer, num_text = self.transformer, condition.num_tokens
+        """Compute what the transformer's own forward does of a batch whose image lies behind the longest text. Here it
+        lies behind each row's own text, so that a row depends on no neighbour."""
+        transformer = self.transformer
+        num_text = condition.num_tokens
         dtype = transformer.img_in.weight.dtype
-        text, image = transformer.txt_in(condition.text_embeds.to(dtype)), transformer.img_in(x.to(dtype))
-        tokens, is_image, mask = torch.cat([text, image], 1), None, None
-        time = t.to(dtype) / 1000  # rounded twice, as by the pipeline
-        if transformer.config.causal_condition:  # the last row is the text's
-            time, is_image = F.pad(time, (0, 1)), torch.arange(tokens.shape[1], device=x.device) >= num_text
-        time = transformer.time_text_embed(time, tokens)
+        text = transformer.txt_in(condition.text_embeds.to(dtype))
+        image = transformer.img_in(x.to(dtype))
+        tokens = torch.cat([text, image], 1)
+        mask = None
         if condition.mask is not None:
             mask = F.pad(condition.mask, (0, image.shape[1]), value=True)
-        angles, segments = self._angles(condition, size), [(0, num_text, True)]
-        others = transformer.modulation(time), angles, None, is_image, None, None, None, segments, mask
-        tokens = self.through(transformer.transformer_blocks, tokens, *others)
-        return transformer.proj_out(transformer.norm_out(tokens[:, num_text:], time[: len(x)])).float()
+
+        time = t.to(dtype) / 1000  # rounded twice, as by the pipeline
+        is_image = None
+        if transformer.config.causal_condition:
+            # Text does not see the timestep: its time is 0, in one more row behind those of the images.
+            time = F.pad(time, (0, 1))
+            is_image = torch.arange(tokens.shape[1], device=x.device) >= num_text
+        time = transformer.time_text_embed(time, tokens)
+
+        modulation = transformer.modulation(time)
+        angles = self._angles(condition, size)
+        segments = [(0, num_text, True)]  # first token, end, and whether it is text
+        block_inputs = (modulation, angles, None, is_image, None, None, None, segments, mask)
+        tokens = self.through(transformer.transformer_blocks, tokens, *block_inputs)
+        image = transformer.norm_out(tokens[:, num_text:], time[: len(x)])
+        return transformer.proj_out(image).float()
 
     def _angles(self, condition: Condition, size: Size) -> Tensor:
-        """Of text tokens and of image tokens, [B, L, D / 2] complex. A text's are 0, 1, ... on three axes. The image is
-        behind it on the first one, and around 0 on the others."""
-        rope, (rows, columns), device = self.transformer.pos_embed, self.grid(size), condition.text_embeds.device
+        """Rotary angles of text tokens and of image tokens, [B, L, D / 2] complex. A text's positions are 0, 1, ... on
+        three axes. The image is behind it on the first one, and around 0 on the others."""
+        device = condition.text_embeds.device
         num_rows, num_text = condition.text_embeds.shape[:2]
-        tables = rope.freqs = [table.to(device) for table in rope.freqs]
-        with device:
-            text, row, column = torch.arange(num_text), *(torch.arange(n) - (n - n // 2) for n in (rows, columns))
-            lengths = torch.full((num_rows,), num_text) if condition.mask is None else condition.mask.sum(1)
+        rows, columns = self.grid(size)
+        with device:  # else the positions are made on the host, which waits for the device
+            text = torch.arange(num_text)
+            row = torch.arange(rows) - (rows - rows // 2)
+            column = torch.arange(columns) - (columns - columns // 2)
+            lengths = torch.full((num_rows,), num_text)
+        if condition.mask is not None:
+            lengths = condition.mask.sum(1)
+
+        # Positions on the first axis are [B, L], since they depend on a row's text, on the others [L].
         frames = torch.cat([text.expand(num_rows, -1), lengths[:, None].expand(-1, rows * columns)], 1)
-        sides = row.repeat_interleave(columns), column.repeat(rows)
-        around = [table[torch.cat([text, side])].expand(num_rows, -1, -1) for table, side in zip(tables[1:], sides)]
-        return torch.cat([tables[0][frames], *around], 2)
+        heights = torch.cat([text, row.repeat_interleave(columns)])
+        widths = torch.cat([text, column.repeat(rows)])
+        rope = self.transformer.pos_embed
+        rope.freqs = [table.to(device) for table in rope.freqs]  # kept there, so that only the first forward copies
+        frame_angles, height_angles, width_angles = rope.freqs
+        return torch.cat(
+            [
+                frame_angles[frames],
+                height_angles[heights].expand(num_rows, -1, -1),
+                width_angles[widths].expand(num_rows, -1, -1),
+            ],
+            2,
+        )
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         return on_white(decoded(self.pipeline, self.features(latents, size)))
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        """Of opaque images."""
-        z = encoded(self.pipeline, F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0))
+        """Encode opaque images."""
+        opaque = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)  # alpha is a fourth channel
+        z = encoded(self.pipeline, opaque)
         return self.pipeline._pack_latents(z, *z.shape)
 
 
 def on_white(images: Tensor) -> Tensor:
-    """RGBA [B, 4, H, W] in [-1, 1] -> RGB [B, 3, H, W]."""
+    """Composite RGBA [B, 4, H, W] in [-1, 1] on white, to RGB [B, 3, H, W]."""
     alpha = (images[:, 3:].float() + 1) / 2
     return images[:, :3] * alpha + (1 - alpha)
 
 
-class OwnPositions(QwenImage21AttnProcessor):
-    """Attention with rotary angles [B, L, D / 2] of each row's own; with angles [L, D / 2] it is diffusers' own."""
+class RowPositions(QwenImage21AttnProcessor):
+    """Attention with rotary angles [B, L, D / 2] for each row; with angles [L, D / 2] it is that of diffusers."""
 
     def __call__(
         self,
@@ -165,24 +213,36 @@ class OwnPositions(QwenImage21AttnProcessor):
         rotary_emb: Tensor,
         segments: list[tuple[int, int, bool]] | None,
         key_valid: Tensor | None,
-        **of_diffusers,
+        **other_inputs: Any,
     ) -> Tensor:
-        """Tokens [B, L, C]; segments [(0, number of text tokens, True)]; key_valid [B, L] bool."""
+        """Attend among tokens [B, L, C]; segments [(0, number of text tokens, True)]; key_valid [B, L] bool."""
         if rotary_emb.ndim == 2:
-            of_diffusers |= dict(rotary_emb=rotary_emb, segments=segments, key_valid=key_valid)
-            return super().__call__(attn, hidden_states, **of_diffusers)
+            return super().__call__(
+                attn, hidden_states, rotary_emb=rotary_emb, segments=segments, key_valid=key_valid, **other_inputs
+            )
         queries, keys, values, _ = _qwenimage21_prepare_qkv(attn, hidden_states, None, None, None, None)
-        queries, keys = (
-            apply_rotary_emb_qwen(tokens.transpose(1, 2), rotary_emb, use_real=False).transpose(1, 2)
-            for tokens in (queries, keys)
-        )
+        queries = _rotated(queries, rotary_emb)
+        keys = _rotated(keys, rotary_emb)
+        mask = None if key_valid is None else key_valid[:, None, None]
+
+        # Text is causal, the image sees all. A text's padding comes after all that its own tokens see.
         ((_, num_text, _),) = segments
-        mask, options = None if key_valid is None else key_valid[:, None, None], dict(backend=self._attention_backend)
-        text, image = queries[:, :num_text], queries[:, num_text:]
-        # what is padded comes after all that a text's own tokens see
-        text = dispatch_attention_fn(text, keys[:, :num_text], values[:, :num_text], is_causal=True, **options)
-        image = dispatch_attention_fn(image, keys, values, attn_mask=mask, **options)
+        text = dispatch_attention_fn(
+            queries[:, :num_text],
+            keys[:, :num_text],
+            values[:, :num_text],
+            is_causal=True,
+            backend=self._attention_backend,
+        )
+        image = dispatch_attention_fn(
+            queries[:, num_text:], keys, values, attn_mask=mask, backend=self._attention_backend
+        )
         out = torch.cat([text, image], 1).flatten(2).type_as(queries)
         for layer in attn.to_out:
             out = layer(out)
         return out
+
+
+def _rotated(tokens: Tensor, angles: Tensor) -> Tensor:
+    """Heads [B, L, H, D] rotated by angles [B, L, D / 2]; diffusers takes [L, D / 2] of heads' second dimension."""
+    return apply_rotary_emb_qwen(tokens.transpose(1, 2), angles, use_real=False).transpose(1, 2)

@@ -23,16 +23,18 @@ from flow_grpo.diffusers_patch.size import Size
 
 
 class ImageProcessor(Qwen2VLProcessor):
-    """The parts for images and texts of the pipeline's processor; the part for videos would need torchvision."""
+    """Parts for images and texts of the pipeline's processor; the part for videos would need torchvision."""
 
     def __init__(self, image_processor: Qwen2VLImageProcessorPil, tokenizer: PreTrainedTokenizerBase):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        self.image_token = "<|image_pad|>"
+        self.video_token = "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
         ProcessorMixin.__init__(self, image_processor, tokenizer)
 
 
 class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
-    """Diffusers' own, under its name, with a processor of images and texts.
+    """Pipeline of diffusers, under its name, with a processor of images and texts.
 
     Args:
         source_pixels: of a source whose latents the transformer sees; diffusers' own for the published weights.
@@ -56,9 +58,9 @@ class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
     @classmethod
     def from_pretrained(cls, folder: str, **options) -> "QwenImageEditPlusPipeline":
         if options.get("processor") is None:
-            parts = Qwen2VLImageProcessorPil, AutoTokenizer
-            parts = (part.from_pretrained(folder, subfolder="processor") for part in parts)
-            options["processor"] = ImageProcessor(*parts)
+            image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+            tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="processor")
+            options["processor"] = ImageProcessor(image_processor, tokenizer)
         return super().from_pretrained(folder, **options)
 
 
@@ -71,13 +73,19 @@ class QwenImageEdit(QwenImage):
     ENCODERS = (*FlowModel.ENCODERS, "vae")
 
     def check_sources(self, prompts: list[Prompt]) -> None:
-        """Raises UserError also for prompts whose sources differ in number or shape, which could share no forward."""
+        """Raise UserError also for prompts whose sources differ in number or shape, which could share no forward."""
         super().check_sources(prompts)
-        kinds = "source_pixels", "seen_pixels"
-        by_sizes = {tuple(self._sizes(prompt, kind) for kind in kinds): prompt for prompt in prompts}
-        if len(by_sizes) > 1:
-            examples = " and ".join(f"{sizes[0]} of {quoted(by_sizes[sizes].text)}" for sizes in [*by_sizes][:2])
-            raise UserError(f"sources of all prompts must have one number and shape (width, height), not {examples}")
+        prompt_of_sizes = {}
+        for prompt in prompts:
+            sizes = (self._sizes(prompt, "source_pixels"), self._sizes(prompt, "seen_pixels"))
+            prompt_of_sizes[sizes] = prompt
+        if len(prompt_of_sizes) > 1:
+            examples = []
+            for (source_sizes, _), prompt in list(prompt_of_sizes.items())[:2]:
+                examples.append(f"{source_sizes} of {quoted(prompt.text)}")
+            raise UserError(
+                f"sources of all prompts must have one number and shape (width, height), not {' and '.join(examples)}"
+            )
 
     def _sizes(self, prompt: Prompt, pixels: str) -> tuple[tuple[int, int], ...]:
         """Width and height of the prompt's sources at so many pixels, a setting of the pipeline's."""
@@ -85,33 +93,50 @@ class QwenImageEdit(QwenImage):
         return tuple(calculate_dimensions(area, width / height) for width, height in prompt.source_sizes())
 
     def read_text(self, prompt: Prompt) -> str:
-        """The sources, and the prompt."""
-        processor, sizes = self.pipeline.processor, self._sizes(prompt, "seen_pixels")
-        counts = processor._get_num_multimodal_tokens([size[::-1] for size in sizes])["num_image_tokens"]
-        tokens = (f"<|vision_start|>{processor.image_token * count}<|vision_end|>" for count in counts)
-        pictures = [f"Picture {number}: {picture}" for number, picture in enumerate(tokens, start=1)]
-        return "".join([*pictures, prompt.text])
+        """Return the sources, each as the tokens that the text encoder sees it by, and the prompt."""
+        processor = self.pipeline.processor
+        heights_and_widths = [(height, width) for width, height in self._sizes(prompt, "seen_pixels")]
+        counts = processor._get_num_multimodal_tokens(heights_and_widths)["num_image_tokens"]
+        text = ""
+        for number, count in enumerate(counts, start=1):
+            text += f"Picture {number}: <|vision_start|>{processor.image_token * count}<|vision_end|>"
+        return text + prompt.text
 
     def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
-        """Also of the sources of such prompts as this one."""
-        channels, factor = self.transformer_config["in_channels"] // 4, self.pipeline.vae_scale_factor
-        sizes = self._sizes(prompt, "source_pixels") if prompt else ()
-        shapes = [(channels, height // factor, width_ // factor) for width_, height in sizes]
-        return super().row_shapes(size, width, prompt) | dict(zip(SOURCES, shapes))
+        """Shapes also of the sources of such prompts as this one."""
+        shapes = super().row_shapes(size, width, prompt)
+        if prompt is None:
+            return shapes
+        channels = self.transformer_config["in_channels"] // 4  # packed, 2 x 2 latents are the channels of one token
+        factor = self.pipeline.vae_scale_factor
+        for name, (source_width, source_height) in zip(SOURCES, self._sizes(prompt, "source_pixels")):
+            shapes[name] = (channels, source_height // factor, source_width // factor)
+        return shapes
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """The last states of the text encoder, which sees the sources, and the sources' latents."""
-        pipeline, pictures = self.pipeline, prompt.pictures()
-        resize, tensor = pipeline.image_processor.resize, pipeline.image_processor.preprocess
-        sizes = zip(pictures, self._sizes(prompt, "seen_pixels"))
-        seen = [resize(picture, height, width) for picture, (width, height) in sizes]
-        text = pipeline.encode_prompt(prompt.text, seen, pipeline.text_encoder.device)[0]
-        sizes = zip(pictures, self._sizes(prompt, "source_pixels"))
-        shown = [tensor(picture, height, width).to(self.device) for picture, (width, height) in sizes]
-        return Condition(text, **{name: encoded(pipeline, each) for name, each in zip(SOURCES, shown)})
+        """Take the last states of the text encoder, which sees the sources, and the sources' latents."""
+        pipeline = self.pipeline
+        processor = pipeline.image_processor
+        pictures = prompt.pictures()
+        seen_pictures = []
+        for picture, (seen_width, seen_height) in zip(pictures, self._sizes(prompt, "seen_pixels")):
+            seen_pictures.append(processor.resize(picture, seen_height, seen_width))
+        embeds, _ = pipeline.encode_prompt(prompt.text, seen_pictures, pipeline.text_encoder.device)
+
+        latents = {}
+        sizes = self._sizes(prompt, "source_pixels")
+        for name, picture, (source_width, source_height) in zip(SOURCES, pictures, sizes):
+            pixels = processor.preprocess(picture, source_height, source_width)  # [1, 3, H, W] in [-1, 1]
+            latents[name] = encoded(pipeline, pixels.to(self.device))
+        return Condition(embeds, **latents)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        sources, pipeline = condition.sources, self.pipeline
-        grids = [self.grid(size), *((source.shape[2] // 2, source.shape[3] // 2) for source in sources)]
-        tokens = torch.cat([x, *(pipeline._pack_latents(source, *source.shape) for source in sources)], 1)
-        return self.transformed(tokens, t, condition, [(1, *grid) for grid in grids])[:, : x.shape[1]]
+        # Tokens of the image, then those of its sources; grids are frames, rows and columns of tokens of 2 x 2 latents.
+        tokens = [x]
+        rows, columns = self.grid(size)
+        grids = [(1, rows, columns)]
+        for source in condition.sources:
+            tokens.append(self.pipeline._pack_latents(source, *source.shape))
+            grids.append((1, source.shape[2] // 2, source.shape[3] // 2))
+        velocity = self.transformed(torch.cat(tokens, 1), t, condition, grids)
+        return velocity[:, : x.shape[1]]

@@ -14,7 +14,8 @@ class StableDiffusion3(FlowModel):
     """Latents are pictures [B, C, h, w]; the transformer was trained to see padding, and sees it."""
 
     NAME = "sd3"
-    PIPELINE, TRANSFORMER = StableDiffusion3Pipeline, SD3Transformer2DModel
+    PIPELINE = StableDiffusion3Pipeline
+    TRANSFORMER = SD3Transformer2DModel
     SHARD_UNITS = ("JointTransformerBlock",)
     LORA_TARGETS = JOINT_ATTENTION
     PICTURES = True
@@ -24,7 +25,7 @@ class StableDiffusion3(FlowModel):
     GIVES_SIGMAS = False
 
     def check_size(self, size: Size) -> None:
-        """Raises UserError for a side beyond the learned position embeddings."""
+        """Raise UserError for a side beyond the learned position embeddings."""
         config = self.transformer_config
         largest = config["pos_embed_max_size"] * config["patch_size"] * self.pipeline.vae_scale_factor
         if max(size.height, size.width) > largest:
@@ -32,12 +33,16 @@ class StableDiffusion3(FlowModel):
 
     def num_text_tokens(self, prompt: Prompt) -> int:
         tokenizer = self.pipeline.tokenizer_3
-        return 0 if tokenizer is None else len(tokenizer(prompt.text).input_ids)  # pipelines may be without T5
+        if tokenizer is None:  # pipelines may be without T5
+            return 0
+        return len(tokenizer(prompt.text).input_ids)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """`width` T5 tokens, None = diffusers' 256; L is this and CLIP's 77."""
+        """Encode to `width` T5 tokens, None = diffusers' 256; L is this and CLIP's 77."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            *[prompt.text] * 3,
+            prompt=prompt.text,
+            prompt_2=prompt.text,
+            prompt_3=prompt.text,
             device=self.pipeline.text_encoder.device,
             do_classifier_free_guidance=False,
             max_sequence_length=width or self.TEXT_TOKENS,
@@ -45,15 +50,18 @@ class StableDiffusion3(FlowModel):
         return Condition(embeds, pooled)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        embeds = super().text_shapes(self.pipeline.tokenizer_max_length + width)
-        return embeds | dict(pooled=(self.transformer_config["pooled_projection_dim"],))
+        # CLIP's tokens come before T5's, whatever the width.
+        shapes = super().text_shapes(self.pipeline.tokenizer_max_length + width)
+        shapes["pooled"] = (self.transformer_config["pooled_projection_dim"],)
+        return shapes
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         dtype = self.transformer.context_embedder.weight.dtype
-        return self.transformer(
+        velocity = self.transformer(
             hidden_states=x.to(dtype),
             timestep=t,
             encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             return_dict=False,
-        )[0].float()
+        )[0]
+        return velocity.float()

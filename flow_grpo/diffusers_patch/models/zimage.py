@@ -1,5 +1,7 @@
 """Z-Image and Z-Image-Turbo: diffusers' ZImagePipeline taken apart into what training needs."""
 
+from typing import NamedTuple
+
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
@@ -20,11 +22,13 @@ class ZImage(FlowModel):
     tokens; what lies behind that is masked."""
 
     NAME = "zimage"
-    PIPELINE, TRANSFORMER = ZImagePipeline, ZImageTransformer2DModel
+    PIPELINE = ZImagePipeline
+    TRANSFORMER = ZImageTransformer2DModel
     SHARD_UNITS = ("ZImageTransformerBlock",)
-    LORA_TARGETS = tuple(f"attention.{linear}" for linear in ("to_q", "to_k", "to_v", "to_out.0"))
+    LORA_TARGETS = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
     PICTURES = True
-    TEXT_TOKENS, TEXT_WIDTH = 512, "cap_feat_dim"  # its chat template's tokens among them
+    TEXT_TOKENS = 512  # its chat template's among them
+    TEXT_WIDTH = "cap_feat_dim"
     GUIDANCE_SCALE = 4.0  # of Z-Image; Z-Image-Turbo takes 0
     CUDNN_ATTENTION = False  # as fast: benchmarks/RESULTS.md
     CUTS_PADDING = True
@@ -33,72 +37,104 @@ class ZImage(FlowModel):
         return loading.chat_length(self.pipeline.tokenizer, prompt.text, thinks=True)
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """The text encoder's last states but one, those of the template among them."""
+        """Take the text encoder's last states but one, those of the template among them."""
         device = self.pipeline.text_encoder.device
-        (states,), _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
+        states_of_prompts, _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
+        (states,) = states_of_prompts  # [L, D] each
         return Condition(states[None])
 
     @classmethod
     def is_guided(cls, guidance_scale: float) -> bool:
-        """Above 0: a scale is 1 less than other models', as in ZImagePipeline."""
+        """Tell whether a scale is above 0: it is 1 less than other models', as in ZImagePipeline."""
         return guidance_scale > 0
 
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """Guidance as in Z-Image: pos + g (pos - neg)."""
+        """Guide as Z-Image does: pos + g (pos - neg)."""
         return positive + guidance_scale * (positive - negative)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """What the transformer's own forward computes of a list of captions, which it joins to the width of the
+        """Compute what the transformer's own forward does of a list of captions, which it joins to the width of the
         longest. Here all rows have the condition's width, so that shapes depend on no prompt."""
-        transformer, num_tokens = self.transformer, self.num_tokens(size)
-        embed, project = transformer.all_x_embedder[PATCH], transformer.all_final_layer[PATCH]
-        time = transformer.t_embedder((1000 - t) / 1000 * transformer.t_scale).to(embed.weight.dtype)
-        text, is_text, seen = padded_text(condition)
-        image_angles, text_angles = self._angles(seen, size)
-        mask = seen if condition.mask is not None and seen.shape[1] > SEQ_MULTI_OF else None
+        transformer = self.transformer
+        embed = transformer.all_x_embedder[PATCH]
+        project = transformer.all_final_layer[PATCH]
+        dtype = embed.weight.dtype
+        time = transformer.t_embedder((1000 - t) / 1000 * transformer.t_scale).to(dtype)
 
-        image = embed(patches(x.to(embed.weight.dtype)))
+        # Image tokens [B, N, D], then learned padding up to a multiple of 32.
+        num_tokens = self.num_tokens(size)
+        image = embed(patches(x.to(dtype)))
         padding = transformer.x_pad_token.expand(len(x), -num_tokens % SEQ_MULTI_OF, -1)
-        image = self.through(transformer.noise_refiner, torch.cat([image, padding], 1), None, image_angles, time)
-        text = transformer.cap_embedder(text.to(embed.weight.dtype))
-        text = torch.where(is_text[..., None], text, transformer.cap_pad_token)
-        text = self.through(transformer.context_refiner, text, mask, text_angles)
+        image = torch.cat([image, padding], 1)
 
-        mask = None if mask is None else F.pad(mask, (image.shape[1], 0), value=True)
-        joint, angles = torch.cat([image, text], 1), torch.cat([image_angles, text_angles], 1)
+        # Text tokens [B, L, D], in which learned padding stands in for what is no prompt's own.
+        padded = PaddedText.of(condition)
+        text = transformer.cap_embedder(padded.embeds.to(dtype))
+        text = torch.where(padded.is_own[..., None], text, transformer.cap_pad_token)
+        mask = None
+        if condition.mask is not None and padded.seen.shape[1] > SEQ_MULTI_OF:
+            mask = padded.seen
+
+        # Both parts are refined apart, then joined, the image first.
+        image_angles, text_angles = self._angles(padded.seen, size)
+        image = self.through(transformer.noise_refiner, image, None, image_angles, time)
+        text = self.through(transformer.context_refiner, text, mask, text_angles)
+        if mask is not None:
+            mask = F.pad(mask, (image.shape[1], 0), value=True)
+        joint = torch.cat([image, text], 1)
+        angles = torch.cat([image_angles, text_angles], 1)
         joint = self.through(transformer.layers, joint, mask, angles, time)
-        return -pictures(project(joint[:, :num_tokens], c=time), *self.grid(size)).float()
+        rows, columns = self.grid(size)
+        return -pictures(project(joint[:, :num_tokens], c=time), rows, columns).float()
 
     def _angles(self, seen: Tensor, size: Size) -> tuple[Tensor, Tensor]:
-        """Of image tokens and of text tokens, [B, L, D / 2] complex. Text is at 1, 2, ..., the image behind the text
-        that is `seen` [B, L], and the image's padding at 0."""
-        places, (num_rows, width) = self.transformer.create_coordinate_grid, seen.shape
-        image = places((1, *self.grid(size)), device=seen.device).flatten(0, 2)
-        image = image + F.pad(1 + seen.sum(1)[:, None, None], (0, 2))
+        """Rotary angles of image tokens and of text tokens, [B, L, D / 2] complex. Text is at 1, 2, ..., the image
+        behind the text that is `seen` [B, L], and the image's padding at 0."""
+        num_rows, width = seen.shape
+        make_grid = self.transformer.create_coordinate_grid
+        text = make_grid((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2)  # [L, 3]
+        text = text.expand(num_rows, -1, -1)
+
+        # Positions [B, N, 3] on three axes: only the first moves with the length of a row's text.
+        rows, columns = self.grid(size)
+        image = make_grid((1, rows, columns), device=seen.device).flatten(0, 2)
+        first_behind = 1 + seen.sum(1)
+        image = image + F.pad(first_behind[:, None, None], (0, 2))
         image = F.pad(image, (0, 0, 0, -image.shape[1] % SEQ_MULTI_OF))
-        text = places((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2).expand(num_rows, -1, -1)
+
         rope = self.transformer.rope_embedder
-        return tuple(rope(part.flatten(0, 1)).unflatten(0, (num_rows, -1)) for part in (image, text))
+        image_angles = rope(image.flatten(0, 1)).unflatten(0, (num_rows, -1))
+        text_angles = rope(text.flatten(0, 1)).unflatten(0, (num_rows, -1))
+        return image_angles, text_angles
 
 
-def padded_text(condition: Condition) -> tuple[Tensor, Tensor, Tensor]:
-    """Text [B, L, D] of a multiple of 32 tokens; which are a prompt's own, and which are seen, [B, L] bool each."""
-    missing = -condition.num_tokens % SEQ_MULTI_OF
-    text = F.pad(condition.text_embeds, (0, 0, 0, missing))
-    own = text.new_ones(condition.text_embeds.shape[:2], dtype=torch.bool) if condition.mask is None else condition.mask
-    own = F.pad(own, (0, missing))
-    seen = own.unflatten(1, (-1, SEQ_MULTI_OF)).any(2).repeat_interleave(SEQ_MULTI_OF, 1)
-    return text, own, seen
+class PaddedText(NamedTuple):
+    """Text of a multiple of 32 tokens."""
+
+    embeds: Tensor  # [B, L, D]
+    is_own: Tensor  # [B, L] bool, tokens of the prompt
+    seen: Tensor  # [B, L] bool, these and the padding in the last 32 tokens that have any of them
+
+    @classmethod
+    def of(cls, condition: Condition) -> "PaddedText":
+        missing = -condition.num_tokens % SEQ_MULTI_OF
+        embeds = F.pad(condition.text_embeds, (0, 0, 0, missing))
+        is_own = condition.mask
+        if is_own is None:
+            is_own = embeds.new_ones(condition.text_embeds.shape[:2], dtype=torch.bool)
+        is_own = F.pad(is_own, (0, missing))
+        seen = is_own.unflatten(1, (-1, SEQ_MULTI_OF)).any(2).repeat_interleave(SEQ_MULTI_OF, 1)
+        return cls(embeds, is_own, seen)
 
 
 def patches(x: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, N, 4 C]: 2 x 2 latents, each with its channels."""
-    x = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    """Cut [B, C, h, w] into [B, N, 4 C]: 2 x 2 latents, each with its channels."""
+    x = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, h / 2, 2, w / 2, 2]
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def pictures(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The other way round, [B, N, 4 C] -> [B, C, h, w]."""
-    x = tokens.unflatten(1, (rows, columns)).unflatten(3, (2, 2, -1))
+    """Put patches [B, N, 4 C] together to [B, C, h, w]."""
+    x = tokens.unflatten(1, (rows, columns)).unflatten(3, (2, 2, -1))  # [B, h / 2, w / 2, 2, 2, C]
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
