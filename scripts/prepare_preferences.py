@@ -111,7 +111,7 @@ from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress
 from flow_grpo.monitoring.dashboard import say
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.scoring.scorers import joined
+from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
 from flow_grpo.weights import load_weights, model_files, policies, quantisation
@@ -247,7 +247,7 @@ def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tu
         batch = rows[start : min(start + size, part.stop)]
         made.append(make(batch, start))
         bar.update(len(batch))
-    check(joined([batch.scores for batch in made if batch.scores]))
+    check(join_scores([batch.scores for batch in made if batch.scores]))
     return [pair for batch in made for pair in batch.pairs], [why for batch in made for why in batch.reasons]
 
 

@@ -40,7 +40,7 @@ from flow_grpo.rewards.scores import CLIPPED, scores_of
 from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring import settings as scoring_settings
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.scoring.scorers import RewardFailed, joined
+from flow_grpo.scoring.scorers import RewardFailed, join_scores
 
 CPU = torch.device("cpu")
 JPEG = {"jpeg_compressibility": 1.0}
@@ -380,7 +380,7 @@ def test_what_a_server_scores_beyond_its_scale_is_clipped_counted_and_said_once(
 
 def test_where_nothing_was_clipped_in_a_part_its_share_is_0():
     parts = [{"score": torch.tensor([1.0]), CLIPPED: torch.tensor([1.0])}, {"score": torch.tensor([0.5])}]
-    assert joined(parts)[CLIPPED].tolist() == [1.0, 0.0]
+    assert join_scores(parts)[CLIPPED].tolist() == [1.0, 0.0]
 
 
 def published_geneval(handler, body, number):

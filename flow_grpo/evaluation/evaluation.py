@@ -26,7 +26,7 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.scoring.pool import Pending, Pool
-from flow_grpo.scoring.scorers import joined
+from flow_grpo.scoring.scorers import join_scores
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
 Item = TypeVar("Item")
@@ -108,7 +108,7 @@ def _gathered(batches: list[_Batch], distances: variety.Distances, num_noises: i
     """Join the batches of all ranks."""
     batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch.start)
     values = {}
-    for name, column in joined([batch.scores for batch in batches]).items():
+    for name, column in join_scores([batch.scores for batch in batches]).items():
         values[name] = column.view(num_noises, -1)
     images = {}
     for batch in batches:

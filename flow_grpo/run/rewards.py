@@ -24,7 +24,7 @@ from flow_grpo.monitoring import health
 from flow_grpo.run import sampling
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
-from flow_grpo.scoring.scorers import joined
+from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings import declared
 
 
@@ -85,7 +85,7 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
     order = _order(submitted)
     names = distributed.gather_objects([name for by_name in scores for name in by_name])
     groups = torch.cat([part.groups for part in submitted])[order]
-    by_image = {name: values.view(groups.shape)[order] for name, values in joined(scores, names).items()}
+    by_image = {name: values.view(groups.shape)[order] for name, values in join_scores(scores, names).items()}
     return Rewards(
         {name: distributed.gather(values).flatten() for name, values in by_image.items()},
         distributed.gather(groups).flatten(),

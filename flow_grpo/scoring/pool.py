@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from tqdm import tqdm
 
 from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
-from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, joined, make_scorer
-from flow_grpo.weights import finite
+from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, join_scores, make_scorer
 
 MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits for room
 LOOK_S = 0.2  # between two looks at rewards that are waited for
@@ -28,6 +29,13 @@ LOOK_S = 0.2  # between two looks at rewards that are waited for
 # Waits for the scores of B images: name -> [B] float32 on the CPU, with "avg", the weighted sum. NaN where a reward
 # failed that may. Raises FloatingPointError: an image is not finite; RewardFailed: a reward failed that must not.
 Pending = Callable[[], dict[str, Tensor]]
+
+
+class _Request(NamedTuple):
+    """Images that were sent to a scorer together."""
+
+    future: Future
+    prompts: list[Prompt]
 
 
 class Pool:
@@ -41,87 +49,127 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
-        self.device, self.weights = device, dict(weights)
-        self.scorers = {name: make_scorer(name, device, settings) for name in dict.fromkeys([*weights, *watched])}
+        self.device = device
+        self.weights = dict(weights)
+        self.scorers: dict[str, LocalScorer | RemoteScorer] = {}
+        for name in dict.fromkeys([*weights, *watched]):
+            self.scorers[name] = make_scorer(name, device, settings)
 
     def try_rewards(self, size: Size, prompt: Prompt) -> None:
-        """Score a grey image by every reward, before any weight of the model is loaded, and say what each makes of it.
+        """Score a grey image by every reward, before any weight of the model is loaded, and print each one's scores.
         Raises UserError: a reward fails that must not."""
         image = torch.full((1, 3, size.height, size.width), 0.5, device=self.device)
         for name, scorer in self.scorers.items():
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             try:
                 scores = scorer.receive(self._send(scorer, image, [prompt]), [prompt])
             except RewardFailed as error:
                 raise UserError(f"{error}; tried on a grey image before anything is loaded") from error
-            values = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items())
+            seconds = time.perf_counter() - start_s
+            shown = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items())
             if distributed.is_main():
-                tqdm.write(f"reward {name} of a grey image, after {time.perf_counter() - start:.2g} s: {values}")
+                tqdm.write(f"reward {name} of a grey image, after {seconds:.2g} s: {shown}")
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
         assert len(images) == len(prompts), f"{len(images)} images of {len(prompts)} prompts"
-        images, names = images.detach(), list(self.scorers) if everything else list(self.weights)
-        requests = {name: [] for name in names}
-        for name in names:
+        images = images.detach()
+        requests: dict[str, list[_Request]] = {}
+        for name in self.scorers if everything else self.weights:
             scorer = self.scorers[name]
+            requests[name] = []
             for start in range(0, len(prompts), scorer.settings.batch_size):
                 rows = slice(start, start + scorer.settings.batch_size)
-                requests[name].append((self._send(scorer, images[rows], prompts[rows]), prompts[rows]))
-        return partial(self._collect, requests, images.isfinite().flatten(1).all(1), prompts)
+                future = self._send(scorer, images[rows], prompts[rows])
+                requests[name].append(_Request(future, prompts[rows]))
+        # The answer stays on the device until somebody waits for the scores: nothing waits for the images here.
+        are_finite = images.isfinite().flatten(1).all(1)
+        return partial(self._collect, requests, are_finite, prompts)
 
     def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
-        while pending := {f: rows for each in self.scorers.values() for f, rows in each.pending.copy().items()}:
-            if sum(map(len, pending.values())) + len(prompts) <= MAX_PENDING:
-                break
-            self._wait(pending)
+        self._wait_for_room(len(prompts))
         future = scorer.send(images, prompts)
         scorer.track(future, prompts)
         return future
 
-    def _wait(self, futures: Iterable[Future]) -> None:
-        """Until one of them is done; says now and then which rewards are waited for. Raises RewardFailed: one will not
-        answer any more."""
+    def _wait_for_room(self, num_images: int) -> None:
+        """Wait until so many images more are no more than MAX_PENDING, or no others are under way."""
+        pending = self._pending()
+        while pending and sum(map(len, pending.values())) + num_images > MAX_PENDING:
+            self._wait_for_one(pending)
+            pending = self._pending()
+
+    def _pending(self) -> dict[Future, list[Prompt]]:
+        """Return the prompts of each request that is under way."""
+        pending = {}
+        for scorer in self.scorers.values():
+            # A copy: threads take their requests out while this one looks.
+            pending |= scorer.pending.copy()
+        return pending
+
+    def _wait_for_one(self, futures: Iterable[Future]) -> None:
+        """Wait until one of these is done; say now and then which rewards are waited for. Raises RewardFailed: one will
+        not answer any more."""
         said_s = time.monotonic()
         while not wait(futures, LOOK_S, FIRST_COMPLETED).done:
             for scorer in self.scorers.values():
-                scorer.check()
+                scorer.check_in_time()
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:
                 said_s = time.monotonic()
-                if states := [state for scorer in self.scorers.values() if (state := scorer.state())]:
-                    print_notice(f"waiting: {'; '.join(states)}")
+                waits = [scorer.describe_wait() for scorer in self.scorers.values() if scorer.pending]
+                if waits:
+                    print_notice(f"waiting: {'; '.join(waits)}")
 
     def _collect(
-        self, requests: dict[str, list[tuple[Future, list[Prompt]]]], are_finite: Tensor, prompts: list[Prompt]
+        self, requests: dict[str, list[_Request]], are_finite: Tensor, prompts: list[Prompt]
     ) -> dict[str, Tensor]:
-        finite.check_images(are_finite, prompts)  # first: a reward would see NaN as black, or fail with another reason
-        scores = {}
+        # First: a reward would see NaN as black, or fail with another reason.
+        check_images(are_finite, prompts)
+        scores: dict[str, Tensor] = {}
         for name, sent in requests.items():
-            for future, _ in sent:
-                self._wait([future])
-            answers = joined([self.scorers[name].receive(future, prompts) for future, prompts in sent])
-            figures = {name if key == "score" else f"{name}_{key}": values for key, values in answers.items()}
-            if both := sorted(figures.keys() & scores.keys()):
-                raise RewardFailed(f"rewards {', '.join(requests)}: two of their figures are called {both[0]}")
-            scores |= figures
+            for key, values in self._receive(name, sent).items():
+                score_name = name if key == "score" else f"{name}_{key}"
+                if score_name in scores:
+                    raise RewardFailed(f"rewards {', '.join(requests)}: two of their figures are called {score_name}")
+                scores[score_name] = values
         scores["avg"] = sum(weight * scores[name] for name, weight in self.weights.items())
         return scores
 
+    def _receive(self, name: str, sent: list[_Request]) -> dict[str, Tensor]:
+        """Wait for the scores of one reward."""
+        for request in sent:
+            self._wait_for_one([request.future])
+        return join_scores([self.scorers[name].receive(future, prompts) for future, prompts in sent])
+
     def masked_shares(self, scores: dict[str, Tensor]) -> dict[str, float]:
-        """The share of images without a score, for each reward that may fail, of an epoch, an evaluation or a file of
-        pairs. Raises RewardFailed: more than there may be."""
+        """Return the share of images without a score, for each reward that may fail, of an epoch, an evaluation or a
+        file of pairs. Raises RewardFailed: more than there may be."""
         shares = {}
         for name, scorer in self.scorers.items():
-            if scorer.settings.max_masked_share and name in scores:
-                shares[name] = scores[name].isnan().double().mean().item()
-                if shares[name] > scorer.settings.max_masked_share:
-                    raise RewardFailed(
-                        f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of "
-                        f"{scores[name].numel()} images; config.reward.max_masked_share is "
-                        f"{scorer.settings.max_masked_share}{f'; last: {scorer.last_error}' * bool(scorer.last_error)}"
-                    )
+            allowed = scorer.settings.max_masked_share
+            if not allowed or name not in scores:
+                continue
+            shares[name] = scores[name].isnan().double().mean().item()
+            if shares[name] > allowed:
+                last_error = f"; last: {scorer.last_error}" if scorer.last_error else ""
+                raise RewardFailed(
+                    f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of {scores[name].numel()} "
+                    f"images; config.reward.max_masked_share is {allowed}{last_error}"
+                )
         return shares
 
     def close(self) -> None:
         for scorer in self.scorers.values():
             scorer.close()
+
+
+def check_images(are_finite: Tensor, prompts: list[Prompt]) -> None:
+    """Raises FloatingPointError, which names a prompt, unless all images are finite; `are_finite` [B] bool."""
+    bad = (~are_finite).nonzero().flatten().tolist()
+    if bad:
+        first = prompts[bad[0]]
+        raise FloatingPointError(
+            f"{len(bad)} of {len(are_finite)} images hold NaN or infinities, the first of {quoted(first.text)}: the "
+            "weights are too large (config.train.learning_rate), or a precision is too coarse (config.precision, "
+            "config.vae_precision)"
+        )

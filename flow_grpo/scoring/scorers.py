@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +32,22 @@ class RewardFailed(RunFailed, RuntimeError):
 
 
 class Scorer:
-    """What the two kinds of scorers share: the reward's settings, and what becomes of a failure.
+    """One reward: its settings, the requests under way, and what becomes of a failure.
 
-    Both have `send(images, prompts) -> Future` of the scores by name, each [B].
+    Both kinds of scorers have `send(images, prompts) -> Future` of the scores by name, each [B].
 
     Args:
+        address: of the server, or "thread", for messages.
         foreign: somebody else's server scores: what lies beyond the reward's scale is clipped to it.
     """
 
     def __init__(self, name: str, settings: RewardSettings, address: str, foreign: bool):
-        self.name, self.settings, self.address, self.last_error = name, settings, address, ""
-        self.foreign, self.said_clipped = foreign, False
+        self.name = name
+        self.settings = settings
+        self.address = address
+        self.foreign = foreign
+        self.last_error = ""
+        self.said_clipped = False
         self.pending: dict[Future, list[Prompt]] = {}  # what was sent and has not come back
         self.answered_s = 0.0  # when something came back, or was sent while nothing was pending
 
@@ -57,12 +63,13 @@ class Scorer:
         del self.pending[future]
 
     def receive(self, future: Future, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
+        """Return the scores of one request, NaN if it failed and may. Raises RewardFailed: it failed and must not."""
         try:
-            scores = self._answer(future)
+            scores = self._result(future)
             _check_names(scores)
             return self._clip(scores) if self.foreign else scores
         except Exception as error:
+            # Our own sentences need no type and no line of a file.
             has_words = isinstance(error, UserError | ServerError)
             self.last_error = in_one_line(error if has_words else rewards.describe_error(error))
             if self.settings.max_masked_share:
@@ -71,8 +78,8 @@ class Scorer:
             message += f"; first prompt: {quoted(prompts[0].text)}"
             raise RewardFailed(message) from error
 
-    def _answer(self, future: Future) -> dict[str, Tensor]:
-        """Scores of one request; where a reward may fail, NaN for the images without one."""
+    def _result(self, future: Future) -> dict[str, Tensor]:
+        """Return the scores of one request; where a reward may fail, NaN for the images without one."""
         try:
             return future.result()
         except SomeFailed as error:
@@ -82,7 +89,7 @@ class Scorer:
             return error.scores
 
     def _clip(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scores within the reward's scale; the first that were not are announced."""
+        """Return scores within the reward's scale; the first that were not are announced."""
         scores, text = clip_to_range(self.name, scores)
         if text and not self.said_clipped:
             self.said_clipped = True
@@ -90,15 +97,16 @@ class Scorer:
             client.print_notice(f"reward {self.name!r} ({self.address}): {text}; {counted}")
         return scores
 
-    def state(self) -> str:
-        """What is waited for; "" for nothing."""
-        if not (pending := list(self.pending.values())):
+    def describe_wait(self) -> str:
+        """Say what is waited for; "" for nothing."""
+        pending = list(self.pending.values())
+        if not pending:
             return ""
         waits = f"{len(pending)} requests wait, none was answered for {time.monotonic() - self.answered_s:.0f} s"
         return f"reward {self.name!r} ({self.address}): {waits}; first prompt: {quoted(pending[0][0].text)}"
 
-    def check(self) -> None:
-        """Raises RewardFailed where nothing more will come."""
+    def check_in_time(self) -> None:
+        """Raises RewardFailed where a request takes longer than it may."""
 
     def close(self) -> None:
         """Stop what `send` has started."""
@@ -106,40 +114,50 @@ class Scorer:
 
 def _check_names(scores: dict[str, Tensor]) -> None:
     """Raises UserError for figures beside a score that cannot become metrics."""
-    if taken := sorted(scores.keys() & rewards.GROUP_FIGURES):
+    taken = sorted(scores.keys() & rewards.GROUP_FIGURES)
+    if taken:
         raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
     if len(scores) > MOST_SCORES:
         raise UserError(f"it answers with {len(scores)} scores; at most {MOST_SCORES} become metrics")
-    if wrong := [name for name in scores if not re.fullmatch(r"[\w.-]{1,64}", name)]:
-        raise UserError(f"it answers with {quoted(wrong[0])}; a metric has at most 64 letters, digits and _ . -")
+    for name in scores:
+        if not re.fullmatch(r"[\w.-]{1,64}", name):
+            raise UserError(f"it answers with {quoted(name)}; a metric has at most 64 letters, digits and _ . -")
 
 
-def joined(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
+def join_scores(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
     """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN. One in
     which nothing was clipped lacks that figure: 0.
 
     Args:
         names: of scores that come first, whether a part has them or not.
     """
-    names = dict.fromkeys([*names, *(name for part in parts for name in part)])
-    shapes = [next(iter(part.values())) for part in parts]
+    all_names = list(names)
+    for part in parts:
+        all_names.extend(part)
     scores = {}
-    for name in names:
+    for name in dict.fromkeys(all_names):
         missing = 0.0 if name.endswith(CLIPPED) else torch.nan
-        columns = [part.get(name, torch.full_like(shape, missing)) for part, shape in zip(parts, shapes)]
+        columns = []
+        for part in parts:
+            # Any column of a part has its shape.
+            shape_of_part = next(iter(part.values()))
+            columns.append(part.get(name, torch.full_like(shape_of_part, missing)))
         scores[name] = torch.cat(columns)
     return scores
 
 
 def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
-    """The images that each of B prompts edits, [3, h, w] in [0, 1] each; prompts with the same ones share them."""
-    unique = {prompt.digest: prompt for prompt in prompts}
-    sources = {digest: [from_picture(picture) for picture in prompt.pictures()] for digest, prompt in unique.items()}
-    return [sources[prompt.digest] for prompt in prompts]
+    """Return the images that each of B prompts edits, [3, h, w] in [0, 1] each; prompts with the same ones share
+    them."""
+    loaded: dict[str, list[Tensor]] = {}
+    for prompt in prompts:
+        if prompt.digest not in loaded:
+            loaded[prompt.digest] = [from_picture(picture) for picture in prompt.pictures()]
+    return [loaded[prompt.digest] for prompt in prompts]
 
 
 def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | RemoteScorer":
-    """The scorer of a reward, by config.reward; a local one is loaded."""
+    """Make the scorer of a reward, by config.reward; a local one is loaded."""
     reward, options = split_settings(name, settings)
     if reward.url:
         return RemoteScorer(name, reward, reward.url)
@@ -159,19 +177,23 @@ class LocalScorer(Scorer):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
-        drawn = torch.cuda.Event() if images.is_cuda else None
-        if drawn:
+        drawn = None
+        if images.is_cuda:
+            drawn = torch.cuda.Event()
             drawn.record()
         return self.threads.submit(self._score, images, prompts, drawn)
 
-    def check(self) -> None:
+    def check_in_time(self) -> None:
         """Raises RewardFailed where calls take longer than a server's may. A thread cannot be ended."""
-        limit, state = self.settings.timeout_s + client.RETRY_S, self.state()
-        if state and time.monotonic() - self.answered_s > limit:
-            raise RewardFailed(f"{state}; config.reward.timeout_s + {client.RETRY_S:g} allows {limit:g} s")
+        limit_s = self.settings.timeout_s + client.RETRY_S
+        waits = self.describe_wait()
+        if waits and time.monotonic() - self.answered_s > limit_s:
+            raise RewardFailed(f"{waits}; config.reward.timeout_s + {client.RETRY_S:g} allows {limit_s:g} s")
 
     def _score(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
-        with torch.cuda.stream(self.stream):  # None = the present one
+        # A stream of None is the present one.
+        with torch.cuda.stream(self.stream):
+            # Images are drawn on another stream, which must be done with them, and must not reuse their memory.
             if drawn:
                 drawn.wait()
                 images.record_stream(torch.cuda.current_stream())
@@ -183,9 +205,10 @@ class LocalScorer(Scorer):
                 if not self.settings.max_masked_share:
                     raise
                 self.last_error = in_one_line(rewards.describe_error(error))
+        # Which image failed? Each is scored alone, so that the others have a score.
         if len(prompts) == 1:
             return {"score": torch.full((1,), torch.nan)}
-        return joined([self._score(images[i : i + 1], prompts[i : i + 1], drawn) for i in range(len(prompts))])
+        return join_scores([self._score(images[i : i + 1], prompts[i : i + 1], drawn) for i in range(len(prompts))])
 
     def close(self) -> None:
         self.threads.stop()
@@ -199,16 +222,34 @@ class RemoteScorer(Scorer):
         self.server = Server(url, settings.token_file, settings.timeout_s)
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
-        content = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
-        sources, files = sources_of(prompts), {"images": [wire.pack_image(image, "npy") for image in images.cpu()]}
-        if any(sources):  # which images of a group share
-            unique = {id(source): source for row in sources for source in row}
-            content["sources"] = [[[*unique].index(id(source)) for source in row] for row in sources]
-            files["sources"] = [wire.pack_image(source, "npy") for source in unique.values()]
-        uploads = [(part, (f"{i}.npy", file)) for part in files for i, file in enumerate(files[part])]
+        content: dict[str, Any] = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
+        uploads = [_upload("images", number, image) for number, image in enumerate(images.cpu())]
+        sources = sources_of(prompts)
+        if any(sources):
+            # Images of a group share their sources, which are sent once: each prompt has their numbers.
+            unique = _unique(sources)
+            number_of = {id(source): number for number, source in enumerate(unique)}
+            content["sources"] = [[number_of[id(source)] for source in of_prompt] for of_prompt in sources]
+            uploads += [_upload("sources", number, source) for number, source in enumerate(unique)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
             return checked_scores(self.name, wire.parse_scores(body), texts_of(prompts))
 
-        headers, data = {"Idempotency-Key": uuid.uuid4().hex}, {"request": json.dumps(content)}
+        data = {"request": json.dumps(content)}
+        # The server scores a request that is sent again once.
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
         return self.server.post("/score", parse, data=data, files=uploads, headers=headers)
+
+
+def _unique(sources: list[list[Tensor]]) -> list[Tensor]:
+    """Return the different tensors among these, in their order."""
+    unique: dict[int, Tensor] = {}
+    for of_prompt in sources:
+        for source in of_prompt:
+            unique.setdefault(id(source), source)
+    return list(unique.values())
+
+
+def _upload(part: str, number: int, image: Tensor) -> tuple[str, tuple[str, bytes]]:
+    """Return an image as a file of a multipart request."""
+    return part, (f"{number}.npy", wire.pack_image(image, "npy"))

@@ -1,8 +1,7 @@
-"""What config.reward says of each reward, checked before any model is loaded."""
+"""The settings of each reward in config.reward, checked before any model is loaded."""
 
-from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -14,20 +13,36 @@ from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings import stored_config
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
-KEYS = [key.removeprefix("reward.") for key in BY_KEY if key.startswith("reward.") and key != "reward.args"]
-RewardSettings = namedtuple("RewardSettings", ["url", *KEYS])  # of one reward: its server, and what args may override
 HEALTH_S = 10.0  # for which a server's answer to GET /health is waited for
 
 
+class RewardSettings(NamedTuple):
+    """Settings of one reward: its server, and those of config.reward that reward.args may override."""
+
+    url: str | list[str]  # "" = it is scored in this process
+    device: str
+    batch_size: int
+    max_masked_share: float
+    token_file: str
+    timeout_s: float
+
+
+KEYS = tuple(name for name in RewardSettings._fields if name != "url")
+
+
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
-    """Raises UserError for what config.reward cannot mean, or a server that does not answer. Loads no model."""
+    """Raises UserError for settings of config.reward that cannot be meant, or a server that does not answer. Loads no
+    model."""
     args = settings.args.to_dict()
+    served = []
     for name, overrides in args.items():
         if not isinstance(overrides, dict):
             raise UserError(f"config.reward.args.{name} is {quoted(overrides)}; it must be a dict")
-    served = [name for name, overrides in args.items() if overrides.get("url") and not rewards.is_service(name)]
+        # A service is asked by its own file, which runs here.
+        if overrides.get("url") and not rewards.is_service(name):
+            served.append(name)
     rewards.check_rewards(weights, watched, served)
-    for name in {**weights, **dict.fromkeys(watched)}:
+    for name in dict.fromkeys([*weights, *watched]):
         args.pop(name, None)
         reward, options = split_settings(name, settings)
         _check_connection(name, reward, options)
@@ -42,13 +57,17 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
 
 
 def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
-    """What config.reward says of a reward, and the options of its `load`."""
+    """Return the settings of a reward, and the options of its `load`."""
     overrides = settings.args.get(name, {})
-    reward = RewardSettings(overrides.get("url", ""), *(overrides.get(key, settings.get(key)) for key in KEYS))
+    values = {key: overrides.get(key, getattr(settings, key)) for key in KEYS}
+    reward = RewardSettings(url=overrides.get("url", ""), **values)
     options = {key: value for key, value in overrides.items() if key not in RewardSettings._fields}
-    if rewards.is_service(name):  # it has a server of its own kind, and a request per image
-        options |= {key: getattr(reward, key) for key in rewards.CONNECTION}
-        options |= {"url": overrides["url"]} if "url" in overrides else {}
+    # A service has a server of its own kind, which its file asks, with a request per image.
+    if rewards.is_service(name):
+        for key in rewards.CONNECTION:
+            options[key] = getattr(reward, key)
+        if "url" in overrides:
+            options["url"] = overrides["url"]
         reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
     return reward, options
 
@@ -59,14 +78,17 @@ def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]
     check_device(reward.device, f"config.reward.device of {name}")
     read_token(reward.token_file)
     for key in options.keys() - {"url"}:
-        if answer := stored_config.MOVED.get(f"reward.{key}"):
-            raise UserError(f"config.reward.args.{name}.{key} is now {answer}")
-    if "url" in options:  # of a server of another kind
+        new_name = stored_config.MOVED.get(f"reward.{key}")
+        if new_name:
+            raise UserError(f"config.reward.args.{name}.{key} is now {new_name}")
+    # The server of a service.
+    if "url" in options:
         check_urls(f"config.reward.args.{name}.url", options["url"])
 
 
 def check_urls(key: str, urls: str | list[str]) -> None:
-    """Raises UserError unless it is a server's address, or a list of such, without a password: the config is stored."""
+    """Raises UserError unless a setting is a server's address, or a list of such, without a password: configs are
+    stored."""
     if not urls_of(urls):
         raise UserError(f"{key} is an empty list")
     for url in urls_of(urls):

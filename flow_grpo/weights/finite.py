@@ -5,8 +5,6 @@ import math
 from torch import Tensor, nn
 
 from flow_grpo.base import distributed
-from flow_grpo.base.formatting import quoted
-from flow_grpo.base.prompt import Prompt
 from flow_grpo.weights import fsdp_utils
 
 
@@ -33,15 +31,3 @@ def check_tensors(tensors: dict[str, Tensor], what: str) -> None:
     for problem in distributed.gather_objects([problem_of_tensors(tensors)]):
         if problem:
             raise FloatingPointError(f"{what}: {problem}")
-
-
-def check_images(finite: Tensor, prompts: list[Prompt]) -> None:
-    """Raises FloatingPointError, which names a prompt, unless all images are finite; `finite` [B] bool."""
-    bad = (~finite).nonzero().flatten().tolist()
-    if bad:
-        first = prompts[bad[0]]
-        raise FloatingPointError(
-            f"{len(bad)} of {len(finite)} images hold NaN or infinities, the first of {quoted(first.text)}: the "
-            "weights are too large (config.train.learning_rate), or a precision is too coarse (config.precision, "
-            "config.vae_precision)"
-        )
