@@ -229,4 +229,4 @@ def move(parameters):
     """As training would, but all at once."""
     stream = torch.Generator().manual_seed(1)
     for weight in parameters:
-        weight += 0.02 * torch.randn(weight.shape, generator=stream)
+        weight.add_(0.02 * torch.randn(weight.shape, generator=stream))

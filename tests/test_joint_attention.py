@@ -31,8 +31,8 @@ def expected(tokens, weights, angles, eps):
     """In float64."""
     parts = []
     for x, weight, turns in zip(tokens, weights, angles, strict=True):
-        x = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
+        pairs = torch.view_as_complex(normed.unflatten(-1, (-1, 2)))
         parts.append(torch.view_as_real(pairs * turns.to(torch.complex128)[:, None]).flatten(3))
     return torch.cat(parts, 1)
 

@@ -118,7 +118,7 @@ def a_window_of_its_own(monkeypatch):
     def shifted(*args, **how):
         requests = plain(*args, **how)
         start, stop = requests[1].noisy_steps.start, requests[1].noisy_steps.stop
-        requests[1].noisy_steps = range(0, 2) if start else range(start + 1, stop + 1)
+        requests[1].noisy_steps = range(2) if start else range(start + 1, stop + 1)
         return requests
 
     monkeypatch.setattr(sampling, "prepare_encode", shifted)

@@ -247,8 +247,8 @@ def test_a_lora_file_computes_what_it_does_in_diffusers(kind, stored, base, tmp_
         assert torch.allclose(velocity(transformer), expected, rtol=0, atol=1e-4)
         trained = fsdp_utils.trainable_parameters(transformer)
         for name, weight in load_file(folder / lora_files.FILE).items():
-            name = name.removeprefix("transformer.").replace(".weight", ".default.weight")
-            assert torch.equal(trained[name], weight.float())
+            of_peft = name.removeprefix("transformer.").replace(".weight", ".default.weight")
+            assert torch.equal(trained[of_peft], weight.float())
     else:
         with pytest.raises(ValueError, match=lora_files.FILE):
             by_a_run(folder)

@@ -111,8 +111,8 @@ def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, sha
     found, declares = {}, {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}
     given = dict(train__teachers=(str(train(WINDOW, tmp_path, **shallow | ONE | dict(run_name="teacher"))),))
     for name, how in RUNS[algorithm]:
-        how = shallow | how | (given if algorithm == table.DISTILL else {})
-        config = config_of(name, tmp_path, **how)
+        teachers = given if algorithm == table.DISTILL else {}
+        config = config_of(name, tmp_path, **shallow | how | teachers)
         with recorded_reads(config, monkeypatch) as reads:
             SCRIPTS[algorithm].main(config)
         some, expected = of_losses(algorithm, config.train)

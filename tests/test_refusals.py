@@ -361,8 +361,8 @@ def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
         check({name: 1.0}, [Prompt("a", good), Prompt("b", good)])
         prompts = Prompt("a", good), Prompt("b" * 5000, metadata)
         call = lambda name=name, prompts=prompts: check({name: 1.0}, prompts)  # noqa: E731
-        words = [f"reward '{name}'", *words, "'" + "b" * 40, "b...b", f"config.reward_fn.{name}=0"]
-        rows.append((f"{name} {metadata}", call, words))
+        quoted = [f"reward '{name}'", *words, "'" + "b" * 40, "b...b", f"config.reward_fn.{name}=0"]
+        rows.append((f"{name} {metadata}", call, quoted))
     rows.append(("watched", lambda: check({}, [Prompt("a")], ["shapes"]), ["reward 'shapes'", "'a'", "leave it out"]))
     assert_refused(rows)
 

@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 def mix():
     """Requests of different prompts, sizes, steps, windows, branches, kinds of noise, guidance and solvers."""
-    windows, sizes = [range(0), range(0, 2), range(2, 4), range(3, 6)], {7: Size(64, 96), 13: Size(96, 64)}
+    windows, sizes = [range(0), range(2), range(2, 4), range(3, 6)], {7: Size(64, 96), 13: Size(96, 64)}
     for n in range(40):
         sde_type = ("sde", "cps", "dance")[n // 3 % 3]
         params = SamplingParams(

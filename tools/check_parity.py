@@ -79,10 +79,10 @@ def listen(run) -> list[Seen]:
 
 def change_weights(run, number: int) -> None:
     """Give the adapter, which does nothing at first, or the full weights other values."""
-    for name, p in sorted(fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
-        noise = torch.randn(p.shape, generator=rng.generator(0, "parity", number, name)).to(p)
+    for name, weight in sorted(fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
+        noise = torch.randn(weight.shape, generator=rng.generator(0, "parity", number, name)).to(weight)
         with torch.no_grad():
-            p += 0.02 * noise if "lora_" in name else 0.02 * noise * p.std()
+            weight.add_(0.02 * noise if "lora_" in name else 0.02 * noise * weight.std())
     run.step += 1
 
 

@@ -127,8 +127,9 @@ def with_absolute_sources(prompts: list[Prompt]) -> list[Prompt]:
         # Most prompts have no source: they stay the same object.
         if prompt.sources:
             sources = [source.absolute() if isinstance(source, Path) else source for source in prompt.sources]
-            prompt = replace(prompt, sources=tuple(sources))
-        located.append(prompt)
+            located.append(replace(prompt, sources=tuple(sources)))
+        else:
+            located.append(prompt)
     return located
 
 

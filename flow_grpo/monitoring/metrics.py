@@ -23,9 +23,9 @@ class Meter:
     def add(self, **values: float | Tensor) -> None:
         """Add numbers or tensors of any shape. The mean weights every element alike, however minibatches were cut."""
         for name, value in values.items():
-            value = self._float64(value)
-            self.sums[name] = self.sums.get(name, 0) + value.sum()
-            self.counts[name] = self.counts.get(name, 0) + value.numel()
+            elements = self._float64(value)
+            self.sums[name] = self.sums.get(name, 0) + elements.sum()
+            self.counts[name] = self.counts.get(name, 0) + elements.numel()
 
     def add_weighted(self, weights: Tensor, **values: Tensor) -> None:
         """Like `add`, but popped as sum(weight * value) / sum(weight); NaN where all weights are 0."""

@@ -41,20 +41,21 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
     UserError, which names the prompt: metadata that is malformed.
     """
     check_metadata(metadata)
-    include, credits = metadata["include"], []
+    include = metadata["include"]
+    clause_credits = []
     for entry in include:
         num_drawn = len(_matching(detections, {"class": entry["class"]}))
         matching = _matching(detections, entry)
-        credits.append(max(0.0, 1 - abs(entry["count"] - num_drawn) / entry["count"]))
+        clause_credits.append(max(0.0, 1 - abs(entry["count"] - num_drawn) / entry["count"]))
         if entry.get("color"):
-            credits.append(float(len(matching) == entry["count"]))
+            clause_credits.append(float(len(matching) == entry["count"]))
         if entry.get("position"):
             relation, other = entry["position"]
-            credits.append(float(_holds(relation, matching, _matching(detections, include[other]))))
+            clause_credits.append(float(_holds(relation, matching, _matching(detections, include[other]))))
     for entry in metadata.get("exclude", []):
         fewest = int(any(entry["class"] == wanted["class"] for wanted in include))
-        credits.append(float(fewest <= len(_matching(detections, entry)) < entry["count"]))
-    return sum(credits) / len(credits), float(min(credits) == 1)
+        clause_credits.append(float(fewest <= len(_matching(detections, entry)) < entry["count"]))
+    return sum(clause_credits) / len(clause_credits), float(min(clause_credits) == 1)
 
 
 def labels(images: Tensor, metadata: list[dict]) -> dict[str, Tensor]:
