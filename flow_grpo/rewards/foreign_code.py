@@ -1,4 +1,4 @@
-"""State of the process that a reward's code may change: it is put back after each call.
+"""Protection of the process from a reward's code: state that it changes is put back after each call.
 
 It is no reward itself (`flow_grpo.rewards.HELPERS`). The random generators that torch, numpy and Python share are left
 alone, since a run draws from none of them.
@@ -15,20 +15,23 @@ from flow_grpo.base.errors import UserError
 
 
 class Shared(NamedTuple):
-    """What all threads of a process share, and calls in other threads may change."""
+    """State that all threads of a process share, and calls in other threads may change."""
 
-    folder: Path | None  # the working directory; None where it is gone
+    folder: Path | None  # the working directory; None if it is gone
     dtype: Any  # torch's default one; None before torch is imported
 
 
-_homes: dict[str, Shared] = {}  # by reward, as it was when the reward was loaded
+_states: dict[str, Shared] = {}  # reward -> the state when it was loaded
 
 
 @contextmanager
 def restored_after_loading() -> Iterator[None]:
-    """Put back what the block changes: what all threads share, and torch's modes. For the main thread, which imports
-    and loads foreign code while nothing is computed."""
-    before, modes = _shared(), _modes()
+    """Put back the shared state and torch's modes after the block.
+
+    For the main thread, which imports and loads foreign code while nothing is computed.
+    """
+    before = _shared()
+    modes = _modes()
     try:
         yield
     finally:
@@ -37,17 +40,17 @@ def restored_after_loading() -> Iterator[None]:
 
 
 def remember_state(name: str) -> None:
-    """Note what is put back after each call of a reward. For the main thread, before the reward is loaded."""
-    _homes[name] = _shared()
+    """Keep the state that is put back after each call of a reward. For the main thread, before the reward is loaded."""
+    _states[name] = _shared()
 
 
 @contextmanager
 def restored_after_call(name: str) -> Iterator[None]:
-    """Put back what the block, a call of a reward in any thread, changes of what all threads share.
+    """Put back the shared state after the block, a call of a reward in any thread.
 
-    Raises UserError, which names the reward: torch's default dtype was another one, with which others computed.
+    Raise UserError, which names the reward, if torch's default dtype was changed: other threads have computed with it.
     """
-    before = _homes.get(name) or _shared()
+    before = _states.get(name) or _shared()
     try:
         yield
     finally:
@@ -60,18 +63,21 @@ def restored_after_call(name: str) -> Iterator[None]:
 
 
 def _shared() -> Shared:
-    folder = None
+    """Return the shared state of now."""
+    folder = dtype = None
     with suppress(OSError):
         folder = Path.cwd()
     torch = sys.modules.get("torch")
-    return Shared(folder, torch.get_default_dtype() if torch else None)
+    if torch:
+        dtype = torch.get_default_dtype()
+    return Shared(folder, dtype)
 
 
 def _put_back(before: Shared) -> Any:
-    """Put back what all threads share. Returns the default dtype that there was; None where it has not changed."""
+    """Put back the shared state. Return the default dtype that was found, or None if it had not changed."""
     now = _shared()
     if before.folder and now.folder != before.folder:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the folder is gone
             os.chdir(before.folder)
     if before.dtype in (None, now.dtype):
         return None
@@ -80,7 +86,7 @@ def _put_back(before: Shared) -> Any:
 
 
 def _modes() -> dict[str, Any]:
-    """Modes of torch, of this thread or of all. Those that torch begins with, where it is not imported yet."""
+    """Return torch's modes, of this thread or of all; those that it begins with if it is not imported yet."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {"grad": True, "deterministic": False, "matmul": "highest", "device": "cpu"}
@@ -93,7 +99,9 @@ def _modes() -> dict[str, Any]:
 
 
 def _put_back_modes(before: dict[str, Any]) -> None:
-    torch, now = sys.modules.get("torch"), _modes()
+    """Put back the modes that have changed."""
+    torch = sys.modules.get("torch")
+    now = _modes()
     if before["grad"] != now["grad"]:
         torch.set_grad_enabled(before["grad"])
     if before["deterministic"] != now["deterministic"]:

@@ -1,4 +1,7 @@
-"""Calling a reward, and what its scores must be. It is no reward itself (`flow_grpo.rewards.HELPERS`)."""
+"""Calls of a reward, and checks of the scores that it returns.
+
+It is no reward itself (`flow_grpo.rewards.HELPERS`).
+"""
 
 import asyncio
 import copy
@@ -21,7 +24,7 @@ CLIPPED = "clipped_share"  # figure of a score that was clipped to its scale: 1,
 
 
 class SomeFailed(UserError):
-    """Some images have no score. `scores`: those of all images by name, [B] each; NaN where there is none."""
+    """Failure of some images' scores. `scores` holds those of all images by name, [B] each; NaN = none."""
 
     def __init__(self, text: str, scores: dict[str, Tensor]):
         super().__init__(text)
@@ -29,41 +32,53 @@ class SomeFailed(UserError):
 
 
 def check_device(name: str, key: str) -> None:
-    """Raises UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
+    """Raise UserError, which names the setting by `key`, for a device that is not there; "" is the rank's own."""
     try:
         device = torch.device(name or "cpu")
     except RuntimeError as error:
         raise UserError(f"{key} is {quoted(name)}, which names no device; write cpu or cuda:0") from error
-    count = torch.cuda.device_count()
-    if (device.index or 0) >= {"cpu": 1, "cuda": count}.get(device.type, 0):
-        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {count} CUDA devices")
+    num_gpus = torch.cuda.device_count()
+    num_devices = {"cpu": 1, "cuda": num_gpus}.get(device.type, 0)
+    if (device.index or 0) >= num_devices:
+        raise UserError(f"{key} is {quoted(name)}, which is not there: there are the CPU and {num_gpus} CUDA devices")
 
 
 def _awaited(output: Any) -> Any:
-    """What a `score` returned, or what its coroutine returns; all coroutines run on one event loop."""
+    """Return what a `score` returned, or what its coroutine returns. All coroutines run on one event loop."""
     if not inspect.iscoroutine(output):
         return output
+    # The loop's thread has another stream.
     if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # the loop's thread has another stream
-    loop = event_loop("async rewards", lambda: (torch.set_grad_enabled(False), torch.set_num_threads(1)))
+        torch.cuda.current_stream().synchronize()
+    loop = event_loop("async rewards", _prepare_thread)
     return asyncio.run_coroutine_threadsafe(output, loop).result()
 
 
+def _prepare_thread() -> None:
+    """Set torch's modes of the event loop's thread."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+
+
 def _as_scores(name: str, output: Any) -> dict[str, Any]:
-    """What a `score` returned, as a dict. Raises UserError: a tuple that is Flow-GRPO's, or a dict without "score"."""
+    """Return a `score`'s output as a dict.
+
+    Raise UserError for a tuple as Flow-GRPO's rewards return it, and for a dict without "score".
+    """
     if isinstance(output, tuple) and any(isinstance(part, dict) for part in output):
         raise UserError(
             f"reward {name!r} returned a tuple of scores and a dict, as Flow-GRPO's rewards do: return the scores "
             "alone, or a dict whose 'score' they are"
         )
-    scores = output if isinstance(output, dict) else {"score": output}
-    if "score" not in scores:
-        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, scores))}")
-    return scores
+    if not isinstance(output, dict):
+        return {"score": output}
+    if "score" not in output:
+        raise UserError(f"reward {name!r} returned a dict without 'score', but with {', '.join(map(repr, output))}")
+    return output
 
 
 def takes_sources(score: Callable) -> bool:
-    """Whether a `score` looks at the images that were to be edited, too."""
+    """Return whether a `score` also looks at the images that were to be edited."""
     return "sources" in inspect.signature(score).parameters
 
 
@@ -76,18 +91,25 @@ def scores_of(
     metadata: list[dict],
     sources: list[list[Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Scores of a reward's `score`, checked. Raises UserError: as of `checked`, it left the process, or a score of its
-    own code is beyond its RANGE; one that it has from a server is left as it is, see `clipped`.
+    """Call a reward's `score` and return its scores, checked.
+
+    A score that the reward has from a server may be beyond its RANGE, see `clip_to_range`.
 
     Args:
-        images: [B, 3, H, W] in [0, 1]; the reward gets copies of everything, so that nobody sees what it does to them.
-        sources: of each prompt, [3, h, w] in [0, 1] each; for a `score` that takes them.
+        images: [B, 3, H, W] in [0, 1]. The reward gets copies of all arguments, so that it cannot change them.
+        sources: for each prompt a list of [3, h, w] in [0, 1]; for a `score` that takes them.
+
+    Raises:
+        UserError: as by `checked_scores`; the reward left the process; its own code's score is beyond its RANGE.
     """
-    more = dict(sources=sources or [[]] * len(prompts)) if takes_sources(score) else {}
+    arguments = {}
+    if takes_sources(score):
+        arguments["sources"] = sources or [[]] * len(prompts)
     try:
         with foreign_code.restored_after_call(name):
-            output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **more))
-    except SystemExit as error:  # would end the process without a word
+            output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **arguments))
+    # SystemExit would end the process without a message.
+    except SystemExit as error:
         raise UserError(f"reward {name!r} left by {rewards.describe_error(error)}") from error
     scores = checked_scores(name, output, prompts)
     if not rewards.is_service(name):
@@ -96,32 +118,38 @@ def scores_of(
 
 
 def checked_scores(name: str, output: Any, prompts: list[str]) -> dict[str, Tensor]:
-    """What a reward or its server says of B images: by name, each [B] float32 on the CPU. Raises UserError: no "score"
-    among it, or not one real number per image; SomeFailed: there is one of some images only."""
+    """Return what a reward or its server says of B images: by name, each [B] float32 on the CPU.
+
+    Raises:
+        UserError: there is no "score", or not one real number per image.
+        SomeFailed: some images have no finite number.
+    """
     returned = _as_scores(name, output)
     scores = {key: _numbers(name, values, len(prompts)) for key, values in returned.items()}
-    failed = torch.stack([~values.isfinite() for values in scores.values()]).any(0)
-    if failed.any():
-        raise SomeFailed(
-            _why_failed(name, returned, scores, prompts),
-            {key: values.masked_fill(failed, math.nan) for key, values in scores.items()},
-        )
-    return scores
+    finite = torch.stack([values.isfinite() for values in scores.values()]).all(0)
+    if finite.all():
+        return scores
+    reason = _failure(name, returned, scores, prompts)
+    raise SomeFailed(reason, {key: values.masked_fill(~finite, math.nan) for key, values in scores.items()})
 
 
 def clip_to_range(name: str, scores: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Scores of somebody else's server, clipped to the reward's RANGE. Where that changed any, CLIPPED is among them,
-    and the text says what was clipped; else the text is empty."""
+    """Return scores from a server, clipped to the reward's RANGE, and what was clipped in words, "" for nothing.
+
+    If any score was clipped, the scores have an entry CLIPPED.
+    """
     low, high = rewards.bounds(name)
     values = scores["score"]
     outside = (values < low) | (values > high)
     if not outside.any():
         return scores, ""
-    text = f"it scores {values[outside][0].item():g}, beyond its scale {low:g} to {high:g}"
-    return scores | {"score": values.clamp(low, high), CLIPPED: outside.float()}, text
+    first = values[outside][0].item()
+    clipped = {"score": values.clamp(low, high), CLIPPED: outside.float()}
+    return scores | clipped, f"it scores {first:g}, beyond its scale {low:g} to {high:g}"
 
 
 def _check_range(name: str, values: Tensor) -> None:
+    """Raise UserError for a score of a reward's own code beyond its RANGE."""
     low, high = rewards.bounds(name)
     outside = values[(values < low) | (values > high)]
     if len(outside):
@@ -129,7 +157,10 @@ def _check_range(name: str, values: Tensor) -> None:
 
 
 def _numbers(name: str, values: Any, count: int) -> Tensor:
-    """[B] float32 of what is said of B images; NaN for an entry of a list that is no number, such as None."""
+    """Return one entry of a reward's output as [B] float32; NaN for an entry of a list that is no number, such as None.
+
+    Raise UserError if it is anything but one real number for each image.
+    """
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
         raise UserError(f"reward {name!r} returned {quoted(values)} for {count} images; it must be one number for each")
     if isinstance(values, list | tuple):
@@ -143,7 +174,7 @@ def _numbers(name: str, values: Any, count: int) -> Tensor:
 
 
 def _number(value: Any) -> float:
-    """A number of a list; NaN for what is none. A text is none, whatever it says."""
+    """Return an entry of a list as a number; NaN if it is none. A text is none, whatever it says."""
     if isinstance(value, str | bytes):
         return math.nan
     try:
@@ -154,10 +185,14 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _why_failed(name: str, returned: dict, scores: dict[str, Tensor], prompts: list[str]) -> str:
-    """What the first image without a finite number has in its place, for which prompt, and how many such there are."""
+def _failure(name: str, returned: dict[str, Any], scores: dict[str, Tensor], prompts: list[str]) -> str:
+    """Return what stands in the place of the first number that is not finite, for which prompt, and for how many."""
     key = next(key for key, values in scores.items() if not values.isfinite().all())
-    bad = (~scores[key].isfinite()).nonzero().flatten().tolist()
-    entry, number = returned[key][bad[0]], scores[key][bad[0]].item()
-    said = number if isinstance(entry, Real | Tensor) else f"{quoted(entry)}, which is no number,"
-    return f"reward {name!r} is {said} for {quoted(prompts[bad[0]])} ({len(bad)} such images)"
+    failed = (~scores[key].isfinite()).nonzero().flatten().tolist()
+    first = failed[0]
+    entry = returned[key][first]
+    if isinstance(entry, Real | Tensor):
+        value = str(scores[key][first].item())
+    else:
+        value = f"{quoted(entry)}, which is no number,"
+    return f"reward {name!r} is {value} for {quoted(prompts[first])} ({len(failed)} such images)"

@@ -1,1 +1,1 @@
-"""How rewards ask a server."""
+"""Clients of reward servers."""

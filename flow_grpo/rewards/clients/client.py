@@ -1,4 +1,4 @@
-"""Requests to reward servers: many in flight, repeated while a server is away, never longer than they may take.
+"""Requests to reward servers: many in flight, repeated while a server is away, each with a time limit.
 
 One event loop, in a thread of its own, carries the requests of all servers.
 """
@@ -25,41 +25,54 @@ IN_FLIGHT = 64  # requests at once, to each server
 RETRY_S = 300.0  # for which a request is repeated while its server is away, overloaded (429) or broken (5xx)
 LONGEST_PAUSE_S = 5.0
 SIGN_OF_LIFE_S = 30.0  # between two notices of one server, or of one wait
-ANSWERS = 3  # that are asked for while none has a score in it
+ANSWERS = 3  # that are asked for while none can be read
 EXCERPT = 400  # characters of an answer in a message
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it announces every request
+
+# httpx logs every request.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class ServerError(RuntimeError):
-    """A server refused a request, was away for too long, or gave no answer that can be read."""
+    """Refusal of a request, a server that was away for too long, or an answer that cannot be read."""
 
 
 def excerpt(answer: bytes) -> str:
-    """An answer in a message: its beginning, and its end, where a traceback has the error."""
+    """Return an answer for a message: its beginning, and its end, where a traceback has the error."""
+    # The first bytes of a gzip file.
     if answer.startswith(b"\x1f\x8b"):
         return f"{len(answer)} bytes of gzip, which was not asked for"
     text = in_one_line(answer.decode(errors="replace"), len(answer) + 1)
     if len(text) <= EXCERPT:
         return text
-    return f"{text[: EXCERPT // 4]} ... {text[-(EXCERPT - EXCERPT // 4) :]}"
+    num_first = EXCERPT // 4
+    num_last = EXCERPT - num_first
+    return f"{text[:num_first]} ... {text[-num_last:]}"
 
 
 def print_notice(text: str) -> None:
-    """Say on the terminal, whatever the rank, what the run waits for."""
-    rank, text = os.environ.get("RANK", "0"), in_one_line(text)
-    logging.getLogger(__name__).warning(text if rank == "0" else f"rank {rank}: {text}")
+    """Print on the terminal, on any rank, what the run waits for."""
+    line = in_one_line(text)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        line = f"rank {rank}: {line}"
+    logging.getLogger(__name__).warning(line)
 
 
 def urls_of(url: str | list[str]) -> list[str]:
-    """The servers of one reward: an address, or a list of them."""
-    return list(url) if isinstance(url, list | tuple) else [url]
+    """Return the addresses of one reward's servers, given as one address or as a list."""
+    if isinstance(url, list | tuple):
+        return list(url)
+    return [url]
 
 
 def read_token(file: str = "") -> str:
-    """The secret that servers and clients share, which no config or command line holds: both are stored. The first line
-    of a file, or else the environment's REWARD_TOKEN; "" = none. Raises UserError, which does not show it: the file
-    cannot be read, or holds no token."""
-    token, place = os.environ.get("REWARD_TOKEN", ""), "the environment's REWARD_TOKEN"
+    """Return the secret that servers and clients share: first line of a file, or else REWARD_TOKEN; "" = none.
+
+    No config or command line holds it, since both are stored. Raise UserError, which does not show it, if the file
+    cannot be read or holds no token.
+    """
+    token = os.environ.get("REWARD_TOKEN", "")
+    place = "the environment's REWARD_TOKEN"
     if file:
         place = f"token_file {quoted(file)}"
         try:
@@ -74,44 +87,55 @@ def read_token(file: str = "") -> str:
 
 
 class Server:
-    """One server, or several that score alike: requests go to them in turn, and on to the next one while one is away.
+    """Client of one server, or of several that score alike: they are asked in turn, without those that are away.
 
     Args:
-        url: such as http://127.0.0.1:18087, or a list of such.
-        token_file: holds what is sent as `Authorization: Bearer`; "" = the environment's REWARD_TOKEN, if any.
-        timeout_s: of one request, from its first byte out to its last byte in.
+        url: address such as http://127.0.0.1:18087, or a list of addresses.
+        token_file: file whose first line is sent as `Authorization: Bearer`; "" = REWARD_TOKEN, if it is set.
+        timeout_s: limit of one request, from its first byte out to its last byte in.
     """
 
     def __init__(self, url: str | list[str], token_file: str = "", timeout_s: float = 120.0):
-        self.urls, self.timeout_s, self.retry_s = [part.rstrip("/") for part in urls_of(url)], timeout_s, RETRY_S
-        self.turns = itertools.count(int(os.environ.get("RANK", "0")))  # ranks that draw in step ask different ones
-        in_flight = IN_FLIGHT * len(self.urls)
-        self.noticed_s = dict.fromkeys(self.urls, -math.inf)  # when it was last said that a server is away
-        self.away_s = dict.fromkeys(self.urls, -math.inf)  # when a server was last found to be away
+        self.urls = [address.rstrip("/") for address in urls_of(url)]
+        self.timeout_s = timeout_s
+        self.retry_s = RETRY_S
+        self.noticed_s = dict.fromkeys(self.urls, -math.inf)  # time of the last notice that a server is away
+        self.away_s = dict.fromkeys(self.urls, -math.inf)  # time at which a server was last found to be away
+
+        # Ranks send their requests in step. Each begins with another server.
+        self.turns = itertools.count(int(os.environ.get("RANK", "0")))
+
+        headers = {"Accept-Encoding": "identity"}
         token = read_token(token_file)
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        in_flight = IN_FLIGHT * len(self.urls)
         limits = httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight)
         self.client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
         self.slots = asyncio.Semaphore(in_flight)
 
-    def post(self, path: str, parse: Callable[[bytes], Any], **request) -> Future:
-        """POST; `parse` of the answer's body. request: content, json, data, files, headers of httpx.
+    def post(self, path: str, parse: Callable[[bytes], Any], **request: Any) -> Future:
+        """Send a POST request and return the future result of `parse` of the answer's body.
+
+        Args:
+            request: content, json, data, files or headers of httpx.
 
         Raises, from result():
-            ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s. What `parse`
-                raises comes, too, where it raises it for each of ANSWERS answers.
+            ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s.
+            Any error of `parse`, if it raises a ServerError or UserError for each of ANSWERS answers, or another one.
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, parse, request), event_loop("reward requests"))
 
     def health(self, url: str) -> bytes:
-        """What one of the servers answers to GET /health, whatever its status. Raises ServerError where none comes."""
+        """Return a server's answer to GET /health, whatever its status. Raise ServerError if none comes."""
         asking = self._try("GET", url + "/health", {})
         status, answer = asyncio.run_coroutine_threadsafe(asking, event_loop("reward requests")).result()
         if not status:
             raise ServerError(f"no answer from {url}: {answer.decode()}")
         return answer
 
-    async def _post(self, path: str, parse: Callable, request: dict) -> Any:
+    async def _post(self, path: str, parse: Callable[[bytes], Any], request: dict[str, Any]) -> Any:
+        """Return `parse` of the first answer that it can read."""
         async with self.slots:
             for number in range(1, ANSWERS + 1):
                 answer = await self._answer(path, request)
@@ -121,54 +145,60 @@ class Server:
                     if number == ANSWERS:
                         raise
 
-    async def _answer(self, path: str, request: dict) -> bytes:
-        """The body of an answer with status 200, whatever it holds. Raises ServerError: refused, or none is there."""
-        started, pause = time.monotonic(), 0.05
+    async def _answer(self, path: str, request: dict[str, Any]) -> bytes:
+        """Return the body of an answer with status 200. Raise ServerError if a server refuses, or none is there."""
+        started = time.monotonic()
+        pause = 0.05
         for turn in itertools.count(next(self.turns)):
             url = self._choose(turn)
             status, answer = await self._try("POST", url + path, request)
             if status == 200:
                 self.away_s[url] = -math.inf
                 return answer
-            why = f"HTTP {status} {excerpt(answer)}" if status else answer.decode()
+            problem = f"HTTP {status} {excerpt(answer)}" if status else answer.decode()
             if 300 <= status < 500 and status != 429:
-                raise ServerError(f"{url}{path} refused: {why}")
+                raise ServerError(f"{url}{path} refused: {problem}")
             if time.monotonic() + pause - started > self.retry_s:
-                raise ServerError(f"{url}{path} was away for over {self.retry_s:g} s; last: {why}")
-            if status != 429:  # a busy one is not away
-                self._set_aside(url, why)
+                raise ServerError(f"{url}{path} was away for over {self.retry_s:g} s; last: {problem}")
+            # A busy server (429) is not away.
+            if status != 429:
+                self._set_aside(url, problem)
                 if self._is_there(self._choose(turn + 1)):
                     continue
-            await asyncio.sleep(pause * (1 - os.getpid() % 97 / 194))  # ranks do not come back all at once
+            # Each process pauses for another time, so that ranks do not come back all at once.
+            await asyncio.sleep(pause * (1 - os.getpid() % 97 / 194))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _choose(self, turn: int) -> str:
-        """The server whose turn it is, or the next one that is there; where none is, each is asked in its turn."""
+        """Return the server whose turn it is, or the next one that is there. If none is, each is asked in its turn."""
         start = turn % len(self.urls)
-        rotated = self.urls[start:] + self.urls[:start]
-        return next(filter(self._is_there, rotated), rotated[0])
+        for url in self.urls[start:] + self.urls[:start]:
+            if self._is_there(url):
+                return url
+        return self.urls[start]
 
     def _is_there(self, url: str) -> bool:
+        """Return whether a server was not found to be away of late."""
         return time.monotonic() - self.away_s[url] >= SIGN_OF_LIFE_S
 
-    def _set_aside(self, url: str, why: str) -> None:
-        """Note that a server is away, and say so, at once and then now and again."""
+    def _set_aside(self, url: str, problem: str) -> None:
+        """Note that a server is away, and print a notice at once and then every SIGN_OF_LIFE_S."""
         now = time.monotonic()
         self.away_s[url] = now
         if now - self.noticed_s[url] >= SIGN_OF_LIFE_S:
             self.noticed_s[url] = now
-            print_notice(f"reward server {url}: {why}; each request is repeated for {self.retry_s:g} s")
+            print_notice(f"reward server {url}: {problem}; each request is repeated for {self.retry_s:g} s")
 
-    async def _try(self, method: str, url: str, request: dict) -> tuple[int, bytes]:
-        """Status and body; status 0 for a server that could not be reached or did not answer to the end."""
+    async def _try(self, method: str, url: str, request: dict[str, Any]) -> tuple[int, bytes]:
+        """Return status and body; status 0 and the reason for a server that did not answer, or not to the end."""
         try:
             async with (
                 asyncio.timeout(self.timeout_s),
                 self.client.stream(method, url, **request) as answer,
             ):
                 body = bytearray()
-                async for part in answer.aiter_raw():
-                    body += part
+                async for chunk in answer.aiter_raw():
+                    body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
                         raise ServerError(f"{url} answered with over {MAX_ANSWER_BYTES} bytes")
                 return answer.status_code, bytes(body)

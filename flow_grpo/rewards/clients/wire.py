@@ -1,8 +1,9 @@
-"""Images and scores on their way between a run and a reward server. Nothing here can run code that was sent.
+"""Wire format of images and scores between a run and a reward server. Nothing here can run code that was sent.
 
-A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and per image a part "images", an
-.npy file of [3, H, W] float32 in [0, 1]. Where prompts edit images, {"sources": [[0], [0], [1]]} says which of the
-parts "sources", such files too, each prompt edits. The answer is JSON, {"scores": {"score": [...], name: [...]}}.
+A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and for each image a part "images",
+an .npy file of [3, H, W] float32 in [0, 1]. If prompts edit images, "request" also has {"sources": [[0], [0], [1]]}:
+the numbers of the parts "sources", .npy files too, that each prompt edits. The answer is JSON,
+{"scores": {"score": [...], name: [...]}}.
 """
 
 import io
@@ -18,11 +19,11 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_uint8
 from flow_grpo.rewards.clients.client import ServerError, excerpt
 
-MAX_SIDE = 2**15  # pixels; JPEG ends at 65,500
+MAX_SIDE = 2**15  # pixels; a JPEG has at most 65,500
 
 
 def pack_image(image: Tensor, form: str) -> bytes:
-    """[3, H, W] in [0, 1] as a file; "npy" keeps every bit, "png" and "jpeg" round to 8 of them."""
+    """Return [3, H, W] in [0, 1] as a file; "npy" keeps every bit, "png" and "jpeg" round to 8 bits."""
     buffer = io.BytesIO()
     if form == "npy":
         np.save(buffer, image.float().cpu().numpy(), allow_pickle=False)
@@ -32,29 +33,37 @@ def pack_image(image: Tensor, form: str) -> bytes:
 
 
 def unpack_image(data: bytes) -> Tensor:
-    """An .npy file as [3, H, W] float32 in [0, 1]. No torch operation is used: the server's other threads have more
-    torch threads than one that decodes. Raises ValueError: another file, another array, or values outside [0, 1]."""
+    """Return an .npy file as [3, H, W] float32 in [0, 1].
+
+    No torch operation is used: those of a decoding thread would take the torch threads of the one that scores. Raise
+    ValueError for another file, another array, or values outside [0, 1].
+    """
     buffer = io.BytesIO(data)
     version = np.lib.format.read_magic(buffer)
     if version != (1, 0):
         raise ValueError(f"an .npy file of version {version}; only 1.0 is read")
     try:
         shape, in_columns, dtype = np.lib.format.read_array_header_1_0(buffer)
-    except Exception as error:  # it is parsed as Python, which can raise anything
+    # numpy parses the header as Python, which can raise anything.
+    except Exception as error:
         raise ValueError(f"an .npy file without a header: {type(error).__name__}") from error
     values = data[buffer.tell() :]
-    if dtype != np.float32 or in_columns or len(shape) != 3 or shape[0] != 3 or len(values) != 4 * math.prod(shape):
+    is_float32 = dtype == np.float32 and not in_columns
+    is_image = len(shape) == 3 and shape[0] == 3
+    if not is_float32 or not is_image or len(values) != 4 * math.prod(shape):
         raise ValueError(f"an array {shape} of {dtype} in {len(values)} bytes; it must be (3, H, W) of float32")
     if max(shape[1:]) > MAX_SIDE:
         raise ValueError(f"an image of {shape[1]} x {shape[2]} pixels; a side has at most {MAX_SIDE}")
+    # A bytearray can be written to, as torch asks for.
     image = np.frombuffer(bytearray(values), dtype=np.float32).reshape(shape)
-    if not 0 <= image.min() <= image.max() <= 1:  # NaN is in no order
+    # NaN fails every comparison.
+    if not 0 <= image.min() <= image.max() <= 1:
         raise ValueError("an image with values outside [0, 1]")
     return torch.from_numpy(image)
 
 
 def parse_scores(body: bytes) -> dict[str, list]:
-    """The scores of a JSON answer, by name, unchecked. Raises ServerError for another answer."""
+    """Return the scores of a JSON answer, by name, unchecked. Raise ServerError for another answer."""
     try:
         return json.loads(body)["scores"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
