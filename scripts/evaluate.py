@@ -15,8 +15,10 @@ import html
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 from ml_collections import ConfigDict
@@ -31,7 +33,7 @@ from flow_grpo.settings import unknown_names
 from flow_grpo.settings.table import BY_KEY, check_values, default_config, flat, value_of
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     add(
@@ -52,8 +54,8 @@ def parser():
     return parser
 
 
-def reward_and_weight(text):
-    """Of NAME=WEIGHT, or of NAME, whose weight is None."""
+def reward_and_weight(text: str) -> tuple[str, float | None]:
+    """Parse NAME=WEIGHT, or NAME, whose weight is None."""
     name, _, weight = text.partition("=")
     try:
         return name, float(weight) if weight else None
@@ -61,28 +63,32 @@ def reward_and_weight(text):
         raise argparse.ArgumentTypeError(f"the weight of {quoted(text)} is no number") from error
 
 
-def size(text):
+def size(text: str) -> Size:
     try:
         return Size.parse(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def check_flags(args):
+def check_flags(args: argparse.Namespace) -> None:
     """Raises UserError for a flag that is empty, or says something twice."""
     for name in ("model", "prompts", "out"):
         if getattr(args, name) == "":
             raise UserError(f"--{name} is empty")
-    names = [name for name, _ in args.rewards or ()]
-    keys = [text.partition("=")[0] for text in args.set]
-    listed = {"--rewards": names, "--set": keys, "--seeds": args.seeds, "--guidance-scales": args.guidance_scales}
-    listed |= {"--sizes": args.sizes, "--best-of": args.best_of}
+    listed = {
+        "--rewards": [name for name, _ in args.rewards or ()],
+        "--set": [text.partition("=")[0] for text in args.set],
+        "--seeds": args.seeds,
+        "--guidance-scales": args.guidance_scales,
+        "--sizes": args.sizes,
+        "--best-of": args.best_of,
+    }
     for flag, values in listed.items():
         if values and len(set(values)) < len(values):
             raise UserError(f"{flag} names a value twice: {', '.join(map(str, values))}")
 
 
-def set_value(config, text):
+def set_value(config: ConfigDict, text: str) -> None:
     """Put the KEY=VALUE of --set into a config. Raises UserError for what is no setting, or no value of its type."""
     key, has_value, value = text.partition("=")
     if not has_value:
@@ -101,20 +107,25 @@ def set_value(config, text):
         raise UserError(f"--set {quoted(text)} is no setting with a value of its type: {error}") from error
 
 
-def override(config, args):
-    config.eval.num_prompts = config.eval.num_prompts if args.num_prompts is None else args.num_prompts
+def override(config: ConfigDict, args: argparse.Namespace) -> None:
+    """Put what the flags say into a config."""
+    if args.num_prompts is not None:
+        config.eval.num_prompts = args.num_prompts
     for text in args.set:
         set_value(config, text)
     if args.rewards:
-        for name, _ in args.rewards:
-            if "." in name:  # which a ConfigDict does not take as a key
+        weights = {}
+        for name, weight in args.rewards:
+            # A ConfigDict takes no key with a dot, and its sentence would not name the flag.
+            if "." in name:
                 rewards.check_reward_name(name, "--rewards")
+            weights[name] = 1.0 if weight is None else weight
         with config.unlocked():
-            config.reward_fn = {name: 1.0 if weight is None else weight for name, weight in args.rewards}
+            config.reward_fn = weights
             config.eval.rewards = ()
 
 
-def check_words(args):
+def check_words(args: argparse.Namespace) -> None:
     """Raises UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
     for name in args.policies:
         try:
@@ -135,16 +146,20 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     args = command_line.arguments(parser(), check_words)
 
 import torch
+from torch import Tensor
 
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.base.formatting import markdown_table, with_error
 from flow_grpo.base.pixels import beside_sources
-from flow_grpo.base.prompt import captions_of
+from flow_grpo.base.prompt import captions_of, texts_of
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
+from flow_grpo.evaluation.estimates import Estimate
+from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress, run_history
 from flow_grpo.monitoring.dashboard import plain, problem_of, say
 from flow_grpo.monitoring.plots import contact_sheet
@@ -153,32 +168,65 @@ from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation
 
 
-def configured(args):
-    """The policies, each with its settings, and the settings that all share, the first one's."""
+class Scored(NamedTuple):
+    """One policy's scores at one guidance scale and size."""
+
+    settings: dict[str, Any]  # policy, weights, guidance_scale, size, num_steps, precision
+    scores: evaluation.Scores
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    settings: dict[str, Any]  # as in Scored
+    values: dict[str, Tensor]  # name -> [S, P] float32
+    columns: dict[str, Estimate]
+    by_category: dict[str, Estimate]  # of the table's `by`; {} of prompts without categories
+
+
+class Table(NamedTuple):
+    """All rows; what a column is, they decide together."""
+
+    rows: list[Row]
+    by: str  # the score that is shown by category
+    hides_sum: bool  # the weighted sum repeats a score, or nobody has given weights
+
+
+def configured(args: argparse.Namespace) -> tuple[list[Candidate], ConfigDict]:
+    """Return the policies, each with its settings, and the settings that all share, the first run's."""
     runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
     common = policies_to_compare.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
     compared = [policies_to_compare.find_candidate(name, common, args.weights) for name in args.policies]
-    for config in {id(config): config for config in [common, *(candidate.config for candidate in compared)]}.values():
+    # LoRA folders share the common config, in which a flag is set once.
+    configs = {id(common): common}
+    for candidate in compared:
+        configs[id(candidate.config)] = candidate.config
+    for config in configs.values():
         override(config, args)
     return compared, common
 
 
-def chosen_prompts(args, config):
-    """The prompts of --prompts, a data set's folder or a file, or of the run's data set."""
+def chosen_prompts(args: argparse.Namespace, config: ConfigDict) -> prompts.Split:
+    """Return the prompts of --prompts, a data set's folder or a file, or of the run's data set."""
     path = Path(args.prompts or config.dataset)
     if path.is_file() or (prompt_files.is_prompt_file(path) and not path.is_dir()):
-        split = prompts.Split(path.name, prompts.with_absolute_sources(prompts.load_file(path)))
+        name = path.name
+        loaded = prompts.load_file(path)
     else:
+        name = args.split
         loaded = prompts.load_prompts(str(path), args.split)
-        split = prompts.Split(args.split, prompts.with_absolute_sources(loaded))
+    split = prompts.Split(name, prompts.with_absolute_sources(loaded))
+    # Prompts of one's own are all evaluated, those of a run as many as the run evaluated.
     if args.prompts and args.num_prompts is None:
         return split
     return evaluation.part_of(split, config)
 
 
-def check(args, compared, config, split, seeds):
-    """The policies' model classes. Raises UserError, before any weight is loaded, for what is wrong or not there."""
+def check_common(
+    args: argparse.Namespace, compared: list[Candidate], config: ConfigDict, split: prompts.Split, seeds: list[int]
+) -> None:
+    """Raises UserError for prompts, rewards and flags that are wrong or not there for any policy."""
     if not split.prompts:
         raise UserError(
             "there is no prompt to evaluate: --num-prompts, or the run's eval.num_prompts, must be 1 or more"
@@ -192,190 +240,295 @@ def check(args, compared, config, split, seeds):
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
     if args.model and all(candidate.weights != "LoRA" for candidate in compared):
         raise UserError(f"--model {quoted(args.model)} is the base of LoRA folders, and none of the policies is one")
-    families = []
-    for candidate in compared:
-        check_values(candidate.config)
-        families.append(model_classes.resolve(candidate.config))
-        policies_to_compare.check_candidate(candidate, families[-1])
-        light = families[-1].without_weights(candidate.config.model)
-        light.check(split.prompts, candidate.config.text_tokens)
-        light.check_sources(split.prompts)
-        light.check_steps(candidate.config.eval.num_steps, "eval.num_steps (--set)")
-        for size in sizes_of(args, candidate.config):
-            BY_KEY["height"].check(size.height, "the height (--sizes)")
-            BY_KEY["width"].check(size.width, "the width (--sizes)")
-            light.check_size(size)
-    return families
 
 
-def sizes_of(args, config):
+def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompts.Split) -> type[FlowModel]:
+    """Return a policy's model class. Raises UserError, before any weight is loaded, for a model, a setting or a size
+    that it cannot be evaluated with."""
+    config = candidate.config
+    check_values(config)
+    family = model_classes.resolve(config)
+    policies_to_compare.check_candidate(candidate, family)
+    light = family.without_weights(config.model)
+    light.check(split.prompts, config.text_tokens)
+    light.check_sources(split.prompts)
+    light.check_steps(config.eval.num_steps, "eval.num_steps (--set)")
+    for size in sizes_of(args, config):
+        BY_KEY["height"].check(size.height, "the height (--sizes)")
+        BY_KEY["width"].check(size.width, "the width (--sizes)")
+        light.check_size(size)
+    return family
+
+
+def sizes_of(args: argparse.Namespace, config: ConfigDict) -> list[Size]:
+    """Return the sizes of --sizes, or else the one of a run."""
     return args.sizes or [training_size(config)]
 
 
-def rows_of(candidate, model, pool, args, split, seeds):
-    """Score a policy at every guidance scale and size; yields the row's settings and its scores."""
+def score_policy(
+    candidate: Candidate,
+    model: FlowModel,
+    pool: Pool,
+    args: argparse.Namespace,
+    split: prompts.Split,
+    seeds: list[int],
+) -> Iterator[Scored]:
+    """Score a policy at every guidance scale and size; each is a row of the table."""
     config = candidate.config
-    scales, sizes = args.guidance_scales or [config.eval.guidance_scale], sizes_of(args, config)
+    scales = args.guidance_scales or [config.eval.guidance_scale]
+    sizes = sizes_of(args, config)
     guided = any(model.is_guided(scale) for scale in scales)
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
-    velocity = partial(policies.predict, model, config.precision)
-    bar = partial(progress.shown, say=say if distributed.is_main() else None)
     sampler = evaluation.Sampler(
         model=model,
-        velocity=velocity,
+        velocity=partial(policies.predict, model, config.precision),
         pool=pool,
-        bar=bar,
+        bar=partial(progress.shown, say=say if distributed.is_main() else None),
         embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
         config=config,
     )
     for scale, size in itertools.product(scales, sizes):
-        config.eval.guidance_scale, config.height, config.width = scale, size.height, size.width
-        settings = dict(policy=candidate.name, weights=candidate.weights, guidance_scale=scale, size=str(size))
-        scores = evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN)
-        yield settings | dict(num_steps=config.eval.num_steps, precision=config.precision), scores
+        # The sampler reads these settings whenever it draws.
+        config.eval.guidance_scale = scale
+        config.height = size.height
+        config.width = size.width
+        settings = dict(
+            policy=candidate.name,
+            weights=candidate.weights,
+            guidance_scale=scale,
+            size=str(size),
+            num_steps=config.eval.num_steps,
+            precision=config.precision,
+        )
+        yield Scored(settings, evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN))
 
 
-def binary_scores(values):
+def binary_scores(scored: list[Scored]) -> list[str]:
     """Return the names of the scores that are 0 or 1 in all rows, so that a column has one meaning."""
-    return [name for name in values[0] if estimates.is_binary(torch.cat([row[name].flatten() for row in values]))]
+    binary = []
+    for name in scored[0].scores.values:
+        values = torch.cat([scores.values[name].flatten() for _, scores in scored])
+        if estimates.is_binary(values):
+            binary.append(name)
+    return binary
 
 
-def repeats_a_score(values):
-    """Whether the weighted sum is one and the same score in all rows."""
-    for name in values[0].keys() - {"avg"}:
-        if all(torch.allclose(row["avg"].double(), row[name].double(), rtol=1e-6, equal_nan=True) for row in values):
+def repeats_a_score(scored: list[Scored]) -> bool:
+    """Return whether the weighted sum is one and the same score in all rows."""
+    for name in scored[0].scores.values:
+        if name != "avg" and all(_are_alike(scores.values["avg"], scores.values[name]) for _, scores in scored):
             return True
     return False
 
 
-def summary(scores, by, categories, best_of, binary):
-    """Every estimate of a row of the table."""
-    values = scores.values
-    columns = {name: estimates.mean(column) for name, column in values.items()} | scores.variety
-    for name, k in itertools.product(values, best_of):
-        label = f"pass@{k}" if name in binary else f"best of {k}"
-        columns[f"{name} {label}"] = estimates.best_of(values[name], k)
-    return dict(all=columns, by_category=estimates.by_category(values[by], categories) if any(categories) else {})
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=1e-6, equal_nan=True)
 
 
-def summaries(scored, values, unweighted, categories, best_of):
-    """The rows of the table, and the score that is shown by category; what a column is, all rows decide together."""
-    binary = binary_scores(values)
-    default = next(iter(values[0])) if unweighted else "avg"
-    by = binary[0] if binary else default
-    shared = dict(plain_sum=unweighted or repeats_a_score(values))
-    return [row | summary(scores, by, categories, best_of, binary) | shared for row, scores in scored], by
+def summarise(scored: list[Scored], unweighted: bool, categories: list[str], best_of: list[int]) -> Table:
+    """Estimate every column of the table."""
+    binary = binary_scores(scored)
+    if binary:
+        by = binary[0]
+    elif unweighted:
+        by = next(iter(scored[0].scores.values))
+    else:
+        by = "avg"
+    rows = []
+    for settings, scores in scored:
+        by_category = {}
+        if any(categories):
+            by_category = estimates.by_category(scores.values[by], categories)
+        rows.append(Row(settings, scores.values, columns_of(scores, binary, best_of), by_category))
+    return Table(rows, by, unweighted or repeats_a_score(scored))
 
 
-def markdown(rows, by, split, seeds):
-    """The table of all scores, and the one by category."""
-    setting = ("policy", "weights", "guidance_scale", "size", "num_steps", "precision")
-    differing = [key for key in setting if key in ("policy", "weights") or len({row[key] for row in rows}) > 1]
+def columns_of(scores: evaluation.Scores, binary: list[str], best_of: list[int]) -> dict[str, Estimate]:
+    """Return every estimate of a row of the table, by the column's name."""
+    columns = {}
+    for name, values in scores.values.items():
+        columns[name] = estimates.mean(values)
+    columns |= scores.variety
+    for name, values in scores.values.items():
+        for k in best_of:
+            label = f"pass@{k}" if name in binary else f"best of {k}"
+            columns[f"{name} {label}"] = estimates.best_of(values, k)
+    return columns
 
-    def table(estimates_of):
-        lines = [[row[key] for key in differing] + [shown(e) for e in estimates_of(row).values()] for row in rows]
-        return markdown_table([*differing, *map(cell, estimates_of(rows[0]))], lines)
 
-    constant = ", ".join(f"{key} {rows[0][key]}" for key in setting if key not in differing)
-    text = f"{len(split.prompts)} prompts ({split.name}), noises {', '.join(map(str, seeds))} of each; {constant}.\n"
-    text += "Mean ± standard error over prompts.\n\n" + table(without_repeated_sum)
-    if rows[0]["by_category"]:
-        text += f"\n\n{by} by category:\n\n" + table(lambda row: row["by_category"])
+def shown_columns(table: Table, row: Row) -> dict[str, Estimate]:
+    """Return a row's estimates, without those of the weighted sum where the table hides it."""
+    if not table.hides_sum:
+        return row.columns
+    return {name: estimate for name, estimate in row.columns.items() if name.split(" ")[0] != "avg"}
+
+
+def markdown(table: Table, split: prompts.Split, seeds: list[int]) -> str:
+    """Write the table of all scores, and the one by category."""
+    # A setting that is the same in all rows is said once, above the table.
+    differing = []
+    constant = []
+    for key, value in table.rows[0].settings.items():
+        if key in ("policy", "weights") or any(row.settings[key] != value for row in table.rows):
+            differing.append(key)
+        else:
+            constant.append(f"{key} {value}")
+    noises = ", ".join(map(str, seeds))
+    text = f"{len(split.prompts)} prompts ({split.name}), noises {noises} of each; {', '.join(constant)}.\n"
+    text += "Mean ± standard error over prompts.\n\n"
+    text += table_of_estimates(table.rows, differing, [shown_columns(table, row) for row in table.rows])
+    if table.rows[0].by_category:
+        text += f"\n\n{table.by} by category:\n\n"
+        text += table_of_estimates(table.rows, differing, [row.by_category for row in table.rows])
     return text + "\n"
 
 
-def without_repeated_sum(row):
-    """A row's estimates, without the weighted sum where it is a single reward, or where nobody has given weights."""
-    hidden = row["plain_sum"]
-    return {name: other for name, other in row["all"].items() if not hidden or name.split(" ")[0] != "avg"}
+def table_of_estimates(rows: list[Row], settings: list[str], columns: list[dict[str, Estimate]]) -> str:
+    """Write rows of settings and estimates as a table of Markdown."""
+    lines = []
+    for row, estimates_of_row in zip(rows, columns, strict=True):
+        line = [row.settings[key] for key in settings]
+        line += [with_error(estimate.mean, estimate.error) for estimate in estimates_of_row.values()]
+        lines.append(line)
+    return markdown_table([*settings, *map(cell, columns[0])], lines)
 
 
-def differences(rows, values):
-    """A table of every later row against the first, by each score, on the noises and prompts that they share; "" of a
-    single row."""
-    lines, names = [], [name for name in without_repeated_sum(rows[0]) if name in values[0]]
-    for number, (row, scores) in enumerate(zip(rows[1:], values[1:]), start=2):
-        name = f"{number}: {row['policy']}, {row['weights']}, guidance {row['guidance_scale']:g}, {row['size']}"
-        for score in names:
-            difference, *counts = estimates.paired(scores[score], values[0][score])
-            lines.append([name, cell(score), shown(difference), *counts])
+def differences(table: Table) -> str:
+    """Write a table of every later row against the first, by each score, on the noises and prompts that they share; ""
+    of a single row."""
+    first, *later = table.rows
+    names = [name for name in shown_columns(table, first) if name in first.values]
+    lines = []
+    for number, row in enumerate(later, start=2):
+        settings = row.settings
+        label = f"{number}: {settings['policy']}, {settings['weights']}, guidance {settings['guidance_scale']:g}, "
+        label += settings["size"]
+        for name in names:
+            difference, *counts = estimates.paired(row.values[name], first.values[name])
+            lines.append([label, cell(name), with_error(difference.mean, difference.error), *counts])
+    if not lines:
+        return ""
     head = ["less row 1", "score", "difference", "prompts with more", "with less", "alike"]
-    return f"\n\n{markdown_table(head, lines)}\n" if lines else ""
+    return f"\n\n{markdown_table(head, lines)}\n"
 
 
-def cell(text):
-    """A name in a table of Markdown."""
+def cell(text: str) -> str:
+    """Escape a name in a table of Markdown."""
     return html.escape(str(text)).replace("|", "\\|")
 
 
-def over_seeds(rows, compared, by):
-    """Mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are none."""
-    row_of = {c.name: row for c, row in zip(compared, rows)} if len(rows) == len(compared) else {}
+def over_seeds(table: Table, compared: list[Candidate]) -> str:
+    """Write mean and standard error over runs whose configs differ in the seed alone, as lines; "" where there are
+    none."""
+    # With several scales or sizes a run has several rows.
+    if len(table.rows) != len(compared):
+        return ""
+    row_of = {}
+    for candidate, row in zip(compared, table.rows, strict=True):
+        row_of[candidate.name] = row
     runs = [run_history.read_run(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
     lines = []
     for group in run_history.differing_in_seed(runs):
         names = [run.label for run in group]
-        means = torch.tensor([row_of[name]["all"][by].mean for name in names], dtype=torch.float64)
-        lines.append(f"{by} of {', '.join(names)}, which differ in the seed: {shown(estimates.over_prompts(means))}")
-    return "\n\n".join(["", *lines]) + "\n" if lines else ""
+        means = torch.tensor([row_of[name].columns[table.by].mean for name in names], dtype=torch.float64)
+        estimate = estimates.over_prompts(means)
+        value = with_error(estimate.mean, estimate.error)
+        lines.append(f"\n\n{table.by} of {', '.join(names)}, which differ in the seed: {value}")
+    return "".join(lines) + "\n" if lines else ""
 
 
-def shown(estimate):
-    return with_error(estimate.mean, estimate.error)
-
-
-def write_sheet(folder, number, row, scores, split):
-    """One picture of a row's first images, with prompts and rewards."""
+def write_sheet(
+    folder: Path, number: int, settings: dict[str, Any], scores: evaluation.Scores, split: prompts.Split
+) -> None:
+    """Write one picture of a row's first images, with prompts and rewards."""
     numbers = list(scores.images)
-    images, prompts = torch.stack([*scores.images.values()]), [split.prompts[i] for i in numbers]
-    sheet = contact_sheet(beside_sources(images, prompts), captions_of(prompts), scores.values["avg"][0, numbers])
-    name = re.sub(r"\W+", "_", f"{row['policy']}_{row['weights']}").strip("_")
+    images = torch.stack(list(scores.images.values()))
+    shown_prompts = [split.prompts[i] for i in numbers]
+    averages = scores.values["avg"][0, numbers]
+    sheet = contact_sheet(beside_sources(images, shown_prompts), captions_of(shown_prompts), averages)
+    name = re.sub(r"\W+", "_", f"{settings['policy']}_{settings['weights']}").strip("_")
     with folders.published(folder / f"{number}_{name}.png") as scratch:
         sheet.page.save(scratch, "png")
 
 
-def as_json(row, scores):
-    parts = {kind: {name: e._asdict() for name, e in row[kind].items()} for kind in ("all", "by_category")}
-    return plain(row | parts | {"scores": {name: column.T.tolist() for name, column in scores.values.items()}})
+def as_json(table: Table, row: Row) -> dict[str, Any]:
+    """Return what scores.json has of a row."""
+    fields = dict(row.settings)
+    fields["all"] = {name: estimate._asdict() for name, estimate in row.columns.items()}
+    fields["by_category"] = {name: estimate._asdict() for name, estimate in row.by_category.items()}
+    fields["plain_sum"] = table.hides_sum
+    fields["scores"] = {name: values.T.tolist() for name, values in row.values.items()}
+    return plain(fields)
 
 
-def main(args):
+def score_all(
+    args: argparse.Namespace,
+    compared: list[Candidate],
+    families: list[type[FlowModel]],
+    pool: Pool,
+    split: prompts.Split,
+    seeds: list[int],
+    folder: Path,
+) -> list[Scored]:
+    """Score one policy after the other, and write the images of each row."""
+    scored = []
+    for candidate, family in zip(compared, families, strict=True):
+        torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
+        # Two models do not fit on a GPU together.
+        model = None
+        loading.free_memory()
+        model = policies_to_compare.load_candidate(candidate, family, pool.device)
+        for settings, scores in score_policy(candidate, model, pool, args, split, seeds):
+            scored.append(Scored(settings, scores._replace(images={})))
+            if distributed.is_main():
+                show = partial(write_sheet, folder, len(scored), settings, scores, split)
+                problem = problem_of(f"{folder} lacks the images of row {len(scored)}", show)
+                if problem:
+                    print(problem)
+    return scored
+
+
+def write_table(
+    folder: Path, table: Table, compared: list[Candidate], split: prompts.Split, seeds: list[int], categories: list[str]
+) -> None:
+    """Print the table, and write table.md and scores.json."""
+    text = markdown(table, split, seeds) + differences(table) + over_seeds(table, compared)
+    stored = dict(
+        split=split.name,
+        seeds=seeds,
+        prompts=texts_of(split.prompts),
+        by=table.by,
+        categories=categories,
+        rows=[as_json(table, row) for row in table.rows],
+    )
+    print(text)
+    (folder / "scores.json").write_text(json.dumps(stored))
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    print(f"{folder} holds every score, this table and the images.")
+
+
+def main(args: argparse.Namespace) -> None:
     check_flags(args)
     compared, common = configured(args)
-    split, seeds = chosen_prompts(args, common), args.seeds or list(range(common.eval.noises_per_prompt))
-    families = check(args, compared, common, split, seeds)
+    split = chosen_prompts(args, common)
+    seeds = args.seeds or list(range(common.eval.noises_per_prompt))
+    check_common(args, compared, common, split, seeds)
+    families = [checked_family(args, candidate, split) for candidate in compared]
     ranks = distributed.init_distributed()
     for candidate in compared:
         quantisation.check_device(candidate.config, ranks.device)
-        if candidate.transformer:  # a LoRA file has been compared with its checksums before
+        # A LoRA file has been compared with its checksums before.
+        if candidate.transformer:
             distributed.on_main(checksums.check_files, candidate.transformer.parent)
     folder = distributed.on_main(folders.make_new_folder, Path(args.out).absolute(), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
-    categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
-    scored = []  # (settings of a row, its scores without images)
-    unweighted = bool(args.rewards) and all(weight is None for _, weight in args.rewards)
-    for candidate, family in zip(compared, families):
-        torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
-        model = None  # two do not fit on a GPU together
-        loading.free_memory()
-        model = policies_to_compare.load_candidate(candidate, family, ranks.device)
-        for row, scores in rows_of(candidate, model, pool, args, split, seeds):
-            scored.append((row, scores._replace(images={})))
-            if distributed.is_main():
-                show = partial(write_sheet, folder, len(scored), row, scores, split)
-                if problem := problem_of(f"{folder} lacks the images of row {len(scored)}", show):
-                    print(problem)
+    scored = score_all(args, compared, families, pool, split, seeds, folder)
     if distributed.is_main():
-        values = [scores.values for _, scores in scored]
-        rows, by = summaries(scored, values, unweighted, categories, args.best_of or ())
-        texts = [as_json(row, scores) for row, (_, scores) in zip(rows, scored, strict=True)]
-        table = markdown(rows, by, split, seeds) + differences(rows, values) + over_seeds(rows, compared, by)
-        common_fields = dict(split=split.name, seeds=seeds, prompts=[prompt.text for prompt in split.prompts], by=by)
-        print(table)
-        (folder / "scores.json").write_text(json.dumps(common_fields | dict(categories=categories, rows=texts)))
-        (folder / "table.md").write_text(table, encoding="utf-8")
-        print(f"{folder} holds every score, this table and the images.")
+        categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
+        unweighted = bool(args.rewards) and all(weight is None for _, weight in args.rewards)
+        table = summarise(scored, unweighted, categories, args.best_of or [])
+        write_table(folder, table, compared, split, seeds, categories)
     pool.close()
     distributed.close()
 

@@ -429,31 +429,32 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
 
 
 def summarised(*rows):
-    """The table's rows of scores [2, 4] by name, without images, and the score that is shown by category."""
+    """The table of rows of scores [2, 4] by name, without images."""
     scored = []
     for number, columns in enumerate(rows):
         values = {name: torch.tensor(column) for name, column in columns.items()}
         settings = dict(policy=f"p{number}", weights="best", guidance_scale=1.0, size="64x64")
-        scored.append((settings, evaluation.Scores(values, {}, {})))
-    values = [scores.values for _, scores in scored]
-    return *evaluate.summaries(scored, values, False, ["text", "text", "logo", "logo"], [2]), values
+        scored.append(evaluate.Scored(settings, evaluation.Scores(values, {}, {})))
+    return evaluate.summarise(scored, False, ["text", "text", "logo", "logo"], [2])
 
 
 def test_columns_mean_the_same_in_all_rows():
-    nothing, alike = [[0.0] * 4] * 2, [[0.8] * 4] * 2
+    nothing = [[0.0] * 4] * 2
+    alike = [[0.8] * 4] * 2
     part = [[0.5, 0.4, 0.3, 0.9], [0.6, 0.2, 0.4, 0.7]]
     more = [[1.3, 1.2, 1.1, 1.7], [1.4, 1.0, 1.2, 1.5]]
-    rows, by, _ = summarised(dict(ocr=nothing, pick=alike, avg=alike), dict(ocr=part, pick=alike, avg=more))
-    assert by == "avg"
-    first, second = (list(evaluate.without_repeated_sum(row)) for row in rows)
-    assert first == second == ["ocr", "pick", "avg", "ocr best of 2", "pick best of 2", "avg best of 2"]
-    assert rows[0]["by_category"]["text"].mean == pytest.approx(0.8)
+    table = summarised(dict(ocr=nothing, pick=alike, avg=alike), dict(ocr=part, pick=alike, avg=more))
+    assert table.by == "avg"
+    for row in table.rows:
+        columns = list(evaluate.shown_columns(table, row))
+        assert columns == ["ocr", "pick", "avg", "ocr best of 2", "pick best of 2", "avg best of 2"]
+    assert table.rows[0].by_category["text"].mean == pytest.approx(0.8)
 
 
 def test_prompts_with_more_and_less_are_counted_against_the_first_row():
     levels = [[0.5, 0.5, 0.5, 0.5], [0.6, 0.4, 0.5, 0.6], [0.9, 0.9, 0.4, 0.9]]
-    rows, _, values = summarised(*({"pick": [level] * 2, "avg": [level] * 2} for level in levels))
-    lines = evaluate.differences(rows, values).strip().splitlines()[2:]
+    table = summarised(*({"pick": [level] * 2, "avg": [level] * 2} for level in levels))
+    lines = evaluate.differences(table).strip().splitlines()[2:]
     assert [line.split(" | ")[-3:] for line in lines] == [["2", "1", "1 |"], ["3", "1", "0 |"]]
 
 
