@@ -161,7 +161,6 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "Any other folder than a run's is refused": ("test_refusals.py", 'resume_from="nowhere"'),
     "If any but a reward has changed, the run is refused": ("test_resume.py", '"preferences.path"'),
     "A request that is refused (other 3xx and 4xx)": ("test_scoring.py", "def test_a_hostile_server_is_an_error"),
-    "what is refused (`checks`)": NOT_OURS,
     "layers that a run does not train are refused": ("test_policies.py", "would_compute_otherwise_is_refused"),
     "a damaged file is refused": ("test_embeddings.py", "def test_what_was_not_written_for_a_prompt_is_refused"),
     "another pipeline class is refused": ("test_sampler.py", "holds a WanPipeline"),
