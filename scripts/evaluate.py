@@ -167,6 +167,29 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation
 
+SAID_BY_FLAGS = {  # setting -> the flag that says the same
+    "dataset": "prompts",
+    "reward_fn": "rewards",
+    "height": "sizes",
+    "width": "sizes",
+    "eval.rewards": "rewards",
+    "eval.num_prompts": "num_prompts",
+    "eval.noises_per_prompt": "seeds",
+    "eval.guidance_scale": "guidance_scales",
+}
+
+
+def check_set(args: argparse.Namespace) -> None:
+    """Raises UserError for a setting of --set that would be ignored."""
+    for text in args.set:
+        key = text.partition("=")[0]
+        setting = next((read for read in policies_to_compare.READ if f"{key}.".startswith(f"{read}.")), None)
+        if setting is None:
+            raise UserError(f"--set {quoted(text)} would be ignored: an evaluation does not read config.{key}")
+        flag = SAID_BY_FLAGS.get(setting, "")
+        if flag and getattr(args, flag) is not None:
+            raise UserError(f"--set {quoted(text)} would be ignored: --{flag.replace('_', '-')} says it already")
+
 
 class Scored(NamedTuple):
     """One policy's scores at one guidance scale and size."""
@@ -511,6 +534,7 @@ def write_table(
 def main(args: argparse.Namespace) -> None:
     check_flags(args)
     compared, common = configured(args)
+    check_set(args)
     split = chosen_prompts(args, common)
     seeds = args.seeds or list(range(common.eval.noises_per_prompt))
     check_common(args, compared, common, split, seeds)

@@ -381,6 +381,17 @@ def test_images_that_are_no_square_are_trained_by_the_other_algorithms(model, ki
     assert len(lines_of(folder, "eval")) == 2
 
 
+def test_a_lora_of_the_hub_is_no_model_and_its_folder_here_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--me--style" / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (folder / "pytorch_lora_weights.safetensors").touch()
+    (tmp_path / "models--me--style" / "refs").mkdir()
+    (tmp_path / "models--me--style" / "refs" / "main").write_text("a" * 40)
+    with pytest.raises(UserError, match=f"'me/style' is a LoRA.*{folder}"):
+        loading.pipeline_name("me/style")
+
+
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, caplog):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the environment may say otherwise
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:1/{repo_id}/{revision}/{filename}")

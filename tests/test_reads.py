@@ -57,7 +57,7 @@ AT_THEIR_DEFAULT = {
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
     table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
     table.DPO: SAMPLER
-    | {"train.teachers", "sample.baseline", "sample.completion_batch_size"}
+    | {"train.teachers", "sample.baseline"}
     | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
     table.DISTILL: PLAN
     | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}

@@ -150,6 +150,7 @@ TRAINING = {  # a script's run -> its rows
         no("7 pairs", "2 pairs a batch", "= 4", sample__num_prompts_per_epoch=7),
         no("9 pairs", "16", sample__num_prompts_per_epoch=16, train__updates_per_epoch=1),
         no(sample__batch_size=3),
+        no("completion_batch_size is 8", "config.preferences.path ''", sample__completion_batch_size=8),
         no("'winner_latents'", "[16,64]", "[32,64]", height=128),
         no("'text'", "[20,64]", "[24,64]", text_tokens=24),
     ],
@@ -242,6 +243,7 @@ COMMAND_LINES = [
     ("--config=config/grpo.py:shapes_qwenimag", "'shapes_qwenimag'", "nearest: shapes_qwenimage"),
     ("--config=config/grpo.py:shapes_qwenimage,smok", "'smok'", "smoke"),
     ("--config=config/grpo.py:,smoke", "run ''", "shapes_qwenimage"),
+    ("--config.lora.rank=0 --config.lora.alpha=64", "config.lora.alpha is 64", "config.lora.rank set"),
 ]
 
 

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1]
 # Where scripts/, config/ and dataset/ lie: the checkout, or what an installed package carries of it.
 _IS_CHECKOUT = (PACKAGE.parent / "config" / "grpo.py").is_file()
 ROOT = PACKAGE.parent if _IS_CHECKOUT else PACKAGE / "assets"
+LORA_FILES = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"  # of diffusers and of peft
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 
 
@@ -31,6 +32,11 @@ def is_hub_id(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not Path(resolve(name)).parent.is_dir()
 
 
+def download_hint(name: str) -> str:
+    """Return how an id of the hub becomes a folder here, as the rest of a sentence."""
+    return f"; `hf download {name} --local-dir FOLDER` fetches it from the hub, and FOLDER is then its path"
+
+
 def check_hub_connection(model: str) -> None:
     """Raise UserError for a model that only the hub can have while the hub does not answer.
 
@@ -42,12 +48,17 @@ def check_hub_connection(model: str) -> None:
     if Path(resolve(model)).exists():
         return
     try:
-        cached = try_to_load_from_cache(model, "model_index.json")
-        if isinstance(cached, str):
+        if isinstance(try_to_load_from_cache(model, "model_index.json"), str):
             return
+        for name in LORA_FILES:
+            lora = try_to_load_from_cache(model, name)
+            if isinstance(lora, str):
+                raise UserError(f"{quoted(model)} is a LoRA of the hub, no model; its path here is {Path(lora).parent}")
         get_hf_file_metadata(hf_hub_url(model, "model_index.json"))
     except (errors.HfHubHTTPError, errors.HFValidationError):
         return
+    except UserError:
+        raise
     except Exception as error:
         places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
         raise UserError(f"config.model {quoted(model)} is {places}: {in_one_line(error)}") from error

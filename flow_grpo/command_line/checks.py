@@ -1,6 +1,6 @@
 """What settings may say together, and what each script asks of them. Checked before any weight is loaded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
@@ -111,7 +111,18 @@ def drop_unused_rewards(config: ConfigDict) -> None:
 
 def _check_condition(config: ConfigDict, setting: Setting, value, algorithm: str) -> None:
     """Refuse a setting that others make the run ignore."""
-    for key, *values in setting.when:
+    _check_needs(config, setting, setting.when, value, algorithm)
+
+
+def check_typed(config: ConfigDict, keys: Collection[str]) -> None:
+    """Refuse settings of the command line that the run would ignore, even at the value that a config file has."""
+    for setting in table.SETTINGS:
+        if setting.key in keys:
+            _check_needs(config, setting, setting.typed_when, table.value_of(config, setting.key), config.algorithm)
+
+
+def _check_needs(config: ConfigDict, setting: Setting, needs: tuple[tuple, ...], value, algorithm: str) -> None:
+    for key, *values in needs:
         other = table.value_of(config, key)
         if algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
             need = " or ".join(map(repr, values)) or "set"

@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.command_line import launcher
+from flow_grpo.command_line import checks, launcher
 from flow_grpo.settings import config_files, table, unknown_names
 
 FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
@@ -26,6 +26,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     _add_custom(config, others)
     _refuse_unknown(config, keys)
     _override(config, others)
+    checks.check_typed(config, keys)
     return config
 
 

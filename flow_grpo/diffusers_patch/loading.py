@@ -37,7 +37,8 @@ def pipeline_name(folder: str) -> str:
         name = DiffusionPipeline.load_config(str(place)).get("_class_name")
     except OSError as error:
         places = "no diffusers folder here, in the Hugging Face cache or on the hub"
-        raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}") from error
+        hint = f"; if it is a LoRA{locations.download_hint(folder)}" if locations.is_hub_id(folder) else ""
+        raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}{hint}") from error
     if not isinstance(name, str):
         raise UserError(
             f"config.model {quoted(folder)}: _class_name of its model_index.json is {quoted(name)}, not the name of a "

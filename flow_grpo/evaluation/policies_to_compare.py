@@ -22,6 +22,15 @@ OF_A_RUN = (
 )
 
 
+# Settings that an evaluation reads; config.model is each policy's own.
+READ = (
+    *(key for key in OF_A_RUN if key != "model"),
+    *(f"eval.{key}" for key in ("rewards", "num_prompts", "noises_per_prompt", "num_steps")),
+    *("eval.guidance_scale", "eval.batch_size"),
+    *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
+)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A policy to be evaluated."""

@@ -52,7 +52,7 @@ class Lora(Section):
     rank: int = setting(32, min=0, max=4096)
     """Rank of the adapter; 0 trains the full weights."""
 
-    alpha: int = setting(64, min=1)
+    alpha: int = setting(64, min=1, typed_when=(("lora.rank",),))
     """Scale of the adapter, times its rank."""
 
     path: str = setting("", when=(("lora.rank",),))
@@ -139,7 +139,9 @@ class Sample(Section):
     num_branches: int = setting(1, min=1, max=4096, used_by=(PR,))
     """Noisy branches per step of a trunk, at least 2."""
 
-    completion_batch_size: int = setting(0, unit="rows", min=0, max=4096, used_by=(*ONLINE, DISTILL), resumable=True)
+    completion_batch_size: int = setting(
+        0, unit="rows", min=0, max=4096, when=(("preferences.path", ""),), resumable=True
+    )
     """Rows per forward without a log-prob, at most the images of an epoch; 0 = sample.batch_size."""
 
     flash_ratio: float = setting(0.0, min=0, max=1)

@@ -70,6 +70,7 @@ class Facts(TypedDict, total=False):
     resumable: bool
     read_in: str
     when: tuple[tuple, ...]
+    typed_when: tuple[tuple, ...]
 
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class Setting:
     resumable: bool = False  # a resumed run may change it, since it does not change the mathematics
     read_in: str = ""  # the one function of a script that reads it: rollout, add_gradients, advantages; "" = several do
     when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
+    typed_when: tuple[tuple, ...] = ()  # likewise, but a config file may set it all the same, for all of its runs
 
     @property
     def section(self) -> str:
@@ -112,7 +114,8 @@ class Setting:
 
     def description(self) -> str:
         """Its meaning, what else it takes, and which values it allows."""
-        needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in self.when]
+        conditions = self.when + self.typed_when
+        needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in conditions]
         facts = [self.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
         facts += [f"One of {', '.join(f'`{choice!r}`' for choice in self.choices)}." if self.choices else ""]
         limits = f"at least {self.min:.7g}" if self.min > -LARGEST else ""

@@ -111,7 +111,7 @@ def _is_of_peft(file: Path) -> bool:
 def hint(folder: Path) -> str:
     """Return what may have been meant by a path without a LoRA file, as the rest of a sentence."""
     if locations.is_hub_id(str(folder)):
-        return f"; `hf download {folder} --local-dir FOLDER` fetches it from the hub, and FOLDER is then its path"
+        return locations.download_hint(str(folder))
     for name in (FILE, PEFT_FILE):
         for file in sorted(folder.glob(f"*/{name}")):
             return f"; there is {in_one_line(file)}"
