@@ -1,7 +1,7 @@
-"""What made a run: run.json in its folder, with an entry for each start, and in source/ copies of
-the user's own files as they were at each start.
+"""Provenance of a run: each start in run.json, copies of the user's own code in source/, a branch's parent.
 
-Nothing of it is published but the commit, the versions, the kind of GPU and the duration, which a model card names.
+The digests of the files that a run reads are those of run/input_files.py, with which it is compared when it resumes.
+Only the commit, the versions, the kind of GPU and the duration are published, by a model card.
 """
 
 import json
@@ -26,13 +26,15 @@ from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import overrides
 
-FILE, SOURCE = "run.json", "source"
+FILE = "run.json"
+SOURCE = "source"
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
-MOST_DIFF = 2**20  # characters of changes.diff
+# Characters of changes.diff.
+MOST_DIFF = 2**20
 
 
 class Start(NamedTuple):
-    """What a model card names of an entry of run.json; another version may have noted less."""
+    """Part of an entry of run.json that a model card names; another version may have noted less."""
 
     commit: str = ""
     changed_files: list[str] = []  # noqa: RUF012  nothing writes to it
@@ -42,7 +44,7 @@ class Start(NamedTuple):
 
 
 class Parent(NamedTuple):
-    """Where a branch comes from."""
+    """Origin of a branch."""
 
     folder: str  # the parent's
     checkpoint: str = ""
@@ -51,27 +53,32 @@ class Parent(NamedTuple):
 
 
 def _git(*words: str) -> str:
-    """What git says of the checkout that is running; "" where it says nothing."""
+    """Return what git prints about the checkout that is running, "" if it fails."""
     command = ["git", "-C", str(locations.PACKAGE.parent), *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if process.returncode != 0:
+        return ""
+    return process.stdout
 
 
 def now() -> str:
-    """The time, as run.json and metrics.jsonl have it."""
+    """Return the time as run.json and metrics.jsonl have it: ISO 8601, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
-    """Note a start after `epoch` epochs, and copy the config file and reward files that are no part of the package,
-    into a folder of this epoch: files may be edited before a run goes on."""
+    """Note a start after `epoch` epochs, and copy the user's own code to a folder of this epoch.
+
+    Each start has copies of its own, since files may be edited before a run goes on.
+    """
     start = {
         "start": now(),
         "epoch": epoch,
-        "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],  # a query of an address may be a secret
+        # The query of an address may be a secret.
+        "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],
         "host": socket.gethostname(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "ranks": world_size,
@@ -86,44 +93,48 @@ def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int
     for name, file in _own_files(config).items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, source / name)
-    if diff := _git("diff", "HEAD"):
+    diff = _git("diff", "HEAD")
+    if diff:
         (source / "changes.diff").write_text(diff[:MOST_DIFF])
 
 
 def note_end(run_folder: Path) -> None:
     """Note the end of the last start."""
-    if entries := starts(run_folder):
+    entries = starts(run_folder)
+    if entries:
         entries[-1]["end"] = now()
         folders.write_text(run_folder / FILE, json.dumps({"starts": entries}))
 
 
 def starts(run_folder: Path) -> list[dict[str, Any]]:
-    """The entries of run.json, oldest first; [] where there is none that can be read."""
+    """Return the entries of run.json, oldest first; [] if there is none that can be read."""
     try:
         entries = folders.read_json(run_folder / FILE).get("starts")
     except UserError:
         return []
-    is_whole = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    return entries if is_whole else []
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        return []
+    return entries
 
 
 def last_start(run_folder: Path) -> Start | None:
-    """The last entry of run.json; None where there is none. Raises UserError for a damaged one."""
+    """Return the last entry of run.json; None if there is none. Raises UserError for a damaged one."""
     entries = starts(run_folder)
     if not entries:
         return None
+    # An entry has more than these fields, and an older version noted fewer.
     fields = {name: entries[-1][name] for name in Start._fields if name in entries[-1]}
     return folders.record_of(Start, fields, run_folder / FILE)
 
 
 def parent(run_folder: Path) -> Parent | None:
-    """Where a branch comes from; None for any other run. Raises UserError for a damaged record."""
+    """Return the origin of a branch; None for any other run. Raises UserError for a damaged record."""
     file = run_folder / folders.PARENT
     return folders.read_record(Parent, file) if file.exists() else None
 
 
 def write_parent(run_folder: Path, parent: Parent) -> None:
-    """Note where a branch comes from."""
+    """Note the origin of a branch."""
     folders.write_text(run_folder / folders.PARENT, json.dumps(parent._asdict(), indent=1))
 
 
@@ -131,7 +142,7 @@ def modules_beside(file: Path) -> dict[str, Path]:
     """Return what a user's file may depend on: modules that this process has imported from the file's folder, by their
     paths there, without the file itself, the running script and what is installed."""
     file = file.resolve()
-    installed = tuple(f"{folder}{os.sep}" for folder in _installed_folders())
+    installed = _installed_folders()
     modules = {}
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None)
@@ -144,21 +155,31 @@ def modules_beside(file: Path) -> dict[str, Path]:
     return dict(sorted(modules.items(), key=lambda entry: entry[1]))
 
 
-def _installed_folders() -> list[str | Path]:
-    """Return the folders of Python, of installed packages and of this package."""
-    return [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), locations.PACKAGE]
+def _installed_folders() -> tuple[str, ...]:
+    """Return how paths begin in the folders of Python, of installed packages and of this package."""
+    folders_of_python = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    return tuple(f"{folder}{os.sep}" for folder in (*folders_of_python, locations.PACKAGE))
 
 
 def _own_files(config: ConfigDict) -> dict[str, Path]:
-    """What made a run and lies outside of the package, by its name in source/: the script, the config file, the model's
-    class, the files of local rewards, and what was imported from the folders of all these."""
-    files = [file for name in {*config.reward_fn, *config.eval.rewards} if (file := rewards.reward_file(name))]
-    files.append(Path(overrides.split(sys.argv[1:], "")[0].partition(":")[0]))
-    model_class = sys.modules.get(config.model_class.partition(":")[0])
-    files += [Path(sys.argv[0]), *([Path(model_class.__file__)] if model_class else [])]
-    named = {}
-    for file in (file.resolve() for file in files if file.is_file()):
+    """Return the code of a run outside of the package by its names in source/: the script, the config file, the model's
+    class, the files of rewards, and what was imported from the folders of all these."""
+    candidates = [rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards}]
+    config_file, _, _ = overrides.split(sys.argv[1:], "")[0].partition(":")
+    model_module, _, _ = config.model_class.partition(":")
+    candidates += [Path(config_file), Path(sys.argv[0])]
+    if model_module in sys.modules:
+        candidates.append(Path(sys.modules[model_module].__file__))
+    named: dict[str, Path] = {}
+    for candidate in candidates:
+        if candidate is None or not candidate.is_file():
+            continue
+        file = candidate.resolve()
         for name, path in {file.name: file, **modules_beside(file)}.items():
-            if locations.PACKAGE not in path.parents and named.setdefault(name, path) != path:
-                named[f"{path.parent.name}/{path.name}"] = path  # of another folder
+            if locations.PACKAGE in path.parents:
+                continue
+            # A file of the same name from another folder has its folder's name in front.
+            if named.get(name, path) != path:
+                name = f"{path.parent.name}/{path.name}"
+            named[name] = path
     return named
