@@ -184,7 +184,9 @@ class Dashboard:
         if self.epoch_start is None:
             return {}
         epoch_s = time.perf_counter() - self.epoch_start
-        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        times = {}
+        for phase, seconds in self.seconds.items():
+            times[f"time/{phase}_s"] = seconds
         times["time/epoch_s"] = epoch_s
         if images_so_far is not None:
             training_s = epoch_s - self.seconds["eval"] - self.seconds["save"]

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from flow_grpo.settings import table
 
-LATENT_SIGNS = ("latent_rms", "diversity")
 # Figures that must be finite in any run.
 FINITE = (
-    *("reward/avg", "grad_norm", "policy_loss", "reference_distance", "kl_reference"),
-    *(f"health/{sign}" for sign in LATENT_SIGNS),
+    *("reward/avg", "health/latent_rms", "health/diversity"),
+    *("grad_norm", "policy_loss", "reference_distance", "kl_reference"),
 )
 # Epochs in a smoothed figure: a single epoch's reward depends mostly on the luck of its prompts.
 WINDOW = 5

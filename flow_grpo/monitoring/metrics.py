@@ -62,8 +62,8 @@ class Meter:
         values = dict(zip(names + max_names, torch.cat([sums / counts, maxima]).tolist()))
         for name in self.spreads:
             variance = values[f"{name}_std"] - values[f"{name}_mean"] ** 2
-            # Rounding can make it negative. A NaN stays a NaN.
-            values[f"{name}_std"] = 0.0 if variance < 0 else math.sqrt(variance)
+            # Rounding can make it negative. A NaN stays one, since max returns its first argument.
+            values[f"{name}_std"] = math.sqrt(max(variance, 0.0))
         self._clear()
         return values
 

@@ -134,12 +134,13 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
         if not is_score or rewards.display_name(name, run.config.reward_fn) != name:
             continue
         # Only the score that chooses has standard errors.
-        error_before = first.get("test/std_error") if name == chosen_by else None
-        error_after = last.get(f"{prefix}std_error") if name == chosen_by else None
+        errors = (None, None)
+        if name == chosen_by:
+            errors = (first.get("test/std_error"), last.get(f"{prefix}std_error"))
         before = ""
         if f"test/{name}" in first:
-            before = with_error(first[f"test/{name}"], error_before)
-        rows.append((name, before, with_error(value, error_after)))
+            before = with_error(first[f"test/{name}"], errors[0])
+        rows.append((name, before, with_error(value, errors[1])))
     return rows
 
 
@@ -189,8 +190,7 @@ def _made_by(run: run_history.RunHistory) -> list[tuple[str, str]]:
     for name, number in start.versions.items():
         code += f"; {name} {number}"
     device = ", ".join(sorted(set(start.gpus))) or "CPU"
-    hours = sum(line.get("time/epoch_s", 0.0) for line in run.lines("epoch")) / 3600
-    return [("code", code), ("made on", f"{start.ranks} x {device}, {hours:.3g} hours")]
+    return [("code", code), ("made on", f"{start.ranks} x {device}, {run.seconds() / 3600:.3g} hours")]
 
 
 def public_settings(run: run_history.RunHistory) -> list[tuple[str, str]]:

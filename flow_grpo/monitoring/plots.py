@@ -113,9 +113,12 @@ class Tile(NamedTuple):
     @property
     def height(self) -> int:
         """Height in pixels."""
-        num_lines = len(self.lines) + 1 if self.figure else len(self.lines)
-        picture_height = self.picture.height + PICTURE_MARGIN if self.picture else 0
-        return picture_height + LINE_HEIGHT * num_lines
+        height = LINE_HEIGHT * len(self.lines)
+        if self.figure:
+            height += LINE_HEIGHT
+        if self.picture:
+            height += self.picture.height + PICTURE_MARGIN
+        return height
 
 
 def read_metrics(run_dir: Path | str) -> list[dict]:
@@ -128,7 +131,7 @@ def read_metrics(run_dir: Path | str) -> list[dict]:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return [record for record in map(_record, lines) if record is not None]
+    return list(filter(None, map(_record, lines)))
 
 
 def _record(line: bytes) -> dict | None:
@@ -230,8 +233,11 @@ def _reward_names(records: Sequence[dict], config: ConfigDict) -> list[str]:
 def fit(picture: Image.Image) -> Image.Image:
     """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
     side = max(picture.size)
-    factor = math.ceil(128 / side) if side < 128 else min(1, 256 / side)
-    resampling = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
+    resampling = Image.Resampling.NEAREST
+    factor = math.ceil(128 / side)
+    if side > 256:
+        resampling = Image.Resampling.LANCZOS
+        factor = 256 / side
     return picture.resize((round(picture.width * factor), round(picture.height * factor)), resampling)
 
 
@@ -244,8 +250,7 @@ def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[floa
     for image, caption, figure in zip(to_pictures(images), captions, figures, strict=True):
         picture = fit(image)
         tiles.append(Tile(picture, wrap(caption, picture.width), figure))
-    columns = math.ceil(math.sqrt(2 * len(tiles)))
-    page, boxes = draw_tiles([tiles[i : i + columns] for i in range(0, len(tiles), columns)])
+    page, boxes = draw_tiles(tiles, columns=math.ceil(math.sqrt(2 * len(tiles))))
     return Sheet(page, list(map(Cell, captions, figures, boxes)))
 
 
@@ -296,18 +301,16 @@ def plot_samples(run_dir: Path | str, since: int = 0) -> None:
         return
     first = min(sheets)
     last = max(sheets)
-    # Three tiles of each prompt: its text and two pictures.
+    # Each prompt has three tiles: its text and two pictures.
     tiles = []
     for before, after in zip(panel_pictures(sheets[first]), panel_pictures(sheets[last])):
         if before.caption == after.caption:
             tiles.append(Tile(None, wrap(before.caption, before.picture.width)))
             tiles.append(Tile(before.picture, [], before.reward))
             tiles.append(Tile(after.picture, [], after.reward))
-    columns = 3 if len(tiles) <= 3 * 4 else 6
-    titles = ["", f"after {first} epochs", f"after {last} epochs"] * (columns // 3)
-    rows = [[Tile(None, [title]) for title in titles]]
-    rows += [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
-    page, _ = draw_tiles(rows)
+    titles = [Tile(None, [""]), Tile(None, [f"after {first} epochs"]), Tile(None, [f"after {last} epochs"])]
+    prompts_per_row = 1 if len(tiles) <= 3 * 4 else 2
+    page, _ = draw_tiles(titles * prompts_per_row + tiles, columns=3 * prompts_per_row)
     with folders.published(file) as scratch:
         page.save(scratch, "png")
 
@@ -317,13 +320,14 @@ def wrap(text: str, width: int) -> list[str]:
     return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
 
 
-def draw_tiles(rows: Sequence[Sequence[Tile]]) -> tuple[Image.Image, list[list[int]]]:
-    """Draw rows of tiles on a white page. Returns it, and left, top, right, bottom of each picture."""
-    width = max((tile.picture.width for row in rows for tile in row if tile.picture), default=128)
+def draw_tiles(tiles: Sequence[Tile], columns: int) -> tuple[Image.Image, list[list[int]]]:
+    """Draw tiles row by row on a white page. Returns it, and left, top, right, bottom of each picture."""
+    columns = min(columns, len(tiles))
+    rows = [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
+    width = max((tile.picture.width for tile in tiles if tile.picture), default=128)
     heights = []
     for row in rows:
         heights.append(max(tile.height for tile in row))
-    columns = max(len(row) for row in rows)
     page = Image.new("RGB", (GAP + columns * (width + GAP), GAP + sum(heights) + GAP * len(rows)), "white")
     boxes = []
     top = GAP

@@ -80,7 +80,7 @@ def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int
         # The query of an address may be a secret.
         "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],
         "host": socket.gethostname(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": list(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         "ranks": world_size,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},

@@ -103,7 +103,11 @@ def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
     for record in _records(runs):
         for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
             values[name].append(record[name])
-    return {name: column[0] for name, column in sorted(values.items()) if len(column) > 1 and len(set(column)) == 1}
+    unchanged = {}
+    for name, column in sorted(values.items()):
+        if len(column) > 1 and len(set(column)) == 1:
+            unchanged[name] = column[0]
+    return unchanged
 
 
 def panel(runs: Sequence[RunHistory], name: str, metric: Metric) -> Panel:

@@ -38,6 +38,10 @@ class RunHistory:
         """Return the records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
+    def seconds(self) -> float:
+        """Return the duration of all epochs."""
+        return sum(line.get("time/epoch_s", 0.0) for line in self.lines("epoch"))
+
 
 class Score(NamedTuple):
     """Evaluation by config.eval.best_by."""
@@ -90,8 +94,7 @@ def _evaluations_since(folder: Path) -> int:
 def summary(runs: Sequence[RunHistory]) -> Table:
     """Return how far each run is and its scores, and the mean scores of runs that differ in their seed alone."""
     head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
-    rows = [_summary_row(run) for run in runs]
-    rows += [_mean_row(group) for group in differing_in_seed(runs)]
+    rows = [*map(_summary_row, runs), *map(_mean_row, differing_in_seed(runs))]
     return Table([*head, "epochs with an alarm"], rows)
 
 
@@ -109,14 +112,17 @@ def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
 
 def _summary_row(run: RunHistory) -> list[str]:
     epochs = run.lines("epoch")
-    seconds = sum(record.get("time/epoch_s", 0.0) for record in epochs)
     num_alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
     scores = _scores(run)
-    cells = [with_error(score.value, score.error) if score else "" for score in scores]
+    cells = list(map(_cell, scores))
     if scores.best:
         cells[Scores._fields.index("best")] += f" (after {scores.best.epoch} epochs)"
     progress = f"{len(epochs)} of {run.config.num_epochs}"
-    return [run.label, progress, tqdm.format_interval(seconds), _score_name(run), *cells, str(num_alarmed)]
+    return [run.label, progress, tqdm.format_interval(run.seconds()), _score_name(run), *cells, str(num_alarmed)]
+
+
+def _cell(score: Score | None) -> str:
+    return with_error(score.value, score.error) if score else ""
 
 
 def _score_name(run: RunHistory) -> str:

@@ -7,6 +7,7 @@ import os
 import textwrap
 import uuid
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def grouped(record: dict[str, float]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: those without a group under train/."""
     figures = {}
     for name, value in record.items():
-        has_group = "/" in name or name in AXES
-        figures[name if has_group else f"train/{name}"] = value
+        if "/" not in name and name not in AXES:
+            name = f"train/{name}"
+        figures[name] = value
     return figures
 
 
@@ -65,7 +67,7 @@ class Wandb:
             reinit="finish_previous",
         )
         self.run.define_metric("*", step_metric="step")
-        alerts.senders["wandb"] = lambda text: self.run.alert(run_dir.name, text)
+        alerts.senders["wandb"] = partial(self.run.alert, run_dir.name)
 
     def log(self, record: dict[str, float], line: int) -> None:
         """Log the record of a line of metrics.jsonl; its number keeps a resumed run where it was."""

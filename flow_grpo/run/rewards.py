@@ -27,6 +27,8 @@ from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings import declared
 
+LATENT_SIGNS = ("latent_rms", "diversity")
+
 
 class Submitted(NamedTuple):
     """Some images whose scores are being made."""
@@ -130,7 +132,7 @@ def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> 
         lambda total: distributed.gather(total[None]).sum(0),
     )
     values = distributed.gather(signs).mean(0).tolist()
-    run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(health.LATENT_SIGNS, values)}
+    run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(LATENT_SIGNS, values)}
     diversity = signs[:, 1].cpu().view(rewards.shape)[_order(submitted)]
     return distributed.gather(diversity.float()).flatten()
 
@@ -140,7 +142,7 @@ def latent_signs(
     latents: Tensor, groups: Tensor, split: Iterable[int] = (), over_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return signs of health of this rank's M images, [M, 2] float64 on their device, in the order of
-    health.LATENT_SIGNS: root mean square, and distance from the group's mean relative to it.
+    LATENT_SIGNS: root mean square, and distance from the group's mean relative to it.
 
     Args:
         latents: [M, c, h, w] float32, as the VAE sees them but for its normalisation.
