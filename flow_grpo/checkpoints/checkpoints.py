@@ -148,7 +148,7 @@ def choose(path: Path | str) -> tuple[Path | None, list[str]]:
 
     Every byte is read and compared with its checksum. Raises UserError where all are damaged.
     """
-    damaged = []
+    damaged: list[str] = []
     for checkpoint in reversed(_checkpoints_at(Path(path))):
         damage = checksums.damage(checkpoint)
         if not damage:

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from diffusers.configuration_utils import ConfigMixin
 from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
 
 
 def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
+    assert isinstance(transformer, ConfigMixin), "only diffusers' own transformers have a config"
     config = json.loads(transformer.to_json_string())
     # fully_shard gives the transformer a subclass whose name begins with FSDP; diffusers knows the class itself.
     config["_class_name"] = config["_class_name"].removeprefix("FSDP")

@@ -61,7 +61,7 @@ def write_tensors(state: dict[str, Tensor], folder: Path) -> None:
 def _rows_to_write(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
     """Return the rows that this rank writes. Ranks that hold the same rows each write about as much of them."""
     # Every rank comes to the same assignment, since it depends on names, sizes and layout alone.
-    loads = defaultdict(Counter)
+    loads: dict[int, Counter[int]] = defaultdict(Counter)
     mine = {}
     for name, tensor in state.items():
         rows = fsdp_utils.rows_of(tensor)
@@ -75,8 +75,8 @@ def _rows_to_write(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
 
 def read_index(folder: Path) -> dict[str, Kind]:
     """Return the tensors that a folder holds. Raises UserError where a file is no part of them, or rows are missing."""
-    index = {}
-    num_rows = Counter()
+    index: dict[str, Kind] = {}
+    num_rows: Counter[str] = Counter()
     for part in _parts(folder):
         index[part.name] = part.whole
         num_rows[part.name] += part.shape[0] if part.shape else 1

@@ -18,6 +18,7 @@ from flow_grpo.base.formatting import in_one_line, with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 
 PICTURES = ("samples.png", "reward.png")
 # Characters that Markdown would read as more than letters: the end of a link's text only if its address follows, an
@@ -103,9 +104,11 @@ def algorithm(config: ConfigDict) -> str:
         return "Diffusion-DPO (arXiv:2311.12908)"
     if config.algorithm == table.DISTILL:
         return "on-policy distillation (arXiv:2306.13649)"
-    key = "forward_objective" if config.algorithm == table.NFT else "objective"
-    name = config.train[key]
-    loss = table.BY_KEY[f"train.{key}"].choices.get(name)
+    name = config.train.objective
+    loss = OBJECTIVES.get(name)
+    if config.algorithm == table.NFT:
+        name = config.train.forward_objective
+        loss = FORWARD_OBJECTIVES.get(name)
     description = loss.card if loss else name
     if config.algorithm == table.PR:
         description += " with per-step branches (TempFlow-GRPO, arXiv:2508.04324)"
@@ -119,8 +122,8 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
         prefix: of the names of these weights' figures, "test/" or "test_best/".
     """
     # The first test counts only if later ones were made in the same way.
-    first = {}
-    last = {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
     for record in run.lines("test"):
         if record["epoch"] == 0 and not first and not run.evaluations_since:
             first = record
@@ -134,7 +137,7 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
         if not is_score or rewards.display_name(name, run.config.reward_fn) != name:
             continue
         # Only the score that chooses has standard errors.
-        errors = (None, None)
+        errors: tuple[float | None, float | None] = (None, None)
         if name == chosen_by:
             errors = (first.get("test/std_error"), last.get(f"{prefix}std_error"))
         before = ""

@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -27,7 +27,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_pictures
 
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 # A name from outside is no TeX.
 STYLE |= {"text.parse_math": False}
 BLUE = "#2f6db5"
@@ -45,7 +45,7 @@ class LineStyle(NamedTuple):
     """Look of a curve, with which it can be told from others without colour, too."""
 
     colour: str
-    dashes: str
+    dashes: Literal["-", "--", ":", "-."]
     marker: str
 
 
@@ -138,7 +138,7 @@ def _record(line: bytes) -> dict | None:
     """Return the record in a line; None if it is none that a run has written."""
     try:
         stored = json.loads(line.decode())
-        record = {name: _value(name, value) for name, value in stored.items()}
+        record: dict[str, Any] = {name: _value(name, value) for name, value in stored.items()}
         return record if "kind" in record and 0 <= record["epoch"] <= MOST_EPOCHS else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
@@ -178,7 +178,7 @@ def curve(records: Sequence[dict], name: str, label: str, best_by: str = "") -> 
         return None
     # The updates of an epoch are spread over it.
     num_lines = Counter(line["epoch"] for line in lines)
-    seen = Counter()
+    seen: Counter[int] = Counter()
     points = []
     for line in lines:
         epoch = line["epoch"]
@@ -234,7 +234,7 @@ def fit(picture: Image.Image) -> Image.Image:
     """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
     side = max(picture.size)
     resampling = Image.Resampling.NEAREST
-    factor = math.ceil(128 / side)
+    factor: float = math.ceil(128 / side)
     if side > 256:
         resampling = Image.Resampling.LANCZOS
         factor = 256 / side

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -51,6 +51,7 @@ def shown(
     if say is None:
         return iterable
     if total is None:
+        assert isinstance(iterable, Sized), "what has no length needs a total"
         total = len(iterable)
     return _counted(iterable, counter(desc, total, say))
 

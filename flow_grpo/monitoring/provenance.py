@@ -169,7 +169,7 @@ def _own_files(config: ConfigDict) -> dict[str, Path]:
     model_module, _, _ = config.model_class.partition(":")
     candidates += [Path(config_file), Path(sys.argv[0])]
     if model_module in sys.modules:
-        candidates.append(Path(sys.modules[model_module].__file__))
+        candidates.append(Path(sys.modules[model_module].__file__ or ""))
     named: dict[str, Path] = {}
     for candidate in candidates:
         if candidate is None or not candidate.is_file():
@@ -179,7 +179,6 @@ def _own_files(config: ConfigDict) -> dict[str, Path]:
             if locations.PACKAGE in path.parents:
                 continue
             # A file of the same name from another folder has its folder's name in front.
-            if named.get(name, path) != path:
-                name = f"{path.parent.name}/{path.name}"
-            named[name] = path
+            is_taken = named.get(name, path) != path
+            named[f"{path.parent.name}/{path.name}" if is_taken else name] = path
     return named

@@ -32,9 +32,8 @@ def grouped(record: dict[str, float]) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl as trackers show them: those without a group under train/."""
     figures = {}
     for name, value in record.items():
-        if "/" not in name and name not in AXES:
-            name = f"train/{name}"
-        figures[name] = value
+        has_group = "/" in name or name in AXES
+        figures[name if has_group else f"train/{name}"] = value
     return figures
 
 
@@ -147,7 +146,7 @@ class TensorBoard:
         """Do nothing: its thread has ended with the error."""
 
 
-KINDS = {"wandb": Wandb, "tensorboard": TensorBoard}
+KINDS: dict[str, type[Wandb] | type[TensorBoard]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def origin(run_dir: Path) -> str:
@@ -178,7 +177,8 @@ def check_logger(logger: str) -> None:
         _check_wandb(_wandb_mode())
 
 
-def _wandb_mode() -> str:
+def _wandb_mode() -> Any:
+    """Return the text of WANDB_MODE, of which `_check_wandb` accepts more values than wandb's annotations name."""
     return os.environ.get("WANDB_MODE") or "offline"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from flow_grpo.base import distributed
@@ -82,7 +82,7 @@ def prepare(
         offload: keep sharded weights, their gradients and the optimizer's state of them in pinned host memory; a
             unit's weights are on the device only while it computes.
     """
-    transformer = network.transformer
+    transformer = network.get_submodule("transformer")
     dtype = DTYPES[precision]
     for parameter in transformer.parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
@@ -123,13 +123,13 @@ def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: 
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The root reshards too. By default it would stay gathered after a no-grad forward, and would use old weights after
     # something other than backward (the EMA, a checkpoint) has written new ones.
-    fsdp_options = dict(mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+    offload_policy = OffloadPolicy()
     if offload:
-        fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for module in [*unit_modules, network]:
-        fully_shard(module, **fsdp_options)
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=offload_policy)
     # The order in which FSDP2 itself prefetches is that of the last forward, and a loss may have several.
-    following = [*unit_modules[1:], network]
+    following: list[Any] = [*unit_modules[1:], network]
     for module, preceding in zip(following, unit_modules):
         module.set_modules_to_backward_prefetch([preceding])
     # A view would be a mistake if somebody wrote to it in place. Nobody does.

@@ -234,7 +234,7 @@ def _alpha(file: Path, settings: dict[str, Any], rank: int) -> float:
     place = f"{in_one_line(file)}: its header"
     if _is_of_peft(file):
         place = in_one_line(file.with_name(PEFT_CONFIG))
-    alpha = settings.get("lora_alpha")
+    alpha: Any = settings.get("lora_alpha")
     if settings.get("r") != rank or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         stored = quoted({"r": settings.get("r"), "lora_alpha": alpha})
         raise UserError(f"{place} has {stored}, its weights have rank {rank}")

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from ml_collections import ConfigDict
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -29,6 +31,7 @@ def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
     transformer.requires_grad_(lora.rank == 0)
     if not lora.rank:
         return
+    assert isinstance(transformer, PeftAdapterMixin), "only diffusers' own transformers take adapters"
     settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
     # On the meta device, if the transformer is there, peft's own first weights cost no time.
     with next(transformer.parameters()).device:
@@ -121,7 +124,8 @@ def adapters_off(transformer: nn.Module) -> AbstractContextManager:
     return quantisation.flagged(_adapted_layers(transformer), "_disable_adapters")
 
 
-def _adapted_layers(transformer: nn.Module) -> list[BaseTunerLayer]:
+def _adapted_layers(transformer: nn.Module) -> list[Any]:
+    """Return peft's layers: modules that are a BaseTunerLayer, too."""
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
@@ -167,7 +171,7 @@ def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable[[], Ab
     return nullcontext
 
 
-def _merged_layer(layer: BaseTunerLayer, fp8: bool) -> nn.Module:
+def _merged_layer(layer: Any, fp8: bool) -> nn.Module:
     base = layer.get_base_layer()
     change = layer.get_delta_weight("default")
     if fp8:

@@ -40,7 +40,7 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
     if not precision:
         return
     # All parents are listed before any is changed.
-    parents = []
+    parents: list[nn.Module] = []
     for module in transformer.modules():
         if type(module).__name__ in units:
             parents += module.modules()
@@ -53,14 +53,14 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
 
 def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> EightBitLinear:
     """Return an 8-bit layer whose weight is that of a frozen layer plus a change [out, in]."""
-    is_quantised = isinstance(base, EightBitLinear)
-    dtype = base.dtype if is_quantised else base.weight.dtype
-    copy = EightBitLinear(*change.shape, base.bias, dtype, change.device)
-    if is_quantised:
-        copy.store_sum(base, change)
+    out_features, in_features = change.shape
+    if isinstance(base, EightBitLinear):
+        merged = EightBitLinear(out_features, in_features, base.bias, base.dtype, change.device)
+        merged.store_sum(base, change)
     else:
-        copy.store(base.weight + change)
-    return copy
+        merged = EightBitLinear(out_features, in_features, base.bias, base.weight.dtype, change.device)
+        merged.store(base.weight + change)
+    return merged
 
 
 def precision_of(transformer: nn.Module) -> str:
