@@ -11,12 +11,15 @@ does it before it measures ours.
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flow_grpo.command_line import terminal
 from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.settings import config_files
 from flow_grpo.weights import policies
@@ -25,11 +28,14 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from random_model import attach_adapters, random_model
 
-STEPS, BRANCHES, SIZE = 10, 6, Size(512, 512)
+NUM_STEPS = 10
+NUM_BRANCHES = 6
+NUM_TEXT_TOKENS = 48
+SIZE = Size(512, 512)
 
 
-def seconds(call, repeats: int = 3) -> float:
-    """Median of `repeats` calls after one that warms up."""
+def seconds(call: Callable[[], object], repeats: int = 3) -> float:
+    """Return the median of `repeats` calls after one that warms up."""
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()
@@ -40,7 +46,8 @@ def seconds(call, repeats: int = 3) -> float:
     return sorted(times[1:])[repeats // 2]
 
 
-def load(device: torch.device):
+def load(device: torch.device) -> FlowModel:
+    """Return Qwen-Image with random weights, adapters and activation checkpointing, without its text encoder."""
     model = random_model("qwenimage").load("", device)
     model.pipeline.text_encoder = None
     model.transformer.enable_gradient_checkpointing()
@@ -48,28 +55,45 @@ def load(device: torch.device):
     return model
 
 
+def forward(model: FlowModel, num_rows: int) -> Tensor:
+    """Return the velocity of random latents, [num_rows, N, C]."""
+    shapes = model.row_shapes(SIZE, NUM_TEXT_TOKENS)
+    text = torch.randn(num_rows, *shapes["text_embeds"], device=model.device, dtype=torch.bfloat16)
+    x = torch.randn(num_rows, *shapes["latents"], device=model.device)
+    t = torch.full((num_rows,), 500.0, device=model.device)
+    return policies.predict(model, "bf16", x, t, Condition(text), 1.0, SIZE)
+
+
 @torch.no_grad()
 def measure() -> dict[str, float]:
-    """Seconds of each unit, and of a prompt."""
-    device = torch.device("cuda")
-    model = load(device)
-    shapes = model.row_shapes(SIZE, 48)
+    """Return the seconds of each unit, and of a prompt."""
+    model = load(torch.device("cuda"))
 
-    def forward(rows: int):
-        condition = Condition(torch.randn(rows, *shapes["text_embeds"], device=device, dtype=torch.bfloat16))
-        x, t = torch.randn(rows, *shapes["latents"], device=device), torch.full((rows,), 500.0, device=device)
-        return policies.predict(model, "bf16", x, t, condition, 1.0, SIZE)
-
-    def train():
+    def train_step():
         with torch.enable_grad():
-            forward(2).square().mean().backward()
+            forward(model, 2).square().mean().backward()
 
-    latents = torch.randn(BRANCHES, *shapes["latents"], device=device)
-    trunk, branches, step = seconds(lambda: forward(2)), seconds(lambda: forward(2 * BRANCHES)), seconds(train)
-    decode = seconds(lambda: model.decode(latents, SIZE))
-    rollout = STEPS * (trunk + decode) + STEPS * (STEPS - 1) // 2 * branches
-    units = dict(forward_2_rows_s=trunk, forward_12_rows_s=branches, train_2_rows_s=step, decode_6_s=decode)
-    return units | dict(rollout_s=rollout, update_s=(STEPS - 1) * step, prompt_s=rollout + (STEPS - 1) * step)
+    shapes = model.row_shapes(SIZE, NUM_TEXT_TOKENS)
+    latents = torch.randn(NUM_BRANCHES, *shapes["latents"], device=model.device)
+    # A trunk and its guidance are two rows, the branches of a step and theirs two each.
+    trunk_s = seconds(lambda: forward(model, 2))
+    branches_s = seconds(lambda: forward(model, 2 * NUM_BRANCHES))
+    train_s = seconds(train_step)
+    decode_s = seconds(lambda: model.decode(latents, SIZE))
+
+    # Branches that leave at step i take the steps after it: 9 + 8 + ... + 1 of them.
+    num_completion_steps = NUM_STEPS * (NUM_STEPS - 1) // 2
+    rollout_s = NUM_STEPS * (trunk_s + decode_s) + num_completion_steps * branches_s
+    update_s = (NUM_STEPS - 1) * train_s
+    return {
+        "forward_2_rows_s": trunk_s,
+        "forward_12_rows_s": branches_s,
+        "train_2_rows_s": train_s,
+        "decode_6_s": decode_s,
+        "rollout_s": rollout_s,
+        "update_s": update_s,
+        "prompt_s": rollout_s + update_s,
+    }
 
 
 if __name__ == "__main__":

@@ -14,29 +14,37 @@ from flow_grpo.diffusers_patch.size import Size
 
 @torch.no_grad()
 def row_flops(model: FlowModel, condition: Condition, size: Size) -> int:
-    """Multiply-adds times two of one row's forward: matrix products and attention. Adapters are not counted, nor a
-    second forward for guidance. They are those of tensors without numbers.
+    """Return multiply-adds times two of one row's forward: matrix products and attention.
+
+    Adapters are not counted, nor a second forward for guidance.
 
     Args:
-        condition: of any rows.
+        condition: of any number of rows.
     """
-    pipeline, parts = copy.copy(model.pipeline), condition.tensors().items()
+    pipeline = copy.copy(model.pipeline)
+    # Tensors without numbers are enough to count, and take no memory.
     with sdpa_kernel(SDPBackend.MATH), FakeTensorMode(), FlopCounterMode(display=False) as counter:
         pipeline.transformer = model.TRANSFORMER.from_config(model.transformer_config)
         empty = type(model)(pipeline, torch.device("cpu"))
-        row = Condition(**{name: torch.empty(1, *part.shape[1:], dtype=part.dtype) for name, part in parts})
-        empty.forward(torch.empty(1, *model.latent_shape(size)), torch.empty(1), row, 1.0, size)
+        fields = {}
+        for name, tensor in condition.tensors().items():
+            fields[name] = torch.empty(1, *tensor.shape[1:], dtype=tensor.dtype)
+        latents = torch.empty(1, *model.latent_shape(size))
+        empty.forward(latents, torch.empty(1), Condition(**fields), 1.0, size)
     return counter.get_total_flops()
 
 
 def matrix_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
-    """FLOP/s of a bf16 matrix product of this size on a GPU: what rates are a share of."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    a @ b
+    """Return FLOP/s of a bf16 product of two [size, size] matrices on a GPU, the rate that others are compared with."""
+    left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    right = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    left @ right
     start.record()
     for _ in range(repeats):
-        a @ b
+        left @ right
     end.record()
     torch.cuda.synchronize(device)
-    return 2 * size**3 * repeats / (start.elapsed_time(end) / 1e3)
+    elapsed_s = start.elapsed_time(end) / 1e3
+    return 2 * size**3 * repeats / elapsed_s

@@ -31,6 +31,9 @@ NUM_EPOCHS = 5_000  # more than any run has time for
 PAIRS = "pairs"  # folder of the preparation of pairs
 
 
+Settings = dict[str, float | int | bool | str]  # by dotted name
+
+
 class Trained(NamedTuple):
     """A row of the table: a script with settings, trained once for each seed."""
 
@@ -38,19 +41,23 @@ class Trained(NamedTuple):
     title: str
     script: str  # from the repository's root
     config: str
-    settings: dict[str, float | int | bool | str]  # by dotted name
+    settings: Settings
     epoch_s: float  # roughly, without evaluation: how often to evaluate follows from it
     gpu_epoch_s: float  # the same where ten runs share a GPU
     gpu_batch_size: int  # sample.batch_size of --gpu
 
 
-GRPO, PR, NFT, DPO = (f"scripts/train_qwenimage{kind}.py" for kind in ("", "_pr", "_nft", "_dpo"))
+GRPO = "scripts/train_qwenimage.py"
+PR = "scripts/train_qwenimage_pr.py"
+NFT = "scripts/train_qwenimage_nft.py"
+DPO = "scripts/train_qwenimage_dpo.py"
 ALL_STEPS = {"sample.sde_window_size": 0, "train.learning_rate": 1e-4}
 OWN = {"train.flow_matching_weight": 0.1, "train.beta": 0.25, "train.learning_rate": 5e-4}
 LORA_OWN = OWN | {"lora.rank": 32, "train.learning_rate": 2e-3}
 GUIDED = {"train.beta": 0.1, "train.reference_guidance_scale": 3.0}
 SHAPES = "config/grpo.py:shapes_qwenimage,long"
-NFT_SHAPES, DPO_SHAPES = "config/nft.py:shapes_qwenimage_nft", "config/dpo.py:shapes_qwenimage_dpo"
+NFT_SHAPES = "config/nft.py:shapes_qwenimage_nft"
+DPO_SHAPES = "config/dpo.py:shapes_qwenimage_dpo"
 RUNS = (
     Trained("grpo", "Flow-GRPO, noise in all steps", GRPO, SHAPES, ALL_STEPS, 10, 1.2, 288),
     Trained("window", "Flow-GRPO, window of 2 steps", GRPO, SHAPES, {}, 5, 0.9, 288),
@@ -73,71 +80,100 @@ RUNS = (
 GPU = {"reward.batch_size": 544, "eval.batch_size": 544, "vae_batch_size": 288}
 
 
-def settings_of(run: Trained, seed: int, args) -> dict[str, float | int | bool | str]:
-    every = max(1, round(args.seconds / NUM_POINTS / (run.gpu_epoch_s if args.gpu else run.epoch_s)))
-    settings = dict(run.settings) | {"eval.noises_per_prompt": args.noises} | (GPU if args.gpu else {})
-    settings |= {"eval_freq": every, "eval.test_freq": every, "save_freq": every, "keep_checkpoints": 1}
-    settings |= {"eval.best_by": learn_record.FIGURE, "num_epochs": NUM_EPOCHS, "seed": seed, "resume_from": "latest"}
-    settings |= {"output_dir": str(args.out), "run_name": f"{run.name}_seed{seed}"}
-    if run.name == "dpo":
-        settings["preferences.path"] = str(args.out / "preferences")
+def settings_of(run: Trained, seed: int, args: argparse.Namespace) -> Settings:
+    """Return the settings of a run by dotted name, those of the study after its own."""
+    epoch_s = run.gpu_epoch_s if args.gpu else run.epoch_s
+    num_epochs_between = max(1, round(args.seconds / NUM_POINTS / epoch_s))
+    settings = dict(run.settings)
     if args.gpu:
+        settings |= GPU
         settings["sample.batch_size"] = run.gpu_batch_size
         settings["cache_dir"] = str(args.out / "cache")
+    settings |= {
+        "eval.noises_per_prompt": args.noises,
+        "eval.best_by": learn_record.FIGURE,
+        "eval_freq": num_epochs_between,
+        "eval.test_freq": num_epochs_between,
+        "save_freq": num_epochs_between,
+        "keep_checkpoints": 1,
+        "num_epochs": NUM_EPOCHS,
+        "seed": seed,
+        "resume_from": "latest",
+        "output_dir": str(args.out),
+        "run_name": f"{run.name}_seed{seed}",
+    }
+    if run.name == "dpo":
+        settings["preferences.path"] = str(args.out / "preferences")
     return settings
 
 
-def flags_of(settings: dict, extra: list[str]) -> list[str]:
-    """On the command line; what the user says comes last and wins."""
-    return [f"--config.{key}={value}" for key, value in settings.items()] + [f"--config.{text}" for text in extra]
+def flags_of(settings: Settings, extra: list[str]) -> list[str]:
+    """Return the settings as flags. Those that the user gave come last and win."""
+    settings_flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    extra_flags = [f"--config.{text}" for text in extra]
+    return settings_flags + extra_flags
 
 
 def spent_s(folder: Path) -> float:
-    """Seconds that are in a run's newest checkpoint."""
-    newest = checkpoints.find_newest(folder / "checkpoints") if (folder / "checkpoints").is_dir() else None
-    epochs = int(newest.name.split("_")[-1]) if newest else 0
-    return sum(line.get("time/epoch_s", 0.0) for line in read_metrics(folder) if line["epoch"] < epochs)
+    """Return the seconds that a run had trained for at its newest checkpoint."""
+    if not (folder / "checkpoints").is_dir():
+        return 0.0
+    newest = checkpoints.find_newest(folder / "checkpoints")
+    if newest is None:
+        return 0.0
+    num_epochs = int(newest.name.split("_")[-1])
+    return sum(line.get("time/epoch_s", 0.0) for line in read_metrics(folder) if line["epoch"] < num_epochs)
 
 
-def command_of(run: Trained, seed: int, args) -> list[str]:
-    """The command that begins a run, or goes on with it for the seconds that are left."""
+def command_of(run: Trained, seed: int, args: argparse.Namespace) -> list[str]:
+    """Return the command that begins a run, or goes on with it for the seconds that are left."""
     left_s = max(args.seconds - spent_s(args.out / f"{run.name}_seed{seed}"), 1e-3)
-    settings = settings_of(run, seed, args) | {"max_hours": left_s / 3600}
+    settings = settings_of(run, seed, args)
+    settings["max_hours"] = left_s / 3600
     return [sys.executable, run.script, f"--config={run.config}", *flags_of(settings, args.set)]
 
 
 def execute(command: list[str], log: Path, num_threads: int, number: int) -> int:
-    """Run a command, its words appended to a file; its exit status. Several GPUs are dealt by its number."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ | {"PYTHONPATH": paths}
-    if count := torch.cuda.device_count():
-        env["CUDA_VISIBLE_DEVICES"] = str(number % count)
+    """Run a command and return its exit status; append its output to a file. Its number chooses one of the GPUs."""
+    paths = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    # The user's environment goes before these two.
+    env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = str(number % num_gpus)
     with log.open("a") as file:
         return subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 
 
-def job(number: int, name: str, command: list[str], args) -> bool:
-    """Run what is not finished, and say how it ended; whether it is finished now."""
-    folder, log = args.out / name, args.out / f"{name}.log"
+def job(number: int, name: str, command: list[str], args: argparse.Namespace) -> bool:
+    """Make a run that is not finished and say how it ended; return whether it is finished now."""
+    folder = args.out / name
+    log = args.out / f"{name}.log"
     if learn_record.is_finished(read_metrics(folder)):
         print(f"{name}: finished before", flush=True)
         return True
-    start, threads = time.monotonic(), max(1, (os.cpu_count() or 1) // args.parallel)
-    status = execute(command, log, threads, number)
+    num_threads = max(1, (os.cpu_count() or 1) // args.parallel)
+    start = time.monotonic()
+    status = execute(command, log, num_threads, number)
     finished = learn_record.is_finished(read_metrics(folder))
     outcome = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
     print(f"{name}: {outcome}, {time.monotonic() - start:.0f} s", flush=True)
     return finished
 
 
-def prepare_pairs(args) -> bool:
+def prepare_pairs(args: argparse.Namespace) -> bool:
     """Make the pairs of offline DPO, once; write how many images and seconds they took as a line of metrics.jsonl."""
-    path, folder = args.out / "preferences", args.out / PAIRS
-    settings = {"preferences.path": str(path), "seed": 1} | (GPU if args.gpu else {})
-    settings |= {"sample.batch_size": 256} if args.gpu else {}
-    command = [sys.executable, "scripts/prepare_preferences.py", "--config=config/dpo.py:shapes_qwenimage_dpo"]
+    path = args.out / "preferences"
+    folder = args.out / PAIRS
     if read_metrics(folder):
         return True
+    settings = {"preferences.path": str(path), "seed": 1}
+    if args.gpu:
+        settings |= GPU | {"sample.batch_size": 256}
+    command = [sys.executable, "scripts/prepare_preferences.py", "--config=config/dpo.py:shapes_qwenimage_dpo"]
     start = time.monotonic()
     status = execute(command + flags_of(settings, args.set), args.out / f"{PAIRS}.log", os.cpu_count() or 1, 0)
     if status == 0:
@@ -146,24 +182,27 @@ def prepare_pairs(args) -> bool:
     return status == 0
 
 
-def train(args) -> int:
-    """Run everything that is not finished; the number of runs that are not finished then."""
+def train(args: argparse.Namespace) -> int:
+    """Make every run that is not finished; return how many are not finished then."""
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = [run for run in RUNS if run.name in args.only]
-    ready = prepare_pairs(args) if any(run.name == "dpo" for run in chosen) else True
-    jobs = [
-        (f"{run.name}_seed{seed}", lambda run=run, seed=seed: command_of(run, seed, args))
-        for seed in args.seeds  # first a seed of every run
-        for run in chosen
-        if ready or run.name != "dpo"
-    ]
+    if any(run.name == "dpo" for run in chosen) and not prepare_pairs(args):
+        chosen = [run for run in chosen if run.name != "dpo"]
+    # One seed of every run before the next seed of any.
+    trained = [(run, seed) for seed in args.seeds for run in chosen]
+
+    def make(number: int) -> bool:
+        run, seed = trained[number]
+        # The command is made when the run begins: it counts the seconds that an earlier start has used.
+        return job(number, f"{run.name}_seed{seed}", command_of(run, seed, args), args)
+
     with ThreadPoolExecutor(args.parallel) as pool:
-        finished = pool.map(lambda number: job(number, jobs[number][0], jobs[number][1](), args), range(len(jobs)))
-        return list(finished).count(False)
+        return list(pool.map(make, range(len(trained)))).count(False)
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of both commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("train", help="make the runs").add_argument
@@ -180,10 +219,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(args) -> int:
+def main(args: argparse.Namespace) -> int:
+    """Return how many runs are not finished."""
     unfinished = 0
     if args.command == "train":
-        args.noises = args.noises or (4 if args.gpu else 1)
+        if not args.noises:
+            args.noises = 4 if args.gpu else 1
         unfinished = train(args)
     print(learn_record.draw(args.out, [(run.name, run.title) for run in RUNS], SEEDS))
     return unfinished

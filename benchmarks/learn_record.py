@@ -17,7 +17,7 @@ HEAD = ["run", "seeds", "last", "best by validation", "highest", "variety", "ima
 
 
 class Seed(NamedTuple):
-    """What the lines of one run say."""
+    """Summary of one run's metrics.jsonl."""
 
     finished: bool
     num_epochs: int
@@ -30,12 +30,12 @@ class Seed(NamedTuple):
 
 
 def is_finished(lines: list[dict]) -> bool:
-    """Whether they end with the test of a run's best weights."""
+    """Return whether the lines of a run end with the test of its best weights."""
     return bool(lines) and lines[-1]["kind"] == "test" and "best_epoch" in lines[-1]
 
 
 def write_pairs_line(folder: Path, report_file: Path, seconds: float) -> None:
-    """The preparation of pairs as a line of metrics.jsonl: one epoch without a test."""
+    """Write the preparation of pairs as a metrics.jsonl of one line: an epoch without a test."""
     report_fields = json.loads(report_file.read_text())
     num_groups = sum(report_fields["pairs"].values()) + len(report_fields["dropped"])
     images = num_groups * report_fields["made_by"]["sample"]["num_images_per_prompt"]
@@ -45,62 +45,116 @@ def write_pairs_line(folder: Path, report_file: Path, seconds: float) -> None:
 
 
 def draw(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
-    """Write OUT/table.md and, with the curves of all runs, OUT/report.html; the table."""
-    (out / "table.md").write_text(text := table(out, runs, seeds))
-    folders = [out / f"{name}_seed{seed}" for name, _ in runs for seed in seeds]
-    report.write_page([folder for folder in folders if (folder / "config.json").exists()], out / "report.html")
+    """Write OUT/table.md and, with the curves of all runs, OUT/report.html; return the table."""
+    text = table(out, runs, seeds)
+    (out / "table.md").write_text(text)
+    folders = []
+    for name, _ in runs:
+        for seed in seeds:
+            folder = out / f"{name}_seed{seed}"
+            if (folder / "config.json").exists():
+                folders.append(folder)
+    report.write_page(folders, out / "report.html")
     return text
 
 
 def seed_of(folder: Path) -> Seed:
-    """What the lines of one run come to."""
+    """Return the summary of the run in a folder, which may not have begun."""
     lines = read_metrics(folder)
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    tests = {line["epoch"]: line[TEST] for line in lines if line["kind"] == "test" and TEST in line}
+    accuracy_after = {}
+    variety = []
+    num_epochs = 0
+    images = 0.0
+    forwards = 0.0
+    seconds = 0.0
+    for line in lines:
+        if line["kind"] == "test":
+            if TEST in line:
+                accuracy_after[line["epoch"]] = line[TEST]
+            if VARIETY in line:
+                variety.append(line[VARIETY])
+        if line["kind"] == "epoch":
+            num_epochs += 1
+            # Images are logged as the number so far, forwards as those of the epoch.
+            images = max(images, line.get("images", 0.0))
+            forwards += line.get("forwards", 0.0)
+            for phase in PHASES:
+                seconds += line.get(phase, 0.0)
     return Seed(
         finished=is_finished(lines),
-        num_epochs=len(epochs),
-        accuracies=[accuracy for _, accuracy in sorted(tests.items())],
-        best=_best(lines, tests),
-        variety=[line[VARIETY] for line in lines if line["kind"] == "test" and VARIETY in line],
-        images=max((line.get("images", 0.0) for line in epochs), default=0.0),
-        forwards=sum(line.get("forwards", 0.0) for line in epochs),
-        seconds=sum(line.get(phase, 0.0) for line in epochs for phase in PHASES),
+        num_epochs=num_epochs,
+        accuracies=[accuracy for _, accuracy in sorted(accuracy_after.items())],
+        best=_chosen_accuracy(lines, accuracy_after),
+        variety=variety,
+        images=images,
+        forwards=forwards,
+        seconds=seconds,
     )
 
 
-def _best(lines: list[dict], tests: dict[int, float]) -> float | None:
-    """As the run measured it at its end, or else the test in the epoch of the best validation so far."""
-    if measured := [line[BEST] for line in lines if BEST in line]:
-        return measured[-1]
-    evaluations = [line for line in lines if EVAL in line and line["epoch"] in tests]
-    return tests[max(evaluations, key=lambda line: line[EVAL])["epoch"]] if evaluations else None
+def _chosen_accuracy(lines: list[dict], accuracy_after: dict[int, float]) -> float | None:
+    """Return the test of the best weights at the run's end, or else that in the epoch of the best validation so far."""
+    at_end = [line[BEST] for line in lines if BEST in line]
+    if at_end:
+        return at_end[-1]
+    evaluations = [line for line in lines if EVAL in line and line["epoch"] in accuracy_after]
+    if not evaluations:
+        return None
+    best = max(evaluations, key=lambda line: line[EVAL])
+    return accuracy_after[best["epoch"]]
 
 
 def table(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
-    """A row for each run, by name and title, and one for the pairs."""
-    rows = [_run_row(title, {seed: seed_of(out / f"{name}_seed{seed}") for seed in seeds}) for name, title in runs]
+    """Return a table with a row for each run, by name and title, and one for the pairs."""
+    rows = []
+    for name, title in runs:
+        summaries = {seed: seed_of(out / f"{name}_seed{seed}") for seed in seeds}
+        rows.append(_run_row(title, summaries))
     pairs = seed_of(out / "pairs")
     if pairs.num_epochs:
-        totals = f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"
+        totals = [f"{pairs.images:,.0f}", "-", f"{pairs.seconds:,.0f}"]
         rows.append(["pairs for offline DPO, made once", *"-----", *totals])
-    of_what = "Strict accuracy on the test prompts, without guidance, averaged weights: mean over seeds"
-    return f"{of_what} (lowest to highest).\n\n{markdown_table(HEAD, rows)}\n"
+    caption = (
+        "Strict accuracy on the test prompts, without guidance, averaged weights: mean over seeds (lowest to highest)."
+    )
+    return f"{caption}\n\n{markdown_table(HEAD, rows)}\n"
 
 
 def _run_row(title: str, seeds: dict[int, Seed]) -> list[str]:
+    """Return the cells of HEAD for one run."""
     tested = [seed for seed in seeds.values() if seed.accuracies]
-    columns = [
-        [seed.accuracies[-1] for seed in tested],
-        [seed.best for seed in tested if seed.best is not None],
-        [max(seed.accuracies) for seed in tested],
-        [seed.variety[-1] for seed in tested if seed.variety],
+    return [
+        title,
+        _state(seeds),
+        _mean_and_range([seed.accuracies[-1] for seed in tested]),
+        _mean_and_range([seed.best for seed in tested if seed.best is not None]),
+        _mean_and_range([max(seed.accuracies) for seed in tested]),
+        _mean_and_range([seed.variety[-1] for seed in tested if seed.variety]),
+        _mean([seed.images for seed in tested]),
+        _mean([seed.forwards for seed in tested]),
+        _mean([seed.seconds for seed in tested]),
     ]
-    spreads = [f"{fmean(c):.3f} ({min(c):.3f} to {max(c):.3f})" if c else "-" for c in columns]
-    totals = [[seed.images for seed in tested], [seed.forwards for seed in tested], [seed.seconds for seed in tested]]
-    state = [f"{sum(seed.finished for seed in seeds.values())} of {len(seeds)}"]
+
+
+def _mean_and_range(values: list[float]) -> str:
+    if not values:
+        return "-"
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _mean(values: list[float]) -> str:
+    return f"{fmean(values):,.0f}" if values else "-"
+
+
+def _state(seeds: dict[int, Seed]) -> str:
+    """Return how many seeds have finished, and how far each other one has come."""
+    num_finished = sum(seed.finished for seed in seeds.values())
+    state = [f"{num_finished} of {len(seeds)}"]
     for number, seed in seeds.items():
-        if not seed.finished:
-            ended_early = f"ended early, after {seed.num_epochs} epochs"
-            state.append(f"seed {number} {ended_early if seed.num_epochs or seed.accuracies else 'missing'}")
-    return [title, "; ".join(state), *spreads, *(f"{fmean(total):,.0f}" if total else "-" for total in totals)]
+        if seed.finished:
+            continue
+        if seed.num_epochs or seed.accuracies:
+            state.append(f"seed {number} ended early, after {seed.num_epochs} epochs")
+        else:
+            state.append(f"seed {number} missing")
+    return "; ".join(state)
