@@ -48,26 +48,39 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     def window_of(batch: Batch) -> range:
         return window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
-    stored, submitted = [], []
-    noises = rewards.scout(run, epoch, window_of)  # where sample.scouts_per_image asks for it
-    for batch, samples in sample_epoch(run, epoch, window_of, noises=noises):
+    # With sample.scouts_per_image, cheap images choose the noises that the epoch's images start from.
+    noise_indices = rewards.scout(run, epoch, window_of)
+
+    # Images come in batches as they are finished; their rewards are computed while the next ones are sampled.
+    stored = []
+    submitted = []
+    for batch, samples in sample_epoch(run, epoch, window_of, noise_indices=noise_indices):
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch))
     return concat(stored), submitted
 
 
 def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: int) -> range:
-    """The noisy steps of the images of a block (see prompts.Batch): all but the last step, a window at a random place
-    (Flow-GRPO-Fast), or one that moves with the number of optimizer steps before the epoch, `updates` (MixGRPO)."""
-    if sample.sde_window_size == 0:
+    """Noisy steps of the images of a block (see prompts.Batch).
+
+    Args:
+        updates: optimizer steps before the epoch.
+    """
+    # Flow-GRPO: all steps but the last, whose density is a spike.
+    size = sample.sde_window_size
+    if size == 0:
         return range(sample.num_steps - 1)
+
+    # MixGRPO: a window that moves by one step every sde_window_interval updates; the end of its range cuts it off.
     first, last = sample.sde_window_range
     if sample.sde_window_interval:
         start = first + updates // sample.sde_window_interval % (last - first)
-        return range(start, min(start + sample.sde_window_size, last))
+        return range(start, min(start + size, last))
+
+    # Flow-GRPO-Fast: a window at a random place.
     generator = rng.generator(seed, "window", epoch, block)
-    start = int(torch.randint(first, last - sample.sde_window_size + 1, (), generator=generator))
-    return range(start, start + sample.sde_window_size)
+    start = int(torch.randint(first, last - size + 1, (), generator=generator))
+    return range(start, start + size)
 
 
 @declared.ours("add_gradients")
@@ -75,8 +88,13 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
     """Add the gradients of train.objective (by default Flow-GRPO's, eq. 5) and of the KL to the reference, over a
     minibatch of (image, step) rows."""
     train = run.config.train
+
+    # The stored steps under the reference (None where train.beta is 0) and under the policy, with gradients. The
+    # reference comes first: it swaps weights in place, which the policy's graph would not survive.
     reference = reference_steps(run, rows)
     step = recompute_steps(run, rows)
+
+    # The objective's loss of each row; train.step_weight weighs the row's denoising step.
     advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
     loss = rows.step_weights * surrogate.loss
@@ -85,7 +103,11 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
         kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
-    log_ratio = step.log_prob - rows.log_probs if surrogate.log_ratio is None else surrogate.log_ratio
+
+    # Before the epoch's first optimizer step every log-ratio must be 0.
+    log_ratio = surrogate.log_ratio
+    if log_ratio is None:
+        log_ratio = step.log_prob - rows.log_probs
     record_ratios(run, step, rows, log_ratio, surrogate.beyond)
     backward(run, loss, rows)
 
@@ -93,19 +115,27 @@ def add_gradients(run: Run, rows: Minibatch) -> None:
 def main(
     config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.GRPO
 ) -> None:
+    """Train; a fork passes functions of its own."""
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script)
     for epoch in range(run.epoch, config.num_epochs):
-        evaluate(run, epoch)  # what is due by config.eval_freq
+        # The averaged weights, as often as config.eval_freq says.
+        evaluate(run, epoch)
+
+        # Groups of images per prompt, and how much better each image is than its group.
         stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
-        recompute_log_probs(run, stored)  # where train.old_log_prob asks for it
+        recompute_log_probs(run, stored)
         stored.advantages, stored.loss_weight = advantages(run, scores)
+
+        # Make the noisy steps of better images more likely, those of worse ones less.
         with run.board.timed("update"):
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
                 optimizer_step(run)
+
+        # The epoch counts as completed from here on.
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

@@ -35,7 +35,7 @@ from flow_grpo.weights.ema import Ema
 
 
 def check_teachers(config: ConfigDict) -> None:
-    """Raises UserError unless there are teachers, each of which the student could start from."""
+    """Raise UserError unless there are teachers, each of which the student could start from."""
     if not config.train.teachers:
         raise UserError(
             "config.train.teachers is (); name folders of LoRA adapters to learn from, such as best/ of runs"
@@ -49,8 +49,8 @@ def check_teachers(config: ConfigDict) -> None:
             raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
 
 
-def teacher(run: Run, folder: str) -> Ema:
-    """The policy that a LoRA folder holds, in the layout of the student's own adapter."""
+def load_teacher(run: Run, folder: str) -> Ema:
+    """Load the policy of a LoRA folder, in the layout of the student's adapter."""
     policy = Ema(fsdp_utils.trainable_parameters(run.model.transformer))
     with policy.applied():
         fsdp_utils.fill_weights(run.model.transformer, None, policies.stored_adapter(folder))
@@ -58,9 +58,11 @@ def teacher(run: Run, folder: str) -> Ema:
 
 
 @torch.no_grad()
-def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
-    """Where each teacher's steps from the stored latents lead on average, [R, ...]. Before the student's own forward:
-    weights are swapped in place, which no waiting graph would survive."""
+def teacher_means(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
+    """Mean of each teacher's steps from the stored latents, [R, ...].
+
+    Call it before the student's forward: it swaps weights in place, which the student's graph would not survive.
+    """
     means = []
     for policy in teachers:
         with policy.applied():
@@ -71,28 +73,37 @@ def means_of(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
 @declared.ours("add_gradients")
 def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
     """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
-    means = means_of(run, rows, teachers)
+    means = teacher_means(run, rows, teachers)
     step = recompute_steps(run, rows)
-    kl = torch.stack([losses.gaussian_kl(step.prev_sample_mean, mean, step.transition_std) for mean in means]).mean(0)
+    kls = [losses.gaussian_kl(step.prev_sample_mean, mean, step.transition_std) for mean in means]
+    kl = torch.stack(kls).mean(0)
     run.meter.add(policy_loss=kl)
     backward(run, rows.step_weights * kl, rows)
 
 
 def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> None:
+    """Train; a fork passes functions of its own."""
     check_teachers(config)
     declared.check(config, rollout=rollout, add_gradients=add_gradients)
     run = start(config, checks.DISTILL)
-    teachers = [teacher(run, folder) for folder in config.train.teachers]
+    teachers = [load_teacher(run, folder) for folder in config.train.teachers]
     for epoch in range(run.epoch, config.num_epochs):
-        evaluate(run, epoch)  # what is due by config.eval_freq
+        # The averaged weights, as often as config.eval_freq says.
+        evaluate(run, epoch)
+
+        # States that the student reaches. Their rewards are logged; only their weights, 0 for masked images, are used.
         stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
-        stored.advantages, stored.loss_weight = rewards.advantages(run, scores)  # the loss has the weights alone
+        stored.advantages, stored.loss_weight = rewards.advantages(run, scores)
+
+        # Move the student's steps from these states towards the teachers'.
         with run.board.timed("update"):
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows, teachers)
                 optimizer_step(run)
+
+        # The epoch counts as completed from here on.
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

@@ -36,12 +36,13 @@ from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step
 from flow_grpo.settings import declared
 
-HELD_OUT_PAIRS = 256  # that are judged, evenly spread
-NOISES_PER_PAIR = 4  # noises and levels at which each is judged, always the same
+# Held-out pairs that are judged, evenly spread, and the fixed noises and levels at which each is judged.
+HELD_OUT_PAIRS = 256
+NOISES_PER_PAIR = 4
 
 
 class Source(NamedTuple):
-    """Where pairs come from, and what noises them."""
+    """Pairs on the disk, and the noise levels at which pairs are trained."""
 
     train: preferences.PairFiles | None  # None = the policy samples them (online)
     held_out: preferences.PairFiles | None
@@ -55,32 +56,40 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
         UserError: as `start` does, and for pairs of another model or size, or too few of them.
     """
     checks.check(config, checks.DPO)
-    files = stored_pairs(config) if config.preferences.path else {}
-    texts = files["train"].prompts if files else None
-    light = model_classes.resolve(config).without_weights(config.model)
-    levels = light.noise_levels(config.sample.num_steps, training_size(config))
-    run = start(config, checks.DPO, reference=True, stored_prompts=texts)
-    if files and not files["validation"]:
+    train = None
+    held_out = None
+    prompts = None
+    if config.preferences.path:
+        files = open_stored_pairs(config)
+        train = files["train"]
+        held_out = files["validation"]
+        prompts = train.prompts
+    model = model_classes.resolve(config).without_weights(config.model)
+    levels = model.noise_levels(config.sample.num_steps, training_size(config))
+    run = start(config, checks.DPO, reference=True, stored_prompts=prompts)
+    if train and not held_out:
         run.board.say(f"{config.preferences.path} holds no pair out, so there are no metrics under validation/")
-    return run, Source(files.get("train"), files.get("validation"), levels.to(run.device))
+    return run, Source(train, held_out, levels.to(run.device))
 
 
-def stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
-    """The pairs of config.preferences.path by split. Raises UserError where an epoch needs more of them."""
-    light, size = model_classes.resolve(config).without_weights(config.model), training_size(config)
-    light.check_size(size)
-    folder, shapes = config.preferences.path, light.row_shapes(size, config.text_tokens)
-    if light.MOST_SOURCES:
+def open_stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
+    """Open the pairs of config.preferences.path, by split. Raises UserError if an update takes more than there are."""
+    model = model_classes.resolve(config).without_weights(config.model)
+    size = training_size(config)
+    model.check_size(size)
+    folder = config.preferences.path
+    shapes = model.row_shapes(size, config.text_tokens)
+    if model.MOST_SOURCES:
         shapes |= preferences.source_shapes(folder)
     files = preferences.open_pairs(folder, shapes, config.model, size)
-    taken = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
-    if len(files["train"]) < taken:
-        raise UserError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {taken}")
+    pairs_per_update = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
+    if len(files["train"]) < pairs_per_update:
+        raise UserError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {pairs_per_update}")
     return files
 
 
-def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pairs:
-    """This rank's pairs of an epoch, from the disk."""
+def read_pairs(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pairs:
+    """Read this rank's pairs of an epoch from the disk."""
     batches = []
     with run.board.timed("rollout"):
         for batch in sampling.batches(run, epoch):
@@ -92,17 +101,21 @@ def read(run: Run, files: preferences.PairFiles, epoch: int) -> preferences.Pair
 
 def rollout(run: Run, epoch: int) -> preferences.Pairs:
     """Sample groups of images without noise in their steps; the best and the worst of each are a pair."""
-    images, submitted = {}, []
-    for batch, samples in sampling.sample_epoch(run, epoch, lambda _: range(0)):
+    latents_of = {}
+    prompt_of = {}
+    submitted = []
+    for batch, samples in sampling.sample_epoch(run, epoch, lambda batch: range(0)):
         submitted.append(rewards.submit(run, samples, batch))
-        images |= dict(zip(batch.image_numbers, zip(samples.latents, batch.prompts)))
+        latents_of.update(zip(batch.image_numbers, samples.latents))
+        prompt_of.update(zip(batch.image_numbers, batch.prompts))
     scores = rewards.wait(run, epoch, submitted).scores
-    numbers = sorted(images)
-    latents, prompts = zip(*(images[number] for number in numbers))
+
+    # Images come in the order of completion; in that of their numbers a group's are neighbours.
+    image_numbers = sorted(latents_of)
     return preferences.best_and_worst(
-        torch.stack(latents),
-        run.embed(prompts),
-        numbers,
+        torch.stack([latents_of[number] for number in image_numbers]),
+        run.embed([prompt_of[number] for number in image_numbers]),
+        image_numbers,
         {name: distributed.local_rows(values) for name, values in scores.items()},
         run.config.reward_fn.to_dict(),
         group=run.plan.group_size,
@@ -111,7 +124,7 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
 
 
 class Errors(NamedTuple):
-    """Mean squared errors of velocities, [P] each. Those of the policy have gradients."""
+    """Mean squared errors of velocities on P pairs, [P] each. Those of the policy have gradients."""
 
     winner: Tensor
     loser: Tensor
@@ -119,25 +132,30 @@ class Errors(NamedTuple):
     loser_reference: Tensor
 
 
-def errors_of(run: Run, pairs: preferences.Pairs, levels: Tensor, streams: list[torch.Generator]) -> Errors:
-    """How far policy and reference are from the images of P pairs, at the noise and the level of each one's stream."""
-    noise = rng.normal(pairs.winners.shape[1:], streams, run.device).repeat(2, *[1] * (pairs.winners.ndim - 1))
-    timesteps = logit_normal_timesteps(levels, streams).repeat(2)
-    x_0, condition = torch.cat([pairs.winners, pairs.losers]), pairs.condition.concat([pairs.condition] * 2)
+def velocity_errors(run: Run, pairs: preferences.Pairs, levels: Tensor, generators: list[torch.Generator]) -> Errors:
+    """Errors of policy and reference on P pairs, at a noise and a level of each pair, drawn from its generator."""
+    # Both images of a pair have one noise and one level: winners, then losers.
+    noise = rng.normal(pairs.winners.shape[1:], generators, run.device)
+    noise = torch.cat([noise, noise])
+    timesteps = logit_normal_timesteps(levels, generators).repeat(2)
+    x_0 = torch.cat([pairs.winners, pairs.losers])
     x_t = noised(x_0, noise, timesteps)
+    condition = pairs.condition.concat([pairs.condition, pairs.condition])
     scale = run.model.unguided(run.config.sample.guidance_scale)
 
-    def of_policy() -> tuple[Tensor, Tensor]:
-        return velocity_error(run.velocity(x_t, timesteps, condition, scale), x_0, noise).chunk(2)
-
+    # The reference comes first: it swaps weights in place, which the policy's graph would not survive.
     with torch.no_grad(), run.reference.applied():
-        reference = of_policy()
-    return Errors(*of_policy(), *reference)
+        reference_velocity = run.velocity(x_t, timesteps, condition, scale)
+    velocity = run.velocity(x_t, timesteps, condition, scale)
+    winner, loser = velocity_error(velocity, x_0, noise).chunk(2)
+    winner_reference, loser_reference = velocity_error(reference_velocity, x_0, noise).chunk(2)
+    return Errors(winner, loser, winner_reference, loser_reference)
 
 
-def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
-    """Per pair: its loss, and what tells learning from collapse."""
-    winner_gap, loser_gap = errors.winner - errors.winner_reference, errors.loser - errors.loser_reference
+def pair_metrics(run: Run, errors: Errors) -> dict[str, Tensor]:
+    """Loss of each pair [P], and numbers that tell learning from collapse."""
+    winner_gap = errors.winner - errors.winner_reference
+    loser_gap = errors.loser - errors.loser_reference
     return dict(
         loss=losses.dpo_loss(*errors, beta=run.config.train.dpo_beta),
         implicit_accuracy=(winner_gap < loser_gap).float(),
@@ -149,50 +167,68 @@ def figures(run: Run, errors: Errors) -> dict[str, Tensor]:
 
 @declared.ours("add_gradients")
 def add_gradients(run: Run, pairs: preferences.Pairs, levels: Tensor) -> None:
-    """Of the DPO loss over a minibatch of pairs; each has one noise and one level for both images."""
-    names = "forward noise", run.epoch, pairs.inner_epoch
-    streams = [rng.generator(run.config.seed, *names, number) for number in pairs.numbers.tolist()]
-    measured = figures(run, errors_of(run, pairs, levels, streams))
-    backward(run, measured["loss"], pairs)
-    run.meter.add_weighted(pairs.loss_weight, **{name: values for name, values in measured.items() if name != "loss"})
+    """Add the gradients of the DPO loss over a minibatch of pairs; both images of a pair have one noise and one
+    level."""
+    generators = []
+    for pair in pairs.numbers.tolist():
+        generators.append(rng.generator(run.config.seed, "forward noise", run.epoch, pairs.inner_epoch, pair))
+    errors = velocity_errors(run, pairs, levels, generators)
+    metrics = pair_metrics(run, errors)
+    backward(run, metrics.pop("loss"), pairs)
+    run.meter.add_weighted(pairs.loss_weight, **metrics)
 
 
 @torch.no_grad()
 def validate(run: Run, source: Source, epoch: int) -> None:
-    """The same figures on held-out pairs, with the averaged weights, and always the same noises."""
-    held_out, measured = source.held_out, []
-    if not held_out:
+    """Log the metrics of held-out pairs, with the averaged weights, and always the same noises."""
+    if not source.held_out:
         return
-    numbers = torch.tensor(spread(range(len(held_out)), HELD_OUT_PAIRS))
-    batches = numbers.split(run.config.sample.batch_size // 2)
+    indices = torch.tensor(spread(range(len(source.held_out)), HELD_OUT_PAIRS))
+    batches = indices.split(run.config.sample.batch_size // 2)
+    metrics_of_batches = []
     with run.ema.applied(), run.board.timed("eval"):
+        # A batch that does not count keeps this rank's number of forwards equal to that of the others.
         for number, counts in turns(len(batches), run.board.bar):
             rows = batches[number].tolist()
-            pairs = held_out.read(rows, rows, run.device)
+            pairs = source.held_out.read(rows, rows, run.device)
             for draw in range(NOISES_PER_PAIR):
-                streams = [rng.generator(0, "validation", row, draw) for row in rows]
-                values = figures(run, errors_of(run, pairs, source.levels, streams))
-                measured += [{name: value.cpu() for name, value in values.items()}] if counts else []
-    measured = distributed.gather_objects(measured)
-    means = {f"validation/{key}": torch.cat([part[key] for part in measured]).mean().item() for key in measured[0]}
+                generators = [rng.generator(0, "validation", row, draw) for row in rows]
+                metrics = pair_metrics(run, velocity_errors(run, pairs, source.levels, generators))
+                if counts:
+                    metrics_of_batches.append({name: values.cpu() for name, values in metrics.items()})
+    metrics_of_batches = distributed.gather_objects(metrics_of_batches)
+    means = {}
+    for name in metrics_of_batches[0]:
+        values = torch.cat([metrics[name] for metrics in metrics_of_batches])
+        means[f"validation/{name}"] = values.mean().item()
     run.board.log("validation", means, epoch=epoch, step=run.step)
 
 
 def main(config: ConfigDict, add_gradients=add_gradients) -> None:
+    """Train; a fork passes a function of its own."""
     declared.check(config, add_gradients=add_gradients)
     run, source = begin(config)
     for epoch in range(run.epoch, config.num_epochs):
-        evaluate(run, epoch)  # what is due by config.eval_freq
+        # The averaged weights, as often as config.eval_freq says.
+        evaluate(run, epoch)
         if is_due(config.eval_freq, epoch):
             validate(run, source, epoch)
-        pairs = read(run, source.train, epoch) if source.train else rollout(run, epoch)
+
+        # Pairs, from the disk or of images just sampled. Weights are 0 for pairs that differ too little; their mean
+        # over all ranks is 1.
+        pairs = read_pairs(run, source.train, epoch) if source.train else rollout(run, epoch)
         pairs.loss_weight /= distributed.gather(pairs.loss_weight).mean().clamp(min=1e-6)
+
+        # Fit the winners more closely than the reference does, and the losers less.
         with run.board.timed("update"):
-            sizes = run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
-            for minibatches in preferences.minibatches(pairs, *sizes):
+            for minibatches in preferences.minibatches(
+                pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
+            ):
                 for rows in minibatches:
                     add_gradients(run, rows, source.levels)
                 optimizer_step(run)
+
+        # The epoch counts as completed from here on.
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

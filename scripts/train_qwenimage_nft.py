@@ -20,8 +20,10 @@ from torch import Tensor
 from flow_grpo.algorithms import losses, ratio_statistics, schedules
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
-from flow_grpo.algorithms.surrogates import ForwardStep
+from flow_grpo.algorithms.surrogates import ForwardStep, Surrogate
 from flow_grpo.base import rng
+from flow_grpo.data.prompts import Batch
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -33,45 +35,78 @@ from flow_grpo.run.update import backward, optimizer_step, update_guidance, upda
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
-OLD = "old"  # the policy that samples: an average of the trained one's past
+# The policy that samples: an average of the trained one's past.
+OLD = "old"
 
 
 @declared.ours("rollout")
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Returns
     both, and the images that are being scored."""
-    timesteps, num_steps = run.scheduler.timesteps[:-1], run.plan.num_trained_steps
-    images, submitted = [], []
+    stored = []
+    submitted = []
     with run.extra_policies[OLD].applied():
-        noises = rewards.scout(run, epoch, lambda _: range(0))
-        for batch, samples in sample_epoch(run, epoch, lambda _: range(0), noises=noises):
-            numbers, condition = batch.image_numbers, run.embed(batch.prompts)
-            streams = [rng.generator(run.config.seed, "timesteps", epoch, noise_of(run, image)) for image in numbers]
-            trained = stratified_timesteps(timesteps, num_steps, streams)
-            images.append(Rollout(torch.tensor(numbers), condition, trained, x_0=samples.latents))
+        # With sample.scouts_per_image, cheap images choose the noises that the epoch's images start from.
+        noise_indices = rewards.scout(run, epoch, without_noise)
+        for batch, samples in sample_epoch(run, epoch, without_noise, noise_indices=noise_indices):
+            stored.append(finished_images(run, epoch, batch, samples))
             submitted.append(rewards.submit(run, samples, batch))
-    return concat(images), submitted
+    return concat(stored), submitted
 
 
-def noise_of(run: Run, image: int) -> int:
-    """The number that names an image's noises and levels: its own, or its group's first image's (train.shared_noise).
+def without_noise(batch: Batch) -> range:
+    """No step of the images of a batch is noisy."""
+    return range(0)
 
-    Advantages of a group add up to 0, so what its images have in common cancels in the gradient: the noise that
-    velocities are compared with, above all.
+
+def finished_images(run: Run, epoch: int, batch: Batch, samples: Samples) -> Rollout:
+    """Record of the images of a batch, each with K of the sampled noise levels, drawn from equal shares of these."""
+    generators = []
+    for image in batch.image_numbers:
+        generators.append(rng.generator(run.config.seed, "timesteps", epoch, noise_index(run, image)))
+    levels = run.scheduler.timesteps[:-1]
+    return Rollout(
+        image_numbers=torch.tensor(batch.image_numbers),
+        condition=run.embed(batch.prompts),
+        timesteps=stratified_timesteps(levels, run.plan.num_trained_steps, generators),
+        x_0=samples.latents,
+    )
+
+
+def noise_index(run: Run, image: int) -> int:
+    """Return the number that names an image's noises and levels: the image's, or with train.shared_noise that of the
+    first image of its group.
+
+    The advantages of a group add up to 0, so what its images have in common cancels in the gradient, above all the
+    noise that velocities are compared with.
     """
-    return image - image % run.plan.group_size if run.config.train.shared_noise else image
+    if run.config.train.shared_noise:
+        return image - image % run.plan.group_size
+    return image
+
+
+def draw_noise(run: Run, rows: Minibatch) -> Tensor:
+    """Noise of the rows' images [R, N, C], another one for each image, timestep and pass over the rollout."""
+    generators = []
+    for image, step in rows.row_ids.tolist():
+        index = noise_index(run, image)
+        generators.append(rng.generator(run.config.seed, "forward noise", run.epoch, rows.inner_epoch, index, step))
+    return rng.normal(rows.x_0.shape[1:], generators, run.device)
 
 
 def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Of the old policy and of the reference (None where train.beta is 0). Before the trained policy's: full weights
-    are swapped in place, which no waiting graph would survive."""
-    inputs, reference, scale = (x_t, rows.timesteps, rows.condition), None, update_guidance(run.config)
+    """Velocities of the old policy and of the reference (None where train.beta is 0).
+
+    Call it before the trained policy's forward: it swaps weights in place, which that policy's graph would not survive.
+    """
+    scale = update_guidance(run.config)
+    reference = None
     with torch.no_grad():
         with run.extra_policies[OLD].applied():
-            old = run.velocity(*inputs, scale)
+            old = run.velocity(x_t, rows.timesteps, rows.condition, scale)
         if run.reference:
             with run.reference.applied():
-                reference = run.velocity(*inputs, run.reference.guidance(scale))
+                reference = run.velocity(x_t, rows.timesteps, rows.condition, run.reference.guidance(scale))
     return old, reference
 
 
@@ -79,48 +114,89 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
 def add_gradients(run: Run, rows: Minibatch) -> None:
     """Add the gradients of train.forward_objective, of flow matching and of the distance to the reference, over a
     minibatch of (image, timestep) rows that are noised afresh."""
-    train, names = run.config.train, ("forward noise", run.epoch, rows.inner_epoch)
-    streams = [rng.generator(run.config.seed, *names, noise_of(run, i), k) for i, k in rows.row_ids.tolist()]
-    noise = rng.normal(rows.x_0.shape[1:], streams, run.device)
+    train = run.config.train
+
+    # Noise the images, and ask all policies for their velocities there.
+    noise = draw_noise(run, rows)
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
-    policies = velocity, old, x_t, rows.x_0, noise, rows.timesteps / 1000, reference
-    step = ForwardStep(*policies, group_size=run.plan.images_together)
+    step = ForwardStep(
+        velocity=velocity,
+        old_velocity=old,
+        x_t=x_t,
+        x_0=rows.x_0,
+        noise=noise,
+        sigma=rows.timesteps / 1000,
+        reference_velocity=reference,
+        group_size=run.plan.images_together,
+    )
+
+    # The objective's loss of each row, and flow matching on all images alike, which keeps it stable.
     surrogate = FORWARD_OBJECTIVES[train.forward_objective].function(step, rows.advantages, train)
     loss = surrogate.loss
     if train.flow_matching_weight:
-        own = losses.self_normalised_error(velocity, x_t, rows.x_0, step.sigma)
-        loss = loss + 5 * train.flow_matching_weight * own
+        error = losses.self_normalised_error(velocity, x_t, rows.x_0, step.sigma)
+        loss = loss + losses.NFT_FACTOR * train.flow_matching_weight * error
     run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
     if reference is not None:
-        distance = (velocity - reference).square().flatten(1).mean(1)
-        norm, reference_norm = (v.square().flatten(1).mean(1).sqrt() for v in (velocity, reference))
-        run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
-        loss = loss + train.beta * distance
+        loss = loss + train.beta * reference_distance(run, velocity, reference)
     if surrogate.log_ratio is not None:
-        is_old = run.on_policy and not schedules.old_policy_decay(run.step, train.old_decay_schedule)  # the trained one
-        gap, how = surrogate.log_ratio.detach(), dict(on_policy=is_old, beyond=surrogate.beyond)
-        ratio_statistics.add_to_meter(run.meter, gap, gap, train.clip_range, **how)
+        record_forward_ratios(run, surrogate)
     backward(run, loss, rows)
+
+
+def reference_distance(run: Run, velocity: Tensor, reference: Tensor) -> Tensor:
+    """Mean squared distance of velocities [R, N, C] to the reference's, [R]; logged with the ratio of their norms."""
+    distance = (velocity - reference).square().flatten(1).mean(1)
+    norm = velocity.square().flatten(1).mean(1).sqrt()
+    reference_norm = reference.square().flatten(1).mean(1).sqrt()
+    run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
+    return distance
+
+
+def record_forward_ratios(run: Run, surrogate: Surrogate) -> None:
+    """Log the statistics of a minibatch's ratios."""
+    # Before the epoch's first update the ratio must be 1 only if the old policy is a copy of the trained one.
+    train = run.config.train
+    old_is_a_copy = schedules.old_policy_decay(run.step, train.old_decay_schedule) == 0
+    log_ratio = surrogate.log_ratio.detach()
+    ratio_statistics.add_to_meter(
+        run.meter,
+        log_ratio,
+        gap=log_ratio,
+        clip_range=train.clip_range,
+        on_policy=run.on_policy and old_is_a_copy,
+        beyond=surrogate.beyond,
+    )
 
 
 def main(
     config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.NFT
 ) -> None:
+    """Train; a fork passes functions of its own."""
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, config.num_epochs):
-        evaluate(run, epoch)  # what is due by config.eval_freq
+        # The averaged weights, as often as config.eval_freq says.
+        evaluate(run, epoch)
+
+        # Groups of images per prompt, and how much better each image is than its group.
         stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
         stored.advantages, stored.loss_weight = advantages(run, scores)
+
+        # Fit good images, and with the reflected policy bad ones.
         with run.board.timed("update"):
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
                 optimizer_step(run)
+
+        # The policy that samples follows the trained one.
         run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, config.train.old_decay_schedule))
+
+        # The epoch counts as completed from here on.
         log_epoch(run, epoch)
         if is_due(config.save_freq, run.epoch):
             save(run)

@@ -17,7 +17,7 @@ import torch
 import train_qwenimage
 from ml_collections import ConfigDict
 from torch import Tensor
-from train_qwenimage import add_gradients  # Flow-GRPO's, whose rows have several outcomes here
+from train_qwenimage import add_gradients
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.rollout import Rollout, concat
@@ -31,25 +31,33 @@ from flow_grpo.settings import declared
 def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     """Sample trunks and their branches. Returns the steps at which branches leave, and the branches that are being
     scored."""
-    branching_steps = range(run.plan.num_trained_steps)  # never the last: its density is a spike
-    stored, submitted = [], []
-    for batch, samples in sample_epoch(run, epoch, lambda _: branching_steps, run.plan.num_branches):
+    # Never the last step: its density is a spike.
+    branching_steps = range(run.plan.num_trained_steps)
+
+    # Trunks come in batches as their branches are finished; rewards are computed while the next ones are sampled.
+    stored = []
+    submitted = []
+    for batch, samples in sample_epoch(run, epoch, lambda batch: branching_steps, run.plan.num_branches):
         groups = groups_of(batch.image_numbers, run.plan, run.config.sample.baseline)
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch, groups))
     return concat(stored), submitted
 
 
-def groups_of(images: list[int], plan: BatchPlan, baseline: str) -> Tensor:
-    """The group of each branch, [B, K, J]: branches compete that leave one trunk at one step or, with sample.baseline
-    "prompt", all trunks of a prompt at one step. Groups have the same numbers on any number of ranks."""
-    steps, trunks = torch.arange(plan.num_trained_steps), torch.tensor(images)
-    owners = trunks // plan.group_size if baseline == "prompt" else trunks
-    groups = owners[:, None] * len(steps) + steps
+def groups_of(trunk_numbers: list[int], plan: BatchPlan, baseline: str) -> Tensor:
+    """Return the group of each branch, [B, K, J] int64: branches compete that leave one trunk at one step or, with
+    sample.baseline "prompt", all trunks of a prompt at one step."""
+    # Numbers within the whole epoch, so that groups have the same ids on any number of ranks.
+    owners = torch.tensor(trunk_numbers)
+    if baseline == "prompt":
+        owners = owners // plan.group_size
+    steps = torch.arange(plan.num_trained_steps)
+    groups = owners[:, None] * plan.num_trained_steps + steps
     return groups[:, :, None].expand(-1, -1, plan.num_branches)
 
 
 def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages) -> None:
+    """Train by Flow-GRPO's loop and loss, whose rows have several outcomes here."""
     train_qwenimage.main(config, rollout, add_gradients, advantages, script=checks.PR)
 
 

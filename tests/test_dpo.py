@@ -21,7 +21,7 @@ NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
 def started(request, pairs, tmp_path):
     """A run before its first epoch, where its pairs come from, and its first pairs."""
     run, source = script.begin(config_of(NAME, tmp_path, **pairs, lora__rank=request.param, eval__num_prompts=0))
-    yield run, source, script.read(run, source.train, 0)
+    yield run, source, script.read_pairs(run, source.train, 0)
     run.board.finish()
 
 
@@ -37,7 +37,7 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     script.add_gradients(run, *minibatches, source.levels)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
     names = [rng.generator(run.config.seed, "forward noise", 0, 1, number) for number in pairs.numbers.tolist()]
-    for name, values in script.figures(run, script.errors_of(run, pairs, source.levels, names)).items():
+    for name, values in script.pair_metrics(run, script.velocity_errors(run, pairs, source.levels, names)).items():
         expected = (pairs.loss_weight * values).sum() / pairs.loss_weight.sum()
         assert name == "loss" or logged[name] == pytest.approx(expected.item(), rel=1e-4)
 
@@ -45,7 +45,7 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
 def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
     """And noise, level, prompt and weights are one for both sides of a pair."""
     run, source, pairs = started
-    win, lose, ref_win, ref_lose = script.errors_of(run, pairs, source.levels, streams(pairs))
+    win, lose, ref_win, ref_lose = script.velocity_errors(run, pairs, source.levels, streams(pairs))
     assert torch.equal(win, ref_win)
     assert torch.equal(lose, ref_lose)
     assert win.requires_grad
@@ -53,7 +53,7 @@ def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
     assert win.std() > 0.01  # levels and noises differ from pair to pair
     move(run.parameters)
     pairs.losers = pairs.winners.clone()
-    moved, twice, still, still_twice = script.errors_of(run, pairs, source.levels, streams(pairs))
+    moved, twice, still, still_twice = script.velocity_errors(run, pairs, source.levels, streams(pairs))
     assert torch.equal(still, ref_win)
     assert (moved - win).abs().max() > 1e-3
     torch.testing.assert_close(moved, twice, rtol=1e-5, atol=0)
@@ -62,7 +62,7 @@ def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
 
 def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_encoder_nor_vae(started):
     run, source, pairs = started
-    again, other = (script.read(run, source.train, epoch) for epoch in (0, 1))
+    again, other = (script.read_pairs(run, source.train, epoch) for epoch in (0, 1))
     assert torch.equal(again.winners, pairs.winners)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))

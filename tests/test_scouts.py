@@ -33,7 +33,7 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
         assert set(numbers.tolist()) <= set(range(12 * group, 12 * group + 12))
         ends = of_group.sort(descending=True).values[[0, 1, -2, -1]]
         assert torch.equal(scores[numbers], ends)
-    again = by_number(sampling.sample_epoch(run, 0, window_of, noises=picked.flatten().tolist()))
+    again = by_number(sampling.sample_epoch(run, 0, window_of, noise_indices=picked.flatten().tolist()))
     torch.testing.assert_close(again, by_number(scouts)[picked.flatten()], rtol=1e-5, atol=1e-5)
     run.board.finish()
 

@@ -62,19 +62,19 @@ def sample_epoch(
     noisy_steps: NoisySteps,
     num_branches: int = 1,
     *,
-    noises: list[int] | None = None,
+    noise_indices: list[int] | None = None,
     scouts_per_image: int = 0,
 ) -> Iterator[tuple[Batch, Samples]]:
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in whatever order.
 
     Args:
         num_branches: above 1: so many branches leave each noisy step of a trunk.
-        noises: for each image of the epoch, the number of the scout whose noise it starts from. These images are
+        noise_indices: for each image of the epoch, the number of the scout whose noise it starts from. These images are
             sampled by the update's weights, whatever sample.rollout_weights says. None = noise of their own.
         scouts_per_image: above 0: so many scouts of each, with sample.scout_ratio of the forwards after the noise.
     """
-    requests = _requests(run, epoch, noisy_steps, num_branches, noises, scouts_per_image)
-    fast = nullcontext if noises else policies.fast_forwards(run.config, run.model.transformer)
+    requests = _requests(run, epoch, noisy_steps, num_branches, noise_indices, scouts_per_image)
+    fast = nullcontext if noise_indices else policies.fast_forwards(run.config, run.model.transformer)
     images = run.plan.num_images * max(scouts_per_image, 1)
     return _samples(run, requests, fast, images)
 
@@ -107,7 +107,7 @@ def _requests(
     epoch: int,
     noisy_steps: NoisySteps,
     num_branches: int,
-    noises: list[int] | None,
+    noise_indices: list[int] | None,
     scouts_per_image: int,
 ) -> Iterator[Request]:
     """The requests of all batches in one stream, so that forwards are filled across batches."""
@@ -116,7 +116,7 @@ def _requests(
         params = replace(params, flash_ratio=run.config.sample.scout_ratio)
     shorten = lru_cache(maxsize=None)(lambda prompt: run.embed_one(prompt).trimmed(multiple))  # waits for the device
     for batch in batches(run, epoch, scouts_per_image):
-        numbers = [noises[image] for image in batch.image_numbers] if noises else batch.image_numbers
+        numbers = [noise_indices[image] for image in batch.image_numbers] if noise_indices else batch.image_numbers
         generators = [rng.generator(run.config.seed, "noise", epoch, number) for number in numbers]
         shared, latents = run.config.sample.same_latent, None
         if shared:  # what all images of a group start from, on whatever rank: they are one until the window
