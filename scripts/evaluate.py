@@ -273,7 +273,7 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     family = model_classes.resolve(config)
     policies_to_compare.check_candidate(candidate, family)
     light = family.without_weights(config.model)
-    light.check(split.prompts, config.text_tokens)
+    light.check_prompts(split.prompts, config.text_tokens)
     light.check_sources(split.prompts)
     light.check_steps(config.eval.num_steps, "eval.num_steps (--set)")
     for size in sizes_of(args, config):

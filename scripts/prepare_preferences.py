@@ -155,7 +155,7 @@ def check(config, options: Options):
     rows = prompts.load_prompts(config.dataset, "train")
     rewards.check_prompts(config.reward_fn, rows)
     light.check_sources(rows)
-    light.check(rows, config.text_tokens)
+    light.check_prompts(rows, config.text_tokens)
     return light, rows
 
 
@@ -196,7 +196,7 @@ def from_images(config, family, device) -> tuple[Make, Check]:
     def load_row(row: dict):
         try:
             pair = image_pairs.load_pair(row, training_size(config))
-            model.check([prompt_of(row)], config.text_tokens)
+            model.check_prompts([prompt_of(row)], config.text_tokens)
         except Dropped as why:
             return str(why)
         except UserError:

@@ -27,7 +27,7 @@ def look(model):
     """As training, evaluate.py and prepare_preferences.py look at a model before they load its weights."""
     family = model_classes.of_folder(str(model))
     model_files.check_parts(str(model), family)
-    family.without_weights(str(model)).check(as_prompts(["a circle"]), None)
+    family.without_weights(str(model)).check_prompts(as_prompts(["a circle"]), None)
     model_files.check_weights(str(model), family)
 
 

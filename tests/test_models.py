@@ -159,7 +159,7 @@ def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model)
 
 def test_a_prompt_of_too_many_tokens_is_named(model):
     prompts = as_prompts(TEXTS, model.NAME)
-    for call in (lambda width: model.check(prompts, width), lambda width: model.encode(prompts, width=width)):
+    for call in (lambda width: model.check_prompts(prompts, width), lambda width: model.encode(prompts, width=width)):
         with pytest.raises(ValueError, match=r"tokens than config.text_tokens = 2; the longest has \d+: 'a photo"):
             call(2)
     long = as_prompts(["red " * 9000], model.NAME)

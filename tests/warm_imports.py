@@ -16,6 +16,6 @@ get_checkpoint_conversion_mapping("")  # compiles a thousand regular expressions
 config = small.config_of("shapes_qwenimage")
 model = small.MODELS["qwenimage"].without_weights(config.model)
 for split in ("train", "validation", "test"):
-    model.check(prompts.load_prompts(config.dataset, split), config.text_tokens)
+    model.check_prompts(prompts.load_prompts(config.dataset, split), config.text_tokens)
 gc.collect()
 gc.freeze()  # as in conftest.py

@@ -1,4 +1,4 @@
-"""From a diffusers folder or hub id to a pipeline that can be trained, for any pipeline class."""
+"""Loading of a diffusers folder or hub id into a pipeline that can be trained, for any pipeline class."""
 
 import copy
 import gc
@@ -18,9 +18,11 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
-if not sys.stderr.isatty():  # bars are lines of a log there
+# Outside a terminal each progress bar would be many lines of a log.
+if not sys.stderr.isatty():
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
@@ -29,16 +31,18 @@ NUM_TIMESTEPS = 1000  # timestep = 1000 * sigma
 
 
 def pipeline_name(folder: str) -> str:
-    """Class of the pipeline in `folder` (or hub id). Raises UserError if there is none. Reads one json file."""
+    """Read the class of the pipeline in a folder or hub id from its index. Raises UserError if there is none."""
     locations.check_hub_connection(folder)
     place = Path(locations.resolve(folder))
     _check_place(folder, place)
     try:
         name = DiffusionPipeline.load_config(str(place)).get("_class_name")
     except OSError as error:
-        places = "no diffusers folder here, in the Hugging Face cache or on the hub"
         hint = f"; if it is a LoRA{locations.download_hint(folder)}" if locations.is_hub_id(folder) else ""
-        raise UserError(f"config.model {quoted(folder)} is {places}: {in_one_line(error)}{hint}") from error
+        raise UserError(
+            f"config.model {quoted(folder)} is no diffusers folder here, in the Hugging Face cache or on the hub: "
+            f"{in_one_line(error)}{hint}"
+        ) from error
     if not isinstance(name, str):
         raise UserError(
             f"config.model {quoted(folder)}: _class_name of its model_index.json is {quoted(name)}, not the name of a "
@@ -48,7 +52,7 @@ def pipeline_name(folder: str) -> str:
 
 
 def _check_place(model: str, place: Path) -> None:
-    """Raises UserError for a file, or a folder on this disk that holds no pipeline."""
+    """Raise UserError for a file, or a folder on this disk that holds no pipeline."""
     try:
         if place.is_file():
             raise UserError(
@@ -62,16 +66,17 @@ def _check_place(model: str, place: Path) -> None:
         raise UserError(f"config.model {quoted(model)} cannot be read: {error.strerror}") from error
     index = "model_index.json"
     if index not in names:
-        others = f"it has {', '.join(names[:6])}" if names else "it is empty"
-        raise UserError(f"config.model {quoted(model)} is no diffusers pipeline, whose folder has a {index}; {others}")
-    if problem := folders.file_problem(place / index):
+        content = f"it has {', '.join(names[:6])}" if names else "it is empty"
+        raise UserError(f"config.model {quoted(model)} is no diffusers pipeline, whose folder has a {index}; {content}")
+    problem = folders.file_problem(place / index)
+    if problem:
         raise UserError(f"config.model {quoted(model)}: its {index} {problem}")
     folders.read_json(place / index)
 
 
 @contextmanager
 def foreign(folder: str, what: str) -> Iterator[None]:
-    """Inside, diffusers and transformers read a user's files: what they raise, whatever its kind, is a UserError."""
+    """Guard the reading of a user's files by diffusers and transformers: whatever they raise becomes a UserError."""
     try:
         yield
     except (UserError, RunFailed, AssertionError, MemoryError, torch.OutOfMemoryError):
@@ -81,22 +86,23 @@ def foreign(folder: str, what: str) -> Iterator[None]:
         raise UserError(f"config.model {quoted(folder)}: its {what} cannot be read ({problem})") from error
 
 
-def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components) -> DiffusionPipeline:
-    """The pipeline's tokenizers and scheduler alone, for checks that need no weight; with `components` beside them."""
+def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **components: Any) -> DiffusionPipeline:
+    """Load the pipeline's tokenizers and scheduler alone, for checks that need no weight, with `components` beside
+    them."""
     folder = locations.resolve(folder)
-    parts = {name: value for name, value in pipeline_class.load_config(folder).items() if is_part(value)}
-    heavy = [name for name in parts if not name.startswith(WITHOUT_WEIGHTS)]
+    index = pipeline_class.load_config(folder)
+    _, scheduler_class = index["scheduler"]
     model = f"config.model {quoted(folder)}"
-    _, scheduler_class = parts["scheduler"]
     _check_steps_of(scheduler_class, model)  # by name first: another class may not even take its settings
     with foreign(folder, "tokenizers and scheduler"):
+        heavy = [name for name, value in index.items() if is_part(value) and not name.startswith(WITHOUT_WEIGHTS)]
         pipeline = pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
     check_scheduler(pipeline.scheduler, model)
     return pipeline
 
 
 def check_scheduler(scheduler, model: str = "this model") -> None:
-    """Raises UserError for a scheduler other than the Euler scheduler of flow matching, whose steps and sigmas are what
+    """Raise UserError for a scheduler other than the Euler scheduler of flow matching, whose steps and sigmas are what
     training computes with, and for settings of it that training does not follow. `model` begins the sentence."""
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         _check_steps_of(type(scheduler).__name__, model)
@@ -109,7 +115,8 @@ def check_scheduler(scheduler, model: str = "this model") -> None:
             f"{model}: its scheduler's num_train_timesteps is {config.num_train_timesteps}; training takes "
             f"{NUM_TIMESTEPS} alone"
         )
-    if ignored := _ignored_settings(config):
+    ignored = _ignored_settings(config)
+    if ignored:
         values = ", ".join(f"{name} = {quoted(value)}" for name, value in ignored.items())
         raise UserError(
             f"{model}: {EULER} ignores {values} of scheduler/scheduler_config.json; say by its own settings (shift, "
@@ -118,6 +125,7 @@ def check_scheduler(scheduler, model: str = "this model") -> None:
 
 
 def _check_steps_of(scheduler_class: str | None, model: str) -> None:
+    """Raise UserError unless a scheduler's class is that whose steps training takes."""
     if scheduler_class != EULER:
         raise UserError(
             f"{model} has the scheduler {scheduler_class}; training takes the steps of {EULER} alone: name it in "
@@ -126,11 +134,11 @@ def _check_steps_of(scheduler_class: str | None, model: str) -> None:
 
 
 def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a scheduler's config that would move its sigmas in another class, and do nothing in Euler's."""
+    """Find settings of a scheduler's config that would move its sigmas in another class, and do nothing in Euler's."""
     read = set(inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters)
     if config["use_karras_sigmas"] or config["use_exponential_sigmas"] or config["use_beta_sigmas"]:
         read |= {"sigma_min", "sigma_max"}  # ends of these spacings
-    harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}  # as Euler's are
+    harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}  # Euler's are so without the setting
     ignored = {}
     for name, value in config.items():
         is_of_sigmas = "shift" in name or "sigma" in name
@@ -140,37 +148,37 @@ def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return ignored
 
 
-def is_part(value) -> bool:
-    """Whether an entry of model_index.json is a part: [library, class]. Settings may be lists, too, of numbers."""
+def is_part(value: Any) -> bool:
+    """Tell a part of model_index.json, [library, class], from its settings, which may be lists, too, of numbers."""
     return isinstance(value, list | tuple) and all(name is None or isinstance(name, str) for name in value)
 
 
 def text_encoders(names: Iterable[str]) -> list[str]:
-    """Those of a pipeline's parts."""
+    """Select the text encoders among the names of a pipeline's parts."""
     return [name for name in names if name.startswith("text_encoder")]
 
 
 def drop_text_encoders(pipeline: DiffusionPipeline) -> None:
-    """Give their memory back."""
+    """Give the memory of the text encoders back."""
     pipeline.register_modules(**dict.fromkeys(text_encoders(pipeline.components)))
     free_memory()
 
 
 def free_memory() -> None:
-    """Of all that nothing refers to any more."""
+    """Give the memory of all that nothing refers to any more back."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def compile_decoder(pipeline: DiffusionPipeline) -> None:
-    """On its first use; from then on FlowModel.decode gives it one shape."""
+    """Have the decoder compiled on its first use; from now on FlowModel.decode gives it one shape."""
     if pipeline.vae is not None:
-        pipeline.vae.decoder.compile(dynamic=False, options=dict(deterministic=True))  # see compilation.OPTIONS
+        pipeline.vae.decoder.compile(dynamic=False, options=compilation.OPTIONS)
 
 
 def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeline:
-    """Everything but the transformer on the device and without gradients, the VAE made fast."""
+    """Move everything but the transformer to the device, without gradients, and make the VAE fast."""
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module) and name != "transformer":
             part.to(device).requires_grad_(False).eval()
@@ -179,22 +187,23 @@ def frozen(pipeline: DiffusionPipeline, device: torch.device) -> DiffusionPipeli
     return pipeline
 
 
-def chat_length(tokenizer, text: str, thinks: bool) -> int:
-    """Tokens of a prompt with the chat template, as pipelines of Qwen3 fill it."""
-    options = dict(tokenize=False, add_generation_prompt=True, enable_thinking=thinks)
-    return len(tokenizer(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options)).input_ids)
+def chat_length(tokenizer: Any, text: str, thinks: bool) -> int:
+    """Count the tokens of a prompt with the chat template, as pipelines of Qwen3 fill it."""
+    messages = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinks)
+    return len(tokenizer(chat).input_ids)
 
 
 def schedule(
-    scheduler,
+    scheduler: FlowMatchEulerDiscreteScheduler,
     num_steps: int,
     num_tokens: int,
     device: torch.device,
     *,
     sigmas: bool | list[float],
     shift: float | None = None,
-):
-    """A copy of a pipeline's scheduler with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
+) -> FlowMatchEulerDiscreteScheduler:
+    """Copy a pipeline's scheduler, with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
 
     Args:
         sigmas: what the scheduler shifts; True = 1, ..., 1 / num_steps, False = sigmas of its own.
@@ -204,11 +213,15 @@ def schedule(
     scheduler = copy.deepcopy(scheduler)
     config = scheduler.config
     if config.use_dynamic_shifting and shift is None:
+        # Larger images have noisier steps.
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)  # larger images, noisier steps
+        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)
     if num_steps == 1:
-        scheduler.register_to_config(shift_terminal=None)  # 1, the only sigma, cannot be moved: 0 / 0
-    spacing = np.linspace(1.0, 1 / num_steps, num_steps) if sigmas is True else sigmas or None
-    scheduler.set_timesteps(num_steps, sigmas=spacing, mu=shift, device=device)
+        # diffusers stretches sigmas so that the last is the terminal one. 1, the only one, cannot be moved: 0 / 0.
+        scheduler.register_to_config(shift_terminal=None)
+    unshifted = sigmas or None
+    if sigmas is True:
+        unshifted = np.linspace(1.0, 1 / num_steps, num_steps)
+    scheduler.set_timesteps(num_steps, sigmas=unshifted, mu=shift, device=device)
     scheduler.sigmas = scheduler.sigmas.to(device)
     return scheduler

@@ -1,1 +1,1 @@
-"""Speed and memory alone: any of these may be deleted, and the same numbers come slower."""
+"""Kernels for speed and memory alone: any may be deleted, and the same numbers come slower."""

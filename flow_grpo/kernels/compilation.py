@@ -1,9 +1,10 @@
-"""Compiled blocks, and which of their graphs a forward goes through."""
+"""Compilation of a transformer's blocks, and the choice of the graph that a forward goes through."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import Any
 
 import torch
 from diffusers.models.activations import GELU
@@ -30,12 +31,14 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
             are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
     """
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     stochastic_rounding.compile_for_gpus()
     functorch.activation_memory_budget = activation_memory
     functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
-    _simplify(modules)
+    for module in modules:
+        _simplify(module)
     for module in modules:
         forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
@@ -43,11 +46,12 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         modules[0].forward = _wanting_gradients(modules[0].forward)
 
 
-def _simplify(units: list[nn.Module]) -> None:
-    """Write operations of diffusers in a way that compiles to fewer instructions."""
-    for module in (module for unit in units for module in unit.modules()):
+def _simplify(unit: nn.Module) -> None:
+    """Replace operations of diffusers by some that compile to fewer instructions."""
+    for module in unit.modules():
+        # A class that is shared has one graph; a functools.partial of each module would be compiled for each.
         if isinstance(module, FeedForward) and _is_plain(module):
-            module.__class__ = _FeedForward  # a functools.partial of each module would be compiled for each
+            module.__class__ = _FeedForward
         elif lora_linear.suits(module):
             module.__class__ = AdaptedLinear
         elif isinstance(module, nn.GELU) and module.approximate == "tanh":
@@ -55,55 +59,65 @@ def _simplify(units: list[nn.Module]) -> None:
 
 
 def _is_plain(module: FeedForward) -> bool:
-    """Whether it is a layer, GELU by tanh, no dropout, and a layer."""
+    """Tell whether it is a layer, GELU by tanh, no dropout, and a layer."""
     first, dropout, *rest = module.net
     return isinstance(first, GELU) and first.approximate == "tanh" and dropout.p == 0 and len(rest) == 1
 
 
 class _FeedForward(FeedForward):
-    """A layer, GELU and a layer. Where the last one multiplies rows of 8 bits, a row's largest GELU is that of its
-    largest x: else each GELU would be computed twice."""
+    """MLP of a layer, GELU and a layer. Where the last one multiplies rows of 8 bits, the row's maximum is taken before
+    GELU: after it, each GELU would be computed twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, _, last = self.net
         x = first.proj(x)
         if not _rounds_x(last):
             return last(gelu(x))
+        # GELU falls, down to LOWEST_GELU, before it rises: a row's largest |GELU| is at most this.
         largest = gelu(x.detach().amax(-1, keepdim=True)).clamp(min=-LOWEST_GELU)
         return last(gelu(x), largest=largest)
 
 
 def _rounds_x(layer: nn.Module) -> bool:
-    """Whether a linear layer, adapted or not, multiplies rows of 8 bits."""
+    """Tell whether a linear layer, adapted or not, multiplies rows of 8 bits."""
     base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
     return isinstance(base, EightBitLinear) and base.rounds_x
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU by tanh (arXiv:1606.08415), with tanh(y) = 2 sigmoid(2 y) - 1: a tanh compiles to many instructions."""
+    """GELU by tanh (arXiv:1606.08415), 0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))).
+
+    A tanh compiles to many instructions, so it is written as tanh(z) = 2 sigmoid(2 z) - 1.
+    """
     y = x.float()
     return (y * torch.sigmoid(math.sqrt(8 / math.pi) * (y + 0.044715 * y**3))).to(x.dtype)
 
 
 def _wanting_gradients(forward: Callable) -> Callable:
-    """The first unit's forward, which also computes gradients of its input tokens [B, L, D]. With LoRA this input does
-    not require a gradient, so the unit would be compiled separately; so all units share one graph."""
+    """Make the first unit's forward compute gradients of its input tokens [B, L, D], too.
 
-    def call(*inputs, **named):
-        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
-        for tensor in tensors if torch.is_grad_enabled() else []:
-            if tensor.ndim == 3 and tensor.is_floating_point():
-                tensor.requires_grad_()
+    With LoRA this input does not require a gradient, so the unit would be compiled separately; so all share one graph.
+    """
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*inputs, *named.values()):
+                if isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point():
+                    value.requires_grad_()
         return forward(*inputs, **named)
 
     return call
 
 
+def _detach_output(network: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    return output.detach()
+
+
 @contextmanager
 def training_graph(network: nn.Module) -> Iterator[None]:
     """Run forwards through the graph of training, whose bits are not those of inference, and free what it saves."""
-    let_go = lambda _, inputs, output: output.detach()  # noqa: E731
-    hook = network.register_forward_hook(let_go, prepend=True)  # before those of sharded weights see a graph
+    # The first of the hooks: those of sharded weights must see no graph.
+    hook = network.register_forward_hook(_detach_output, prepend=True)
     try:
         with torch.enable_grad():
             yield

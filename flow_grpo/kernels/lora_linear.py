@@ -1,4 +1,6 @@
-"""LoRA adapters as compiled blocks have them: peft's numbers in fewer passes over a layer's inputs and results."""
+"""LoRA adapters of compiled blocks: peft's numbers in fewer passes over a layer's inputs and results."""
+
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear
@@ -7,13 +9,15 @@ from torch.nn import functional as F
 
 
 class AdaptedLinear(Linear):
-    """peft's W x + B A x s (arXiv:2106.09685) with s in the small A instead of in the result: else each gradient of a
-    result is written twice, and that of GELU a third time, in float32. `compilation.compile_units` gives this class to
-    layers that `suits` accepts."""
+    """LoRA W x + B A x s (arXiv:2106.09685) with the scale s folded into the small A. Scaling the result costs another
+    pass: each gradient of a result is written twice, and that of GELU a third time, in float32.
 
-    def forward(self, x: Tensor, narrow: Tensor | None = None, **named) -> Tensor:
-        """[..., in] -> [..., out]; `narrow` [..., r] is `down` x, where that is known, and `named` is the base's."""
-        result = self.base_layer(x, **named)
+    `compilation.compile_units` gives this class to layers that `suits` accepts.
+    """
+
+    def forward(self, x: Tensor, narrow: Tensor | None = None, **base_inputs: Any) -> Tensor:
+        """Map [..., in] to [..., out]; `narrow` [..., r] is `down` x, where that is known."""
+        result = self.base_layer(x, **base_inputs)
         if self.disable_adapters:
             return result
         if narrow is None:
@@ -22,12 +26,12 @@ class AdaptedLinear(Linear):
 
     @property
     def down(self) -> Tensor:
-        """A s, [r, in]."""
+        """Product A s, [r, in]."""
         return self.lora_A["default"].weight * self.scaling["default"]
 
 
 def suits(layer: nn.Module) -> bool:
-    """Whether it is peft's own linear layer with a plain adapter `default` and nothing else."""
+    """Tell whether it is peft's own linear layer with a plain adapter `default` and nothing else."""
     return (
         type(layer) is Linear
         and list(layer.lora_A) == layer.active_adapters == ["default"]
@@ -37,12 +41,13 @@ def suits(layer: nn.Module) -> bool:
 
 
 def results_of(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
-    """Each layer's result of one x [..., in]. A x of all adapters is one product, which reads x once."""
+    """Compute each layer's result of one x [..., in]. A x of all adapters is one product, which reads x once."""
     if not all(isinstance(layer, AdaptedLinear) and not layer.disable_adapters for layer in layers):
         return [layer(x) for layer in layers]
     downs = [layer.down for layer in layers]
-    parts = _product(x, torch.cat(downs)).split([len(down) for down in downs], -1)
-    return [layer(x, narrow=part) for layer, part in zip(layers, parts, strict=True)]
+    ranks = [len(down) for down in downs]
+    narrows = _product(x, torch.cat(downs)).split(ranks, -1)
+    return [layer(x, narrow=narrow) for layer, narrow in zip(layers, narrows, strict=True)]
 
 
 def _product(x: Tensor, down: Tensor) -> Tensor:

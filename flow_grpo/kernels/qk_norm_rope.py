@@ -3,6 +3,8 @@ where the compiler's kernels do so several times.
 """
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,8 @@ VERSION = checksums.file_digest(Path(__file__))[:8]
 
 @torch.library.custom_op(f"flow_grpo::norm_rotate_join_{VERSION}", mutates_args=())
 def norm_rotate_join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
-    """Queries or keys of the parts of a sequence, such as text and image: each head's RMS-normed (arXiv:1910.07467) and
-    rotated by its token's angles (RoPE, arXiv:2104.09864). Computed in float32, rounded once.
+    """Join queries or keys of the parts of a sequence, such as text and image: each head's RMS-normed
+    (arXiv:1910.07467) and rotated by its token's angles (RoPE, arXiv:2104.09864). Computed in float32, rounded once.
 
     Args:
         tokens: [B, L, H, D] of each part; D is a power of 2.
@@ -28,7 +30,9 @@ def norm_rotate_join(tokens: list[Tensor], weights: list[Tensor], angles: list[T
     """
     if tokens[0].is_cuda:
         return _kernels().join(tokens, weights, angles, eps)
-    parts = [rotate(norm(x, weight, eps), turns) for x, weight, turns in zip(tokens, weights, angles)]
+    parts = []
+    for x, weight, part_angles in zip(tokens, weights, angles):
+        parts.append(rotate(norm(x, weight, eps), part_angles))
     return torch.cat(parts, 1).to(tokens[0].dtype)
 
 
@@ -36,17 +40,20 @@ def norm_rotate_join(tokens: list[Tensor], weights: list[Tensor], angles: list[T
 def norm_rotate_join_backward(
     grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float
 ) -> list[Tensor]:
-    """Gradients of the tokens, from that of the joint tensor."""
+    """Compute gradients of the tokens, from that of the joint tensor."""
     if grad.is_cuda:
         return _kernels().split_gradient(grad, tokens, weights, angles, eps)
     parts = grad.split([x.shape[1] for x in tokens], 1)
-    return [
-        norm_gradient(rotate(part, turns.conj()), x, weight, eps).to(x.dtype)
-        for part, x, weight, turns in zip(parts, tokens, weights, angles)
-    ]
+    gradients = []
+    for part, x, weight, part_angles in zip(parts, tokens, weights, angles):
+        # A rotation's gradient is the rotation back.
+        grad_normed = rotate(part, part_angles.conj())
+        gradients.append(norm_gradient(grad_normed, x, weight, eps).to(x.dtype))
+    return gradients
 
 
-def _kernels():
+def _kernels() -> ModuleType:
+    """Import the Triton kernels: machines without a GPU have no Triton."""
     from flow_grpo.kernels import qk_norm_rope_triton
 
     return qk_norm_rope_triton
@@ -58,40 +65,46 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of `norm` with respect to x, float32."""
-    x, grad = x.float(), grad.float() * weight.float()
+    """Gradient of `norm` with respect to x, float32: s (g w - n mean(g w n)), with n = s x and 1 / s the norm of x."""
+    x = x.float()
+    weighted = grad.float() * weight.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     normed = x * scale
-    return scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+    return scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """x [B, L, H, D] by angles [L, D / 2] complex, float32."""
+    """Rotate x [B, L, H, D] by angles [L, D / 2] complex, float32."""
     pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * angles[:, None]).flatten(-2)
 
 
 @norm_rotate_join.register_fake
-def _(tokens, weights, angles, eps):
-    num_rows, _, *head = tokens[0].shape
-    return tokens[0].new_empty(num_rows, sum(x.shape[1] for x in tokens), *head)
+def _(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
+    num_rows, _, num_heads, width = tokens[0].shape
+    num_tokens = sum(x.shape[1] for x in tokens)
+    return tokens[0].new_empty(num_rows, num_tokens, num_heads, width)
 
 
 @norm_rotate_join_backward.register_fake
-def _(grad, tokens, weights, angles, eps):
+def _(grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in tokens]
 
 
-def _keep(ctx, inputs, output):
-    tokens, weights, angles, ctx.eps = inputs
+def _keep(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], list[Tensor], float], output: Tensor) -> None:
+    tokens, weights, angles, eps = inputs
     ctx.save_for_backward(*tokens, *weights, *angles)
+    ctx.eps = eps
 
 
-def _backward(ctx, grad):
-    saved = ctx.saved_tensors
-    count = len(saved) // 3
-    tokens, weights, angles = (list(saved[first : first + count]) for first in range(0, len(saved), count))
-    return norm_rotate_join_backward(grad, tokens, weights, angles, ctx.eps), [None] * count, [None] * count, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], list[None], list[None], None]:
+    saved = list(ctx.saved_tensors)
+    num_parts = len(saved) // 3
+    tokens = saved[:num_parts]
+    weights = saved[num_parts : 2 * num_parts]
+    angles = saved[2 * num_parts :]
+    gradients = norm_rotate_join_backward(grad, tokens, weights, angles, ctx.eps)
+    return gradients, [None] * num_parts, [None] * num_parts, None
 
 
 norm_rotate_join.register_autograd(_backward, setup_context=_keep)

@@ -3,6 +3,8 @@
 Nothing depends on other tokens or rows, or on how many there are: a row's bits are the same in any batch.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,12 +12,14 @@ from torch import Tensor
 
 
 def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float) -> Tensor:
-    """As `qk_norm_rope.norm_rotate_join`."""
-    num_rows, _, *head = tokens[0].shape
-    joint = tokens[0].new_empty(num_rows, sum(x.shape[1] for x in tokens), *head)
-    first = 0
-    for x, weight, turns in zip(tokens, weights, angles):
-        _launch(_join, joint, first, (x.contiguous(), weight, torch.view_as_real(turns).contiguous(), joint), eps)
+    """Join as `qk_norm_rope.norm_rotate_join` does."""
+    num_rows, _, num_heads, width = tokens[0].shape
+    num_tokens = sum(x.shape[1] for x in tokens)
+    joint = tokens[0].new_empty(num_rows, num_tokens, num_heads, width)
+    first = 0  # token of the joint tensor at which a part begins
+    for x, weight, part_angles in zip(tokens, weights, angles):
+        cos_sin = torch.view_as_real(part_angles).contiguous()
+        _launch(_join, joint, first, (x.contiguous(), weight, cos_sin, joint), eps)
         first += x.shape[1]
     return joint
 
@@ -23,18 +27,21 @@ def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps:
 def split_gradient(
     grad: Tensor, tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps: float
 ) -> list[Tensor]:
-    """As `qk_norm_rope.norm_rotate_join_backward`."""
-    grad, gradients = grad.contiguous(), []
+    """Compute what `qk_norm_rope.norm_rotate_join_backward` does."""
+    grad = grad.contiguous()
+    gradients = []
     first = 0
-    for x, weight, turns in zip(tokens, weights, angles):
-        gradients.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        tensors = x.contiguous(), weight, torch.view_as_real(turns).contiguous(), grad, gradients[-1]
-        _launch(_split_gradient, grad, first, tensors, eps)
+    for x, weight, part_angles in zip(tokens, weights, angles):
+        cos_sin = torch.view_as_real(part_angles).contiguous()
+        gradient = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _launch(_split_gradient, grad, first, (x.contiguous(), weight, cos_sin, grad, gradient), eps)
+        gradients.append(gradient)
         first += x.shape[1]
     return gradients
 
 
-def _launch(kernel, joint: Tensor, first: int, tensors: tuple[Tensor, ...], eps: float) -> None:
+def _launch(kernel: Any, joint: Tensor, first: int, tensors: tuple[Tensor, ...], eps: float) -> None:
+    """Run a program for each token of the part that `tensors` begin with."""
     num_rows, num_tokens, heads, width = tensors[0].shape
     kernel[(num_rows * num_tokens,)](
         *tensors,
@@ -85,19 +92,22 @@ def _split_gradient(
     WIDTH: tl.constexpr,
 ):
     token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
-    turned = tl.load(grad + joint_at, valid, 0.0).to(tl.float32)
-    of_weighted = _turned(turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
-    of_normed = of_weighted * _row(weight, WIDTH)
+    grad_turned = tl.load(grad + joint_at, valid, 0.0).to(tl.float32)
+    grad_weighted = _turned(grad_turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
+    grad_normed = grad_weighted * _row(weight, WIDTH)
     values = tl.load(x + at, valid, 0.0).to(tl.float32)
     scale = _scale(values, eps, WIDTH)
     normed = values * scale
-    of_x = scale * (of_normed - normed * (tl.sum(of_normed * normed, 1) / WIDTH)[:, None])
-    tl.store(out + at, of_x.to(out.dtype.element_ty), valid)
+    grad_x = scale * (grad_normed - normed * (tl.sum(grad_normed * normed, 1) / WIDTH)[:, None])
+    tl.store(out + at, grad_x.to(out.dtype.element_ty), valid)
 
 
 @triton.jit
 def _places(tokens, joint_tokens, first, HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """This program's token; where its [PADDED, WIDTH] numbers lie, alone and joint; which of them there are."""
+    """Return this program's token; offsets of its [PADDED, WIDTH] numbers, alone and joint; which of them there are.
+
+    A program has a power of two of heads: PADDED, of which the first HEADS are there.
+    """
     place = tl.program_id(0).to(tl.int64)
     token = place % tokens
     inside = tl.arange(0, PADDED)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -108,18 +118,24 @@ def _places(tokens, joint_tokens, first, HEADS: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _row(weight, WIDTH: tl.constexpr):
+    """Load a weight [WIDTH] as [1, WIDTH]."""
     return tl.load(weight + tl.arange(0, WIDTH)).to(tl.float32)[None, :]
 
 
 @triton.jit
 def _scale(values, eps, WIDTH: tl.constexpr):
+    """Compute the inverse RMS [PADDED, 1] of each head."""
     return tl.rsqrt(tl.sum(values * values, 1) / WIDTH + eps)[:, None]
 
 
 @triton.jit
 def _turned(values, angles, sense, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Neighbours of [PADDED, WIDTH] as complex numbers, times the token's, or its conjugates where `sense` is -1."""
+    """Multiply neighbours of [PADDED, WIDTH], as complex numbers, by the token's, or by its conjugates where `sense` is
+    -1."""
     pair = 2 * tl.arange(0, WIDTH // 2)
-    cos, sin = tl.load(angles + pair)[None, :], sense * tl.load(angles + pair + 1)[None, :]
+    cos = tl.load(angles + pair)[None, :]
+    sin = sense * tl.load(angles + pair + 1)[None, :]
     real, imaginary = tl.split(tl.reshape(values, [PADDED, WIDTH // 2, 2]))
-    return tl.reshape(tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos), [PADDED, WIDTH])
+    turned_real = real * cos - imaginary * sin
+    turned_imaginary = real * sin + imaginary * cos
+    return tl.reshape(tl.join(turned_real, turned_imaginary), [PADDED, WIDTH])

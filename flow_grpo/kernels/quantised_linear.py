@@ -1,7 +1,8 @@
-"""Linear layers that are not trained and keep their weights in 8 or 4 bits, with gradients of what they are given."""
+"""Linear layers that are not trained and keep their weights in 8 or 4 bits, with gradients of their inputs."""
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2
 
 
 class QuantisedLinear(nn.Module):
-    """x W^T + b of a stored W [out, in] that gets no gradient; the result is of `dtype`. Its weight has no dtype that
-    an optimizer or autocast would see, and is in no state dict: `store` fills it."""
+    """Layer x W^T + b of a stored W [out, in] that gets no gradient; the result is of `dtype`. Its weight has no dtype
+    that an optimizer or autocast would see, and is in no state dict: `store` fills it."""
 
     rounds_x = False  # whether x has 8 bits in products, too; for results that enter neither a log-prob nor a loss
 
@@ -32,13 +33,18 @@ class QuantisedLinear(nn.Module):
         self, out_features: int, in_features: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
     ):
         super().__init__()
-        self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.out_features = out_features
+        self.in_features = in_features
+        self.dtype = dtype
+        self.bias = None
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         for name, tensor in self.empty(device).items():
             self.register_buffer(name, tensor, persistent=False)
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "QuantisedLinear":
+        """Make the layer of a linear one; its weight is stored if it is there."""
         weight = linear.weight
         layer = cls(*weight.shape, linear.bias, weight.dtype, weight.device)
         if not weight.is_meta:
@@ -47,10 +53,11 @@ class QuantisedLinear(nn.Module):
 
     @property
     def shape(self) -> torch.Size:
+        """Shape [out, in] of W."""
         return torch.Size((self.out_features, self.in_features))
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """What W is stored as, by name, without its numbers."""
+        """Make the tensors that W is stored as, by name, without its numbers."""
         raise NotImplementedError
 
     def store(self, weight: Tensor) -> None:
@@ -59,14 +66,16 @@ class QuantisedLinear(nn.Module):
 
 
 class EightBitLinear(QuantisedLinear):
-    """W as rows of 8-bit floats, each with a float32 scale, unpacked for each product. Sides are multiples of 16.
+    """Linear layer of W as rows of 8-bit floats, each with a float32 scale, unpacked for each product.
+
+    Sides are multiples of 16.
 
     Where `rounds_x` says so, products are of 8-bit rows of x and of W, with sums in float32 and without gradients. An x
     of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
     """
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """Rows, and a scale of each."""
+        """Make rows, and a scale of each."""
         if self.in_features % 16 or self.out_features % 16:
             raise UserError(f"a layer of {self.in_features} x {self.out_features} has no products of 8-bit floats")
         return dict(
@@ -75,14 +84,18 @@ class EightBitLinear(QuantisedLinear):
         )
 
     def store(self, weight: Tensor) -> None:
-        """Each row by its largest."""
-        for stored, values in zip((self.rows, self.scale), quantise(weight.to(self.rows.device))):
-            stored.copy_(values)
+        """Quantise each row by its largest."""
+        rows, scale = quantise(weight.to(self.rows.device))
+        self.rows.copy_(rows)
+        self.scale.copy_(scale)
 
     def store_sum(self, base: "EightBitLinear", change: Tensor) -> None:
-        """W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits: rounded stochastically,
-        with the scales of `base`, or a power of two times these where a row outgrows them. So without a change it is
-        `base`, number for number."""
+        """Store W of `base` plus a change [out, in], which may be much smaller than a step of 8 bits.
+
+        It is rounded stochastically, with the scales of `base`, or a power of two times these where a row outgrows
+        them. So without a change it is `base`, number for number.
+        """
+        # In place: a layer's weight in float32 is there once.
         total = (change / base.scale).add_(base.rows.float())
         outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
         growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
@@ -91,29 +104,36 @@ class EightBitLinear(QuantisedLinear):
         self.scale.copy_(base.scale * growth)
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
+        """Map [..., in] to [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
         if not self.rounds_x or x.ndim <= 2:
             return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
         assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         if x[..., 0].numel() < FEW_ROWS:
-            out = F.linear(x.to(torch.bfloat16), unpacked(self.rows, self.scale, torch.bfloat16), bias)
-            return out.to(self.dtype)
-        flat, largest = x.flatten(0, -2), None if largest is None else padded(largest.flatten(0, -2))
-        out = product_of_rows(*quantise(padded(flat), largest), self.rows.T, self.scale.T, bias)
+            weight = unpacked(self.rows, self.scale, torch.bfloat16)
+            return F.linear(x.to(torch.bfloat16), weight, bias).to(self.dtype)
+
+        # Rows [n, in], padded for the product, which is [n, out] again without the padding.
+        flat = x.flatten(0, -2)
+        if largest is not None:
+            largest = padded(largest.flatten(0, -2))
+        rows, row_scale = quantise(padded(flat), largest)
+        out = product_of_rows(rows, row_scale, self.rows.T, self.scale.T, bias)
         return out[: len(flat)].unflatten(0, x.shape[:-1]).to(self.dtype)
 
 
 def padded(x: Tensor) -> Tensor:
-    """[n, k] with rows of zeros behind it, for cuBLAS, which asks for a multiple of 16."""
+    """Add rows of zeros behind [n, k], for cuBLAS, which asks for a multiple of 16."""
     return F.pad(x, (0, 0, 0, -len(x) % 16))
 
 
 def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """e4m3 rows [n, k] of scales [n, 1] times e4m3 columns [k, m] of scales [1, m], plus bf16 [m]; [n, m] bf16."""
+    """Multiply e4m3 rows [n, k] and scales [n, 1] by e4m3 columns [k, m] and scales [1, m], plus bf16 [m]."""
     if not rows.is_cuda:  # CPUs have such products in newer versions of torch alone
         product = rows.float() @ columns.float() * row_scale * scale
-        return (product if bias is None else product + bias).to(torch.bfloat16)
+        if bias is not None:
+            product = product + bias
+        return product.to(torch.bfloat16)
     # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
     # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
@@ -128,23 +148,24 @@ def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Ten
 
 
 def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """W [out, in] of e4m3 rows and their scales [out, 1]."""
+    """Unpack W [out, in] of e4m3 rows and their scales [out, 1]."""
     return (rows.float() * scale).to(dtype)
 
 
 def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[n, k] -> e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits; a row's largest becomes 448, or
-    what is given as such [n, 1]."""
-    largest = x.abs().amax(1, keepdim=True) if largest is None else largest
+    """Quantise [n, k] to e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits. A row's largest becomes
+    448; `largest` [n, 1], no |x| of a row above it, spares its computation."""
+    if largest is None:
+        largest = x.abs().amax(1, keepdim=True)
     largest = largest.float().clamp(min=SMALLEST_SCALE)
     return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
 
 
 class NF4Linear(QuantisedLinear):
-    """Products with W as 4-bit codes make it, in the result's dtype, in forward and backward anew."""
+    """Linear layer of NF4 weights (arXiv:2305.14314), dequantised in every forward and backward."""
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """Two codes a byte, and a bfloat16 scale for a block of a row."""
+        """Make codes, two a byte, and a bfloat16 scale for each block of a row."""
         if self.in_features % 2:
             raise UserError(f"a layer of {self.in_features} columns has an odd number of 4-bit codes in a row")
         num_blocks = self.in_features // math.gcd(self.in_features, NF4_BLOCK)
@@ -154,12 +175,14 @@ class NF4Linear(QuantisedLinear):
         )
 
     def store(self, weight: Tensor) -> None:
-        """Each weight as the nearest level of its block's largest."""
+        """Round each weight to the nearest level of its block's largest."""
+        # Blocks [out, blocks of a row, weights of a block].
         blocks = weight.to(self.scale.device).float().unflatten(1, (self.scale.shape[1], -1))
         self.scale.copy_(blocks.abs().amax(2))
         shares = blocks / self.scale.float().clamp(min=SMALLEST_SCALE)[..., None]
         levels = nf4_levels(shares.device)
-        codes = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+        middles = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(shares, middles).to(torch.uint8).flatten(1)
         self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,33 +190,37 @@ class NF4Linear(QuantisedLinear):
 
 
 class UnpackedProduct(torch.autograd.Function):
-    """x W^T + b and the gradient of x, in the dtype of x. W, as it is stored, is unpacked for each."""
+    """Product x W^T + b and the gradient of x, in the dtype of x. W, as it is stored, is unpacked for each."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in]; stored: e4m3 [out, in] or codes [out, in / 2]; scale: [out, blocks of a row]."""
+    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [..., in] by W, stored as e4m3 [out, in] or codes [out, in / 2], with scales [out, blocks]."""
         ctx.save_for_backward(stored, scale)
         return F.linear(x, _weight(stored, scale, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """grad: [..., out]."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Compute the gradient of x from that of the result, [..., out]."""
         stored, scale = ctx.saved_tensors
         return grad @ _weight(stored, scale, grad.dtype), None, None, None
 
 
 def _weight(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (nf4_weight if stored.dtype == torch.uint8 else unpacked)(stored, scale, dtype)
+    """Unpack W [out, in], whichever way it is stored."""
+    if stored.dtype == torch.uint8:
+        return nf4_weight(stored, scale, dtype)
+    return unpacked(stored, scale, dtype)
 
 
 @lru_cache
 def nf4_levels(device: torch.device) -> Tensor:
-    """[16] f32; once per device, since a copy from the host would wait for it."""
+    """Levels [16] f32; once per device, since a copy from the host would wait for it."""
     return torch.tensor(NF4_LEVELS, device=device)
 
 
 def nf4_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """W [out, in] of 4-bit codes, a byte's high one first."""
+    """Unpack W [out, in] of 4-bit codes, a byte's high one first."""
     numbers = torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()
+    # Blocks [out, blocks of a row, weights of a block].
     blocks = nf4_levels(codes.device)[numbers].unflatten(1, (scale.shape[1], -1))
     return (blocks * scale[..., None].float()).flatten(1).to(dtype)

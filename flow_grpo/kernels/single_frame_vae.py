@@ -1,23 +1,28 @@
-"""Qwen-Image's VAE is a causal video model that here sees one frame: its 3-D convolutions are 2-D ones in disguise."""
+"""Qwen-Image's VAE for single frames: it is a causal video model, whose 3-D convolutions of one frame are 2-D ones."""
 
 from functools import partial
 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def convolve_in_2d(vae) -> None:
-    """Make the decoder skip the time slices of its kernels that meet nothing but zero padding, in place: for one frame
-    a kernel's last slice alone counts, a third of the work with the same result up to rounding. More frames go the
-    usual way, and a VAE without such convolutions stays as it is."""
+def convolve_in_2d(vae: nn.Module) -> None:
+    """Make the decoder skip the time slices of its kernels that meet nothing but zero padding, in place.
+
+    For one frame a kernel's last slice alone counts, a third of the work with the same result up to rounding. More
+    frames go the usual way, and a VAE without such convolutions stays as it is.
+    """
     for module in [*vae.decoder.modules(), getattr(vae, "post_quant_conv", None)]:
         if isinstance(module, QwenImageCausalConv3d):
             module.forward = partial(_forward, module)
 
 
 def _forward(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+    """Convolve videos [B, C, T, H, W], by a convolution of images where T = 1."""
     if x.shape[2] != 1 or cache_x is not None or conv.stride != (1, 1, 1):
         return QwenImageCausalConv3d.forward(conv, x, cache_x)
     left, _, top, *_ = conv._padding
-    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=(top, left))[:, :, None]
+    frame = x[:, :, 0]
+    kernel = conv.weight[:, :, -1]  # causal: the last slice is the present frame's
+    return F.conv2d(frame, kernel, conv.bias, padding=(top, left))[:, :, None]

@@ -216,7 +216,7 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     scored = [prompt for file in texts.files for prompt in file.prompts]
     rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
     light.check_sources(scored)
-    light.check(scored, config.text_tokens)
+    light.check_prompts(scored, config.text_tokens)
     return texts
 
 
