@@ -13,45 +13,57 @@ from flow_grpo.diffusers_patch.models.qwenimage import JointAttention, QwenImage
 from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.kernels.qk_norm_rope import norm_rotate_join
 
-ROWS, TEXT, IMAGE, HEADS, WIDTH, EPS = 2, 5, 12, 3, 16, 1e-6
+ROWS = 2
+TEXT = 5
+IMAGE = 12
+HEADS = 3
+WIDTH = 16
+EPS = 1e-6
 
 
 def drawn(dtype=torch.float32, device="cpu"):
     """Arguments of the op, of text and image each: tokens, weights, angles."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = [torch.randn(ROWS, length, HEADS, WIDTH, generator=draw) for length in (TEXT, IMAGE)]
-    weights = [torch.rand(WIDTH, generator=draw) + 0.5 for _ in range(2)]
-    turns = [torch.rand(length, WIDTH // 2, generator=draw) * 7 for length in (TEXT, IMAGE)]
-    angles = [torch.polar(torch.ones_like(turn), turn) for turn in turns]
-    tokens, weights = ([x.to(device, dtype) for x in part] for part in (tokens, weights))
-    return tokens, weights, [angle.to(device) for angle in angles]
+    generator = torch.Generator().manual_seed(0)
+    tokens = []
+    weights = []
+    angles = []
+    for length in (TEXT, IMAGE):
+        x = torch.randn(ROWS, length, HEADS, WIDTH, generator=generator)
+        weight = torch.rand(WIDTH, generator=generator) + 0.5
+        turns = torch.rand(length, WIDTH // 2, generator=generator) * 7
+        tokens.append(x.to(device, dtype))
+        weights.append(weight.to(device, dtype))
+        angles.append(torch.polar(torch.ones_like(turns), turns).to(device))
+    return tokens, weights, angles
 
 
 def expected(tokens, weights, angles, eps):
     """In float64."""
     parts = []
-    for x, weight, turns in zip(tokens, weights, angles, strict=True):
+    for x, weight, part_angles in zip(tokens, weights, angles, strict=True):
         normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
         pairs = torch.view_as_complex(normed.unflatten(-1, (-1, 2)))
-        parts.append(torch.view_as_real(pairs * turns.to(torch.complex128)[:, None]).flatten(3))
+        parts.append(torch.view_as_real(pairs * part_angles.to(torch.complex128)[:, None]).flatten(3))
     return torch.cat(parts, 1)
 
 
-def gradients(function, tokens, weights, angles, of_result):
-    tokens = [x.clone().requires_grad_() for x in tokens]
-    out = function(tokens, weights, angles, EPS)
-    (out * of_result).sum().backward()
-    return out.detach(), *(x.grad for x in tokens)
+def gradients(function, tokens, weights, angles, grad):
+    """The result, and the gradients of the tokens from that of the result."""
+    text, image = (x.clone().requires_grad_() for x in tokens)
+    out = function([text, image], weights, angles, EPS)
+    (out * grad).sum().backward()
+    return out.detach(), text.grad, image.grad
 
 
 def test_values_and_gradients_are_the_expected_ones():
     tokens, weights, angles = drawn()
-    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
-    ours = gradients(norm_rotate_join, tokens, weights, angles, of_result)
-    exact = gradients(expected, tokens, weights, angles, of_result.double())
+    grad = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
+    ours = gradients(norm_rotate_join, tokens, weights, angles, grad)
+    exact = gradients(expected, tokens, weights, angles, grad.double())
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
-    tokens = [x.requires_grad_() for x in tokens]
+    for x in tokens:
+        x.requires_grad_()
     torch.library.opcheck(norm_rotate_join, (tokens, weights, angles, EPS))
 
 
@@ -63,13 +75,19 @@ def transformer():
 
 
 def velocity(transformer, masked):
-    """And the gradient of the image tokens."""
-    draw = torch.Generator().manual_seed(2)
-    x, text = torch.randn(2, 16, 16, generator=draw), torch.randn(2, 5, 32, generator=draw)
+    """The velocity, and the gradient of the image tokens."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, 16, 16, generator=generator).requires_grad_()
+    text = torch.randn(2, 5, 32, generator=generator)
     mask = torch.arange(5) < torch.tensor([[3], [5]]) if masked else None
-    x.requires_grad_()
-    how = dict(timestep=torch.tensor([0.3, 0.7]), img_shapes=[[(1, 4, 4)]] * 2, encoder_hidden_states_mask=mask)
-    out = transformer(hidden_states=x, encoder_hidden_states=text, return_dict=False, **how)[0]
+    out = transformer(
+        hidden_states=x,
+        timestep=torch.tensor([0.3, 0.7]),
+        encoder_hidden_states=text,
+        encoder_hidden_states_mask=mask,
+        img_shapes=[[(1, 4, 4)]] * 2,
+        return_dict=False,
+    )[0]
     out.square().sum().backward()
     return out.detach(), x.grad
 
@@ -78,26 +96,29 @@ def velocity(transformer, masked):
 @pytest.mark.parametrize(("masked", "compiles"), [(True, False), (False, False), (True, True)])
 def test_a_transformer_computes_the_same_with_it(transformer, masked, compiles, attention, monkeypatch):
     """Graphs are cut as they are for compiled kernels, which take seconds."""
-    theirs, ours = transformer, copy.deepcopy(transformer)
+    ours = copy.deepcopy(transformer)
     join_attention(ours, attention)
     if compiles:
         torch._dynamo.reset()
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
         compilation.compile_units(ours, QwenImage.SHARD_UNITS)
-    assert [type(block.attn.processor) for block in ours.transformer_blocks] == [JointAttention] * 2
-    assert all(block.attn.processor.attention == attention for block in ours.transformer_blocks)
-    for one, other in zip(velocity(ours, masked), velocity(theirs, masked), strict=True):
+    for block in ours.transformer_blocks:
+        assert type(block.attn.processor) is JointAttention
+        assert block.attn.processor.attention == attention
+    for one, other in zip(velocity(ours, masked), velocity(transformer, masked), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_norms_that_are_trained_or_of_another_width_keep_the_attention_of_diffusers(transformer):
-    trained, odd = copy.deepcopy(transformer), copy.deepcopy(transformer)
+    trained = copy.deepcopy(transformer)
+    odd = copy.deepcopy(transformer)
     trained.transformer_blocks[0].attn.norm_k.weight.requires_grad_()
     odd.transformer_blocks[0].attn.norm_k.weight = torch.nn.Parameter(torch.ones(24), requires_grad=False)
     for changed in (trained, odd):
         join_attention(changed)
-        kinds = [type(block.attn.processor) for block in changed.transformer_blocks]
-        assert kinds == [QwenDoubleStreamAttnProcessor2_0, JointAttention]
+        first, second = changed.transformer_blocks
+        assert type(first.attn.processor) is QwenDoubleStreamAttnProcessor2_0
+        assert type(second.attn.processor) is JointAttention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,12 +130,11 @@ def test_the_kernels_agree(dtype):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens, weights, angles = drawn(dtype, device)
-    draw = torch.Generator().manual_seed(1)
-    of_result = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=draw).to(tokens[0])
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(ROWS, TEXT + IMAGE, HEADS, WIDTH, generator=generator).to(tokens[0])
     joint = qk_norm_rope_triton.join(tokens, weights, angles, EPS)
-    grads = qk_norm_rope_triton.split_gradient(of_result, tokens, weights, angles, EPS)
-    doubles = [x.double() for x in tokens], [weight.double() for weight in weights]
-    exact = gradients(expected, *doubles, angles, of_result.double())
+    grads = qk_norm_rope_triton.split_gradient(grad, tokens, weights, angles, EPS)
+    exact = gradients(expected, [x.double() for x in tokens], weights, angles, grad.double())
     rounding = 2 * torch.finfo(dtype).eps
     for one, other in zip((joint, *grads), exact, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=rounding, atol=rounding)

@@ -104,7 +104,8 @@ class Condition:
         if self.mask is None:
             return replace(self, negative=negative)
         longest = self.mask.sum(1).max().item()
-        width = -(-longest // multiple) * multiple  # rounded up
+        # Rounded up to a multiple.
+        width = -(-longest // multiple) * multiple
         return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width], negative=negative)
 
     def dense(self) -> "Condition":

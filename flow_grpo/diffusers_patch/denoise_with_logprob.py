@@ -21,7 +21,8 @@ from flow_grpo.diffusers_patch.request import BatchKey, Request, StepKey, Traced
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
-Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]  # of x [B, ...], t [B], ..., guidance_scale, size
+# (x [B, ...], t [B], condition, guidance_scale, size) -> [B, ...].
+Velocity = Callable[[Tensor, Tensor, Condition, float, Size], Tensor]
 ForwardContext = Callable[[], AbstractContextManager[Any]]
 
 
@@ -90,7 +91,8 @@ def admit(waiting: Iterator[Request], in_flight: list[Request], room: int) -> No
 def completed_roots(ended: list[Request]) -> list[Request]:
     """Return the requests that a caller waits for and that `ended` completes: images, and trunks all of whose branches
     are finished."""
-    roots: dict[Request, None] = {}  # an ordered set
+    # A dict keeps the order, which a set would not.
+    roots: dict[Request, None] = {}
     for request in ended:
         is_prefix = bool(request.continuations)
         if not is_prefix:
@@ -157,7 +159,8 @@ def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
     started: list[Request] = []
     for rows in rows_by_key.values():
         requests = [batch[row] for row in rows]
-        v = torch.cat([velocities[row : row + 1] for row in rows])  # slices: an index would be copied to the device
+        # Slices, since a list of indices would be copied to the device, which is waited for.
+        v = torch.cat([velocities[row : row + 1] for row in rows])
         if requests[0].solver is not None:
             solver_step(requests, v)
         elif requests[0].needs_log_prob:
@@ -199,7 +202,8 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     num_outcomes = first.num_branches
     x, t = inputs_of(requests)
     generators = [request.generator for request in requests]
-    noise = rng.normal((num_outcomes, *x.shape[1:]), generators, x.device)  # [R, J, ...]
+    # Noise of J outcomes is [R, J, ...]; a latent and its velocity are repeated for them.
+    noise = rng.normal((num_outcomes, *x.shape[1:]), generators, x.device)
     step = sde_step_with_logprob(
         first.scheduler,
         velocities.repeat_interleave(num_outcomes, 0),
@@ -219,7 +223,8 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
         else:
             request.latents = request_step.prev_sample
     if first.is_trunk:
-        euler_step(requests, velocities)  # the trunk itself goes on without noise
+        # The trunk itself goes on without noise.
+        euler_step(requests, velocities)
     return branches
 
 

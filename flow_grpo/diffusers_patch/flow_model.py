@@ -336,7 +336,8 @@ class FlowModel(ABC):
         if self.PICTURES:
             return latents
         z = self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)
-        return z.reshape(len(z), -1, *z.shape[-2:])  # a VAE of videos has one frame
+        # A VAE of videos has [B, c, 1, h, w], with one frame.
+        return z.reshape(len(z), -1, *z.shape[-2:])
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         """Decode latents [B, ...] to images [B, 3, H, W] in [-1, 1]; here by a VAE with a scale and a shift."""

@@ -93,7 +93,8 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     index = pipeline_class.load_config(folder)
     _, scheduler_class = index["scheduler"]
     model = f"config.model {quoted(folder)}"
-    _check_steps_of(scheduler_class, model)  # by name first: another class may not even take its settings
+    # By name first: another class may not even take its settings.
+    _check_steps_of(scheduler_class, model)
     with foreign(folder, "tokenizers and scheduler"):
         heavy = [name for name, value in index.items() if is_part(value) and not name.startswith(WITHOUT_WEIGHTS)]
         pipeline = pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
@@ -137,8 +138,10 @@ def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Find settings of a scheduler's config that would move its sigmas in another class, and do nothing in Euler's."""
     read = set(inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters)
     if config["use_karras_sigmas"] or config["use_exponential_sigmas"] or config["use_beta_sigmas"]:
-        read |= {"sigma_min", "sigma_max"}  # ends of these spacings
-    harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}  # Euler's are so without the setting
+        # The ends of these spacings.
+        read |= {"sigma_min", "sigma_max"}
+    # What Euler's class does without these settings.
+    harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}
     ignored = {}
     for name, value in config.items():
         is_of_sigmas = "shift" in name or "sigma" in name

@@ -54,7 +54,7 @@ def _imported(name: str) -> type[FlowModel]:
     model_class = None
     try:
         model_class = getattr(importlib.import_module(module), attribute, None)
-    except ValueError:  # an empty name
+    except ValueError:
         pass
     except ModuleNotFoundError as error:
         # Another module that the class's own imports lack is an error of that file, which is shown as it is.

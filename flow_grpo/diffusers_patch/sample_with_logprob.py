@@ -250,7 +250,8 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
         )
         prefixes.append(prefix)
     for request in requests:
-        request.latents = None  # the prefix's, once it is finished
+        # It gets the prefix's latents once that is finished.
+        request.latents = None
         request.step = request.noisy_steps.start
     return prefixes
 

@@ -10,7 +10,8 @@ from flow_grpo.base.errors import UserError
 # Largest eta of each SDE. Beyond it the step overflows, or the sine of cps, which it rotates by, falls again.
 LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}
 SDE_TYPES = tuple(LARGEST_ETA)
-SMALLEST_ETA = 1e-3  # but for 0; below, float32 rounds the noise away
+# Smallest eta but 0: below, float32 rounds the noise away.
+SMALLEST_ETA = 1e-3
 SOLVERS = ("dpm", "extrapolate")  # of solvers.py
 
 
@@ -40,7 +41,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise UserError(f"num_steps is {self.num_steps!r}; it must be an integer of at least 1")
-        if not 0 <= self.guidance_scale < math.inf:  # NaN compares false too
+        # NaN compares false, too.
+        if not 0 <= self.guidance_scale < math.inf:
             raise UserError(f"guidance_scale is {self.guidance_scale}; it must be finite, at least 0")
         if not 0 <= self.flash_ratio <= 1:
             raise UserError(f"flash_ratio is {self.flash_ratio}; it must be from 0 to 1")

@@ -34,7 +34,8 @@ class DPMSolver:
             final_sigmas_type="zero",
         )
         num_steps = len(scheduler.timesteps)
-        num_forwards = max(1, int((num_steps - start) * ratio + 1e-9))  # 50 * 0.58 is 28.99...
+        # In floating point, 50 * 0.58 is 28.99..., which must be 29.
+        num_forwards = max(1, int((num_steps - start) * ratio + 1e-9))
         self.scheduler.set_timesteps(num_forwards)
 
         # Its sigmas are replaced by some of those that the model was to be sampled at: a schedule of diffusers' own
@@ -50,7 +51,8 @@ class DPMSolver:
         scheduler = self.scheduler
         scheduler.model_outputs = [None, memory]
         scheduler.lower_order_nums = min(index, 2)
-        scheduler._step_index = index  # otherwise it searches for its timestep, a host sync
+        # Without an index it searches for its timestep, a host sync.
+        scheduler._step_index = index
         next_latents = scheduler.step(velocity, self.timesteps[index], latents, return_dict=False)[0]
         return SolverStep(next_latents, memory=scheduler.model_outputs[-1])
 

@@ -20,7 +20,8 @@ from flow_grpo.kernels.quantised_linear import EightBitLinear
 # No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
 # hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
 OPTIONS = dict(deterministic=True)
-LOWEST_GELU = -0.172  # below the least of its values, in any rounding
+# GELU is nowhere below this, in any rounding.
+LOWEST_GELU = -0.172
 
 
 def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_memory: float = 1.0) -> None:
@@ -35,12 +36,14 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     stochastic_rounding.compile_for_gpus()
     functorch.activation_memory_budget = activation_memory
-    functorch.autograd_cache_allow_custom_autograd_functions = True  # else graphs of quantised layers are made anew
+    # Without it, graphs of quantised layers are made anew in every process.
+    functorch.autograd_cache_allow_custom_autograd_functions = True
     modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
     for module in modules:
         _simplify(module)
     for module in modules:
-        forward = MethodType(type(module).forward, module)  # without hooks, which gather its weights
+        # The forward without hooks: these gather sharded weights, which no graph may hold.
+        forward = MethodType(type(module).forward, module)
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
     if modules:
         modules[0].forward = _wanting_gradients(modules[0].forward)

@@ -15,7 +15,8 @@ from flow_grpo.base import checksums, distributed
 from flow_grpo.base.errors import UserError
 
 NAME = "flash_4"  # of config.attention
-CAPABILITIES = (9, 10, 11)  # major ones with a repeatable backward
+# Major compute capabilities with a repeatable backward.
+CAPABILITIES = (9, 10, 11)
 
 
 def check_device(attention: str, device: torch.device) -> None:
@@ -103,7 +104,8 @@ def attend_first_backward(
             sums,
             seqused_k=lengths,
             deterministic=True,
-            dk=torch.zeros_like(key),  # it writes none for keys behind a row's length
+            # Zeros, since the kernel writes none for keys behind a row's length.
+            dk=torch.zeros_like(key),
             dv=torch.zeros_like(value),
         )
 

@@ -16,7 +16,8 @@ def join(tokens: list[Tensor], weights: list[Tensor], angles: list[Tensor], eps:
     num_rows, _, num_heads, width = tokens[0].shape
     num_tokens = sum(x.shape[1] for x in tokens)
     joint = tokens[0].new_empty(num_rows, num_tokens, num_heads, width)
-    first = 0  # token of the joint tensor at which a part begins
+    # `first` is the token of the joint tensor at which a part begins.
+    first = 0
     for x, weight, part_angles in zip(tokens, weights, angles):
         cos_sin = torch.view_as_real(part_angles).contiguous()
         _launch(_join, joint, first, (x.contiguous(), weight, cos_sin, joint), eps)

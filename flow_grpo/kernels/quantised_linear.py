@@ -11,12 +11,17 @@ from torch.nn import functional as F
 from flow_grpo.base.errors import UserError
 from flow_grpo.kernels import stochastic_rounding
 
-E4M3 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa; arXiv:2209.05433
-LARGEST = torch.finfo(E4M3).max  # 448
-FEW_ROWS = 128  # below it reading W takes all of a product's time, and cuBLAS refuses some shapes
-SMALLEST_SCALE = 1e-12  # a row or block of zeros stays one
-NF4_BLOCK = 64  # weights of a scale, at most
-NF4_LEVELS = (  # quantiles of a normal distribution, with 0 among them; arXiv:2305.14314, appendix E
+# 4 bits of exponent, 3 of mantissa (arXiv:2209.05433). Its largest number is 448.
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+# Below so many rows reading W takes all of a product's time, and cuBLAS refuses some shapes.
+FEW_ROWS = 128
+# Not 0, so that a row or block of zeros stays one.
+SMALLEST_SCALE = 1e-12
+# Weights of a scale, at most.
+NF4_BLOCK = 64
+# Quantiles of a normal distribution, with 0 among them (arXiv:2305.14314, appendix E).
+NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -99,7 +104,8 @@ class EightBitLinear(QuantisedLinear):
         total = (change / base.scale).add_(base.rows.float())
         outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
         growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
-        total.div_(growth).clamp_(-LARGEST, LARGEST)  # log2 may round down
+        # Clamped, since log2 may round down.
+        total.div_(growth).clamp_(-LARGEST, LARGEST)
         self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
         self.scale.copy_(base.scale * growth)
 
@@ -129,7 +135,8 @@ def padded(x: Tensor) -> Tensor:
 
 def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply e4m3 rows [n, k] and scales [n, 1] by e4m3 columns [k, m] and scales [1, m], plus bf16 [m]."""
-    if not rows.is_cuda:  # CPUs have such products in newer versions of torch alone
+    # CPUs have such products in newer versions of torch alone.
+    if not rows.is_cuda:
         product = rows.float() @ columns.float() * row_scale * scale
         if bias is not None:
             product = product + bias

@@ -24,5 +24,6 @@ def _forward(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = No
         return QwenImageCausalConv3d.forward(conv, x, cache_x)
     left, _, top, *_ = conv._padding
     frame = x[:, :, 0]
-    kernel = conv.weight[:, :, -1]  # causal: the last slice is the present frame's
+    # The convolution is causal: the kernel's last slice is the present frame's.
+    kernel = conv.weight[:, :, -1]
     return F.conv2d(frame, kernel, conv.bias, padding=(top, left))[:, :, None]

@@ -7,8 +7,10 @@ at random moves a few of the weights by a whole step, and a product over many of
 import torch
 from torch import Tensor
 
-SEED = 7_340_033  # of its own, so that the noise is not that from which weights were drawn
-EXPONENT = 0x7F800000  # its bits of a float32
+# A seed of its own, so that the noise is not that from which weights were drawn.
+SEED = 7_340_033
+# Bits of a float32's exponent.
+EXPONENT = 0x7F800000
 TWO_EXPONENTS_OF_1 = 0x7F000000
 
 

@@ -72,7 +72,8 @@ class Flux2Klein(FlowModel):
         transformer = self.transformer
         pipeline = self.pipeline
         dtype = transformer.x_embedder.weight.dtype
-        with x.device:  # else the positions are made on the host, which waits for the device
+        # Outside, the positions would be made on the host, which waits for the device.
+        with x.device:
             text_ids = pipeline._prepare_text_ids(condition.text_embeds[:1])
             image_ids = pipeline._prepare_latent_ids(x[:1])
         velocity = transformer(

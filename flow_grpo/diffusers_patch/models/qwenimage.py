@@ -88,7 +88,8 @@ def encoded(pipeline: DiffusionPipeline, images: Tensor) -> Tensor:
     """Most likely latents [B, c, h, w] f32 of images [B, 3, H, W] in [-1, 1]."""
     vae = pipeline.vae
     mean, std = normalisation(vae)
-    video = images[:, :, None].to(vae.dtype)  # of one frame
+    # The VAE takes videos [B, 3, T, H, W]: here of one frame.
+    video = images[:, :, None].to(vae.dtype)
     latents = (vae.encode(video).latent_dist.mode().float() - mean) / std
     return latents[:, :, 0]
 
@@ -97,7 +98,8 @@ def decoded(pipeline: DiffusionPipeline, latents: Tensor) -> Tensor:
     """Images [B, 3, H, W] in [-1, 1] of latents [B, c, h, w], whose channels have a mean and a std each."""
     vae = pipeline.vae
     mean, std = normalisation(vae)
-    video = latents[:, :, None] * std + mean  # of one frame
+    # The VAE takes latents of videos [B, c, T, h, w]: here of one frame.
+    video = latents[:, :, None] * std + mean
     return vae.decode(video.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
 

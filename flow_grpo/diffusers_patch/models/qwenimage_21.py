@@ -140,7 +140,8 @@ class QwenImage21(FlowModel):
         if condition.mask is not None:
             mask = F.pad(condition.mask, (0, image.shape[1]), value=True)
 
-        time = t.to(dtype) / 1000  # rounded twice, as by the pipeline
+        # The timestep is rounded twice, as by the pipeline.
+        time = t.to(dtype) / 1000
         is_image = None
         if transformer.config.causal_condition:
             # Text does not see the timestep: its time is 0, in one more row behind those of the images.
@@ -150,7 +151,8 @@ class QwenImage21(FlowModel):
 
         modulation = transformer.modulation(time)
         angles = self._angles(condition, size)
-        segments = [(0, num_text, True)]  # first token, end, and whether it is text
+        # A segment is its first token, its end, and whether it is text.
+        segments = [(0, num_text, True)]
         block_inputs = (modulation, angles, None, is_image, None, None, None, segments, mask)
         tokens = self.through(transformer.transformer_blocks, tokens, *block_inputs)
         image = transformer.norm_out(tokens[:, num_text:], time[: len(x)])
@@ -162,7 +164,8 @@ class QwenImage21(FlowModel):
         device = condition.text_embeds.device
         num_rows, num_text = condition.text_embeds.shape[:2]
         rows, columns = self.grid(size)
-        with device:  # else the positions are made on the host, which waits for the device
+        # Outside, the positions would be made on the host, which waits for the device.
+        with device:
             text = torch.arange(num_text)
             row = torch.arange(rows) - (rows - rows // 2)
             column = torch.arange(columns) - (columns - columns // 2)
@@ -175,7 +178,8 @@ class QwenImage21(FlowModel):
         heights = torch.cat([text, row.repeat_interleave(columns)])
         widths = torch.cat([text, column.repeat(rows)])
         rope = self.transformer.pos_embed
-        rope.freqs = [table.to(device) for table in rope.freqs]  # kept there, so that only the first forward copies
+        # The tables stay on the device, so that only the first forward copies them.
+        rope.freqs = [table.to(device) for table in rope.freqs]
         frame_angles, height_angles, width_angles = rope.freqs
         return torch.cat(
             [
@@ -191,7 +195,8 @@ class QwenImage21(FlowModel):
 
     def encode_batch(self, images: Tensor) -> Tensor:
         """Encode opaque images."""
-        opaque = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)  # alpha is a fourth channel
+        # Alpha is a fourth channel.
+        opaque = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
         z = encoded(self.pipeline, opaque)
         return self.pipeline._pack_latents(z, *z.shape)
 

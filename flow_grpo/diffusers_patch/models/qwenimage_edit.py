@@ -107,7 +107,8 @@ class QwenImageEdit(QwenImage):
         shapes = super().row_shapes(size, width, prompt)
         if prompt is None:
             return shapes
-        channels = self.transformer_config["in_channels"] // 4  # packed, 2 x 2 latents are the channels of one token
+        # A token's channels are those of 2 x 2 latents.
+        channels = self.transformer_config["in_channels"] // 4
         factor = self.pipeline.vae_scale_factor
         for name, (source_width, source_height) in zip(SOURCES, self._sizes(prompt, "source_pixels")):
             shapes[name] = (channels, source_height // factor, source_width // factor)
@@ -126,7 +127,8 @@ class QwenImageEdit(QwenImage):
         latents = {}
         sizes = self._sizes(prompt, "source_pixels")
         for name, picture, (source_width, source_height) in zip(SOURCES, pictures, sizes):
-            pixels = processor.preprocess(picture, source_height, source_width)  # [1, 3, H, W] in [-1, 1]
+            # Pixels are [1, 3, H, W] in [-1, 1].
+            pixels = processor.preprocess(picture, source_height, source_width)
             latents[name] = encoded(pipeline, pixels.to(self.device))
         return Condition(embeds, **latents)
 

@@ -33,7 +33,8 @@ class StableDiffusion3(FlowModel):
 
     def num_text_tokens(self, prompt: Prompt) -> int:
         tokenizer = self.pipeline.tokenizer_3
-        if tokenizer is None:  # pipelines may be without T5
+        # Pipelines may be without T5.
+        if tokenizer is None:
             return 0
         return len(tokenizer(prompt.text).input_ids)
 

@@ -40,7 +40,8 @@ class ZImage(FlowModel):
         """Take the text encoder's last states but one, those of the template among them."""
         device = self.pipeline.text_encoder.device
         states_of_prompts, _ = self.pipeline.encode_prompt(prompt.text, device, do_classifier_free_guidance=False)
-        (states,) = states_of_prompts  # [L, D] each
+        # A prompt's states are [L, D].
+        (states,) = states_of_prompts
         return Condition(states[None])
 
     @classmethod
@@ -93,7 +94,8 @@ class ZImage(FlowModel):
         behind the text that is `seen` [B, L], and the image's padding at 0."""
         num_rows, width = seen.shape
         make_grid = self.transformer.create_coordinate_grid
-        text = make_grid((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2)  # [L, 3]
+        # Positions of text are [L, 3], of an image [N, 3], on three axes.
+        text = make_grid((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2)
         text = text.expand(num_rows, -1, -1)
 
         # Positions [B, N, 3] on three axes: only the first moves with the length of a row's text.
@@ -130,11 +132,13 @@ class PaddedText(NamedTuple):
 
 def patches(x: Tensor) -> Tensor:
     """Cut [B, C, h, w] into [B, N, 4 C]: 2 x 2 latents, each with its channels."""
-    x = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, h / 2, 2, w / 2, 2]
+    # Sides are split: [B, C, h / 2, 2, w / 2, 2].
+    x = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def pictures(tokens: Tensor, rows: int, columns: int) -> Tensor:
     """Put patches [B, N, 4 C] together to [B, C, h, w]."""
-    x = tokens.unflatten(1, (rows, columns)).unflatten(3, (2, 2, -1))  # [B, h / 2, w / 2, 2, 2, C]
+    # Tokens are laid out: [B, h / 2, w / 2, 2, 2, C].
+    x = tokens.unflatten(1, (rows, columns)).unflatten(3, (2, 2, -1))
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
