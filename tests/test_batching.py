@@ -4,6 +4,7 @@ and every prompt has its turn, on any number of ranks."""
 import itertools
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,39 +21,30 @@ from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import epoch_batches, epoch_prompts, load_prompts
 
-CONFIGS = {
-    run.__name__ + variant: file.get_config(run.__name__ + variant)
-    for file in (grpo, nft)
-    for run in file.RUNS
-    for variant in ("", ",smoke")
-}
+CONFIGS = {}
+for file in (grpo, nft):
+    for run, variant in itertools.product(file.RUNS, ("", ",smoke")):
+        CONFIGS[run.__name__ + variant] = file.get_config(run.__name__ + variant)
 NAMES = list(CONFIGS)
 
 
 def plain(config):
-    """With attributes that are read and set ten times faster than a ConfigDict's."""
-    values = {key: plain(value) if isinstance(value, ConfigDict) else value for key, value in config.items()}
+    """A config with attributes that are read and set ten times faster than a ConfigDict's."""
+    values = {}
+    for key, value in config.items():
+        values[key] = plain(value) if isinstance(value, ConfigDict) else value
     return SimpleNamespace(**values)
 
 
 def assert_planned_or_explained(name, world_size):
     """The plan's numbers multiply to the epoch's images, or the message names exactly the batch sizes that would do."""
-    config, cell = plain(CONFIGS[name]), f"{name} on {world_size} GPUs"
-    sample, message = config.sample, refusal(plan_batches, config, world_size)
+    config = plain(CONFIGS[name])
+    cell = f"{name} on {world_size} GPUs"
+    sample = config.sample
+    message = refusal(plan_batches, config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if message:
-        numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, sample.batch_size}
-        assert numbers <= {int(number) for number in re.findall(r"\d+", message)}, cell
-        works, batch_size = [], sample.batch_size
-        for sample.batch_size in range(1, images + 1):
-            works += [sample.batch_size] if not refusal(plan_batches, config, world_size) else []
-        (named,) = re.findall(r"batch sizes that do: (\[[\d, ]+\]|none);", message)
-        assert json.loads(named.replace("none", "[]")) == works, cell
-        (counts,) = re.findall(rf"numbers of GPUs that do with {batch_size}: (.+)", message)
-        counts = [] if counts == "none" else json.loads(counts)
-        sample.batch_size = batch_size
-        divisors = [count for count in range(1, images + 1) if images % count == 0]
-        assert counts == [count for count in divisors if not refusal(plan_batches, config, count)], cell
+        assert_explained(config, world_size, message, images, cell)
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell
@@ -60,9 +52,39 @@ def assert_planned_or_explained(name, world_size):
     assert plan.batch_size * plan.num_trained_steps % plan.updates_per_epoch == 0, cell
 
 
+def assert_explained(config, world_size, message, images, cell):
+    """The message names the numbers, and exactly the batch sizes and the numbers of GPUs that would do."""
+    sample = config.sample
+    batch_size = sample.batch_size
+    numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, batch_size}
+    assert numbers <= set(map(int, re.findall(r"\d+", message))), cell
+
+    working_sizes = []
+    for size in range(1, images + 1):
+        sample.batch_size = size
+        if not refusal(plan_batches, config, world_size):
+            working_sizes.append(size)
+    sample.batch_size = batch_size
+    assert numbers_after(r"batch sizes that do: (\[[\d, ]+\]|none);", message) == working_sizes, cell
+
+    working_counts = []
+    for count in range(1, images + 1):
+        if images % count == 0 and not refusal(plan_batches, config, count):
+            working_counts.append(count)
+    assert numbers_after(rf"numbers of GPUs that do with {batch_size}: (.+)", message) == working_counts, cell
+
+
+def numbers_after(pattern, message):
+    (listed,) = re.findall(pattern, message)
+    return [] if listed == "none" else json.loads(listed)
+
+
 def test_every_run_plans_on_1_to_32_gpus_or_says_which_batch_sizes_would():
-    read = {str([c.sample, c.train.updates_per_epoch, c.train.timestep_fraction]): name for name, c in CONFIGS.items()}
-    for name in read.values():  # those that plans could tell apart
+    # One name of those that plans could not tell apart.
+    names = {}
+    for name, config in CONFIGS.items():
+        names[str([config.sample, config.train.updates_per_epoch, config.train.timestep_fraction])] = name
+    for name in names.values():
         for world_size in range(1, 33):
             assert_planned_or_explained(name, world_size)
 
@@ -70,9 +92,8 @@ def test_every_run_plans_on_1_to_32_gpus_or_says_which_batch_sizes_would():
 def test_every_run_plans_on_one_gpu_and_on_two_and_the_published_ones_on_the_usual_numbers_of_gpus():
     published = [name for name in NAMES if name.startswith("pickscore") and "," not in name]
     assert len(published) > 1
-    cells = [*itertools.product(NAMES, (1, 2)), *itertools.product(published, (4, 8, 16))]
-    messages = {(name, gpus): refusal(plan_batches, CONFIGS[name], gpus) for name, gpus in cells}
-    assert {cell: message for cell, message in messages.items() if message} == {}
+    for name, gpus in (*itertools.product(NAMES, (1, 2)), *itertools.product(published, (4, 8, 16))):
+        assert refusal(plan_batches, CONFIGS[name], gpus) == "", (name, gpus)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +116,8 @@ def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps)
 def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
     config = grpo.get_config("pickscore_qwenimage,mixgrpo")
     plan_batches(config, 8)
-    config.sample.batch_size, config.train.updates_per_epoch = 2, 4
+    config.sample.batch_size = 2
+    config.train.updates_per_epoch = 4
     with pytest.raises(ValueError, match=r"= 2 rows where .* cut off .* 4; those that do: \[1, 2\]"):
         plan_batches(config, 8)
 
@@ -141,7 +163,7 @@ PLANS = st.fixed_dictionaries(
 
 
 def holds_whole_groups(values):
-    """Whether a batch does, where the loss asks for it."""
+    """Tell whether a batch holds whole groups, where the loss asks for it."""
     asked = values["train.forward_objective"] == "dgpo"
     return not asked or values["sample.batch_size"] % values["sample.num_images_per_prompt"] == 0
 
@@ -156,10 +178,9 @@ def test_whatever_a_plan_advises_is_accepted(values, plan_of):
         assert holds_whole_groups(changed), (setting, value)
 
 
-def places(interval, updates, first_last=(0, 8), epoch=0, block=0, **how):
-    sample = dict(num_steps=10, sde_window_size=4, sde_window_range=first_last, sde_window_interval=interval)
-    sample = ConfigDict(sample | how)
-    return [window_at(sample, 0, epoch, block, update) for update in updates]
+def place(interval, update=0, first_last=(0, 8), epoch=0, block=0, size=4):
+    sample = dict(num_steps=10, sde_window_size=size, sde_window_range=first_last, sde_window_interval=interval)
+    return window_at(ConfigDict(sample), 0, epoch, block, update)
 
 
 @pytest.mark.parametrize(
@@ -171,17 +192,20 @@ def places(interval, updates, first_last=(0, 8), epoch=0, block=0, **how):
     ],
 )
 def test_a_progressive_window_moves_on_by_one_is_cut_off_at_the_end_and_starts_again(interval, first_last, table):
-    assert dict(zip(table, places(interval, table, first_last))) == table
+    for update, window in table.items():
+        assert place(interval, update, first_last) == window
 
 
 def test_random_is_uniform_over_the_places_that_fit_and_goes_by_epoch_and_block_not_by_updates():
-    windows = [places(0, [0], epoch=epoch, block=block)[0] for epoch in range(100) for block in range(10)]
-    assert all(len(window) == 4 for window in windows)
-    counts = [sum(window.start == start for window in windows) for start in range(5)]
-    assert sum(counts) == 1000
-    assert all(150 < count < 250 for count in counts)
-    assert len(set(places(0, range(100)))) == 1
-    assert places(25, [0, 77], sde_window_size=0) == [range(9)] * 2, "all steps but the last"
+    counts = Counter()
+    for epoch, block in itertools.product(range(100), range(10)):
+        counts[place(0, epoch=epoch, block=block)] += 1
+    assert set(counts) == {range(start, start + 4) for start in range(5)}
+    assert min(counts.values()) > 150
+    assert max(counts.values()) < 250
+    assert len({place(0, update) for update in range(100)}) == 1
+    for update in (0, 77):
+        assert place(25, update, size=0) == range(9), "all steps but the last"
 
 
 DATASET = [Prompt(f"prompt {i}", {"id": i}) for i in range(11)]
@@ -190,15 +214,20 @@ PLAN = BatchPlan(**IMAGES, num_trained_steps=2, num_branches=1, updates_per_epoc
 
 
 def picks(num_prompts, per_epoch, epochs, seed=0):
-    return [pick for epoch in range(epochs) for pick in epoch_prompts(num_prompts, per_epoch, seed, epoch)]
+    drawn = []
+    for epoch in range(epochs):
+        drawn += epoch_prompts(num_prompts, per_epoch, seed, epoch)
+    return drawn
 
 
 @pytest.mark.parametrize("per_epoch", [4, 10, 25])
 def test_epochs_go_on_through_passes_over_all_prompts_which_the_seed_shuffles(per_epoch):
     drawn = picks(10, per_epoch, 10)
-    passes = [drawn[i : i + 10] for i in range(0, len(drawn), 10)]
-    assert all(sorted(one) == list(range(10)) for one in passes)
-    assert len({tuple(one) for one in passes}) == len(passes)
+    passes = set()
+    for first in range(0, len(drawn), 10):
+        assert sorted(drawn[first : first + 10]) == list(range(10))
+        passes.add(tuple(drawn[first : first + 10]))
+    assert len(passes) == len(drawn) // 10
     assert picks(10, per_epoch, 10, seed=1) != drawn == picks(10, per_epoch, 10)
 
 
@@ -207,14 +236,19 @@ def test_ranks_share_the_batches_of_one_rank(batch_size):
     def dealt(world_size):
         rounds = 48 // batch_size // world_size
         plan = replace(PLAN, batch_size=batch_size, batches_per_epoch=rounds)
-        ranks = [list(epoch_batches(DATASET, plan, 0, 3, rank, world_size)) for rank in range(world_size)]
-        for rank, batches in enumerate(ranks):
-            numbers = range(rank, rounds * world_size, world_size)
-            assert [batch.image_numbers[0] for batch in batches] == [batch_size * number for number in numbers]
-        return sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.image_numbers[0])
+        all_batches = []
+        for rank in range(world_size):
+            batches = list(epoch_batches(DATASET, plan, 0, 3, rank, world_size))
+            for batch, number in zip(batches, range(rank, rounds * world_size, world_size), strict=True):
+                assert batch.image_numbers[0] == batch_size * number
+            all_batches += batches
+        return sorted(all_batches, key=lambda batch: batch.image_numbers[0])
 
     one = dealt(1)
-    assert [image for batch in one for image in batch.image_numbers] == list(range(48))
+    image_numbers = []
+    for batch in one:
+        image_numbers += batch.image_numbers
+    assert image_numbers == list(range(48))
     assert dealt(2) == one
     assert dealt(4) == one
 
@@ -238,8 +272,9 @@ def test_a_block_is_the_smallest_run_of_whole_batches_that_holds_whole_groups(ba
 def test_only_line_feeds_end_lines_and_a_byte_order_mark_is_no_text(file, stored, texts, tmp_path):
     (tmp_path / file).write_bytes(stored)
     if texts is None:
-        lines = stored.decode().split("\n")
-        texts = [json.loads(line)["prompt"] for line in lines] if file.endswith("jsonl") else lines
+        texts = stored.decode().split("\n")
+        if file.endswith("jsonl"):
+            texts = [json.loads(line)["prompt"] for line in texts]
     prompts = load_prompts(str(tmp_path), "train")
     assert [prompt.text for prompt in prompts] == texts
     assert prompts[0].metadata == ({"prompt": texts[0]} if file.endswith("jsonl") else {})

@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.first = nn.Linear(32, 64)
+        self.last = nn.Linear(64, 32)
 
     def forward(self, x):
         return x + self.last(F.gelu(self.first(x), approximate="tanh"))
@@ -73,7 +74,8 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize(("base", "alpha"), [("", 8), ("fp8_weights", 8), ("nf4", 8), ("", 7)])
 def test_an_adapter_scaled_in_its_smaller_factor_is_pefts(base, alpha, uncompiled):
     """Bit for bit where alpha / rank is a power of two, as in all configs."""
-    expected, model = step(adapted(base, lora_alpha=alpha)), adapted(base, lora_alpha=alpha)
+    expected = step(adapted(base, lora_alpha=alpha))
+    model = adapted(base, lora_alpha=alpha)
     compilation.compile_units(model, ("Block",))
     assert all(type(layer) is not Linear for layer in adapted_layers(model))
     room = dict(rtol=0, atol=0) if alpha == 8 else dict(rtol=1e-4, atol=1e-5)
@@ -84,7 +86,8 @@ def test_an_adapter_scaled_in_its_smaller_factor_is_pefts(base, alpha, uncompile
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_adapter_is_left_out_where_it_is_off_or_merged(dtype, uncompiled):
     """And results keep the dtype of the base, without autocast."""
-    model, plain = adapted(), adapted()
+    model = adapted()
+    plain = adapted()
     for layer in adapted_layers(model) + adapted_layers(plain):
         layer.base_layer.to(dtype)
     compilation.compile_units(model, ("Block",))
@@ -104,8 +107,9 @@ def test_an_adapter_of_another_kind_stays_pefts(kind, uncompiled):
     model = adapted(**options.get(kind, {}))
     if kind == "two":
         inject_adapter_in_model(LoraConfig(r=2, target_modules=["first", "last"]), model, adapter_name="other")
-    for layer in adapted_layers(model) if kind == "merged" else []:
-        layer.merge()
+    if kind == "merged":
+        for layer in adapted_layers(model):
+            layer.merge()
     before = model(torch.ones(1, 2, 32)) if kind != "dropout" else None
     compilation.compile_units(model, ("Block",))
     assert all(type(layer) is Linear for layer in adapted_layers(model))
@@ -119,8 +123,10 @@ def velocity(model):
 
 def drawn(model):
     """Velocity and gradients of Qwen-Image's adapters."""
-    trained, out = [p for p in model.transformer.parameters() if p.requires_grad], velocity(model)
-    gradients = torch.autograd.grad(out.square().mean(), trained, materialize_grads=True)  # text ends unused
+    trained = [p for p in model.transformer.parameters() if p.requires_grad]
+    out = velocity(model)
+    # The last block's text is not used: its gradients are zeros.
+    gradients = torch.autograd.grad(out.square().mean(), trained, materialize_grads=True)
     return [out.detach(), *gradients]
 
 
@@ -133,18 +139,26 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
     with policies.adapters_off(model.transformer):
         without = velocity(model)
     compilation.compile_units(model.transformer, model.SHARD_UNITS)
-    products, product = [], lora_linear._product
-    monkeypatch.setattr(lora_linear, "_product", lambda x, down: products.append(len(down)) or product(x, down))
-    found = drawn(model)
-    rank, blocks = config_of("shapes_qwenimage").lora.rank, len(model.transformer.transformer_blocks)
-    of_a_block = [3 * rank] * 2 + [rank] * 6  # image and text: queries, keys and values; attention's result; two layers
-    assert sorted(products) == sorted(of_a_block * blocks)
+    products = []
+    product = lora_linear._product
+
+    def noting(x, down):
+        products.append(len(down))
+        return product(x, down)
+
+    monkeypatch.setattr(lora_linear, "_product", noting)
+    results = drawn(model)
+
+    # Of image and of text: queries, keys and values together, attention's result, and two layers.
+    rank = config_of("shapes_qwenimage").lora.rank
+    ranks_of_block = [3 * rank] * 2 + [rank] * 6
+    assert sorted(products) == sorted(ranks_of_block * len(model.transformer.transformer_blocks))
     assert sum(other.any().item() for other in plain) > 0.8 * len(plain)
     products.clear()
     with policies.adapters_off(model.transformer):
-        found.append(velocity(model).detach())
+        results.append(velocity(model).detach())
     assert not products
-    for one, other in zip(found, [*plain, without], strict=True):
+    for one, other in zip(results, [*plain, without], strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
@@ -171,7 +185,9 @@ def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
 
     def kept(share):
         torch._dynamo.reset()
-        sizes, module, x = {}, nn.Sequential(Block()), torch.randn(512, 32, requires_grad=True)
+        sizes = {}
+        module = nn.Sequential(Block())
+        x = torch.randn(512, 32, requires_grad=True)
         compilation.compile_units(module, ("Block",), share)
 
         def note(tensor):
@@ -182,7 +198,8 @@ def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
             module(x).sum().backward()
         return sum(sizes.values())
 
-    whole, part = kept(1.0), kept(0.25)
+    whole = kept(1.0)
+    part = kept(0.25)
     torch._functorch.config.activation_memory_budget = 1.0
     assert part < 0.8 * whole
 
@@ -190,7 +207,8 @@ def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
 @torch.no_grad()
 def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
     """Of blocks: with their kernels, below."""
-    modes, block = [], Block()
+    modes = []
+    block = Block()
 
     def note(graph):
         modes.append(inductor.deterministic)
@@ -209,16 +227,18 @@ def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
 )
 def test_kernels_give_a_rollout_the_updates_bits_and_see_its_new_weights():
     """Of small blocks, each kernel of which takes seconds; whole runs: test_models.py, test_ranks.py."""
-    model, plain, modes = adapted(), adapted(), []
+    model = adapted()
+    plain = adapted()
+    modes = []
     torch._dynamo.reset()
     compilation.compile_units(model, ("Block",))
     for _ in range(2):
         for each in (model, plain):
             move(p for p in each.parameters() if p.requires_grad)
         with inductor.patch(post_grad_custom_post_pass=lambda graph: modes.append(inductor.deterministic)):
-            found = step(model)
-        for one, other in zip(found, step(plain), strict=True):
+            results = step(model)
+        for one, other in zip(results, step(plain), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         with torch.no_grad(), compilation.training_graph(model):
-            assert torch.equal(model(rows()), found[0])
+            assert torch.equal(model(rows()), results[0])
     assert modes == [True] * 2, "of the forward and of the backward"

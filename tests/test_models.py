@@ -40,15 +40,18 @@ TEXTS = "a red circle", "a photo of a blue square and a green cross", "two blue 
 UNEQUAL = "a red circle", "two blue squares " * 12, "a green cross " * 25
 SIBLINGS = {"flux": dict(guidance_embeds=False), "sd3": dict(dual_attention_layers=())}  # FLUX.1-schnell, SD3.5-large
 SIBLINGS |= {"qwenimage_21": dict(causal_condition=False)}
-SIZE, SIDES, STEPS = Size(64, 64), dict(height=64, width=64), 4
+SIZE = Size(64, 64)
+SIDES = dict(height=64, width=64)
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
     """Settings of a run on few prompts, of which JPEG's bytes are the reward: no two images score alike."""
-    how, folder = dict(splits=("train", "test", "validation")), tmp_path_factory.mktemp("few")
-    data = few_prompts(folder / "prompts", **how)
-    few_prompts(folder / "prompts_edits", name="qwenimage_edit", **how)
+    splits = ("train", "test", "validation")
+    folder = tmp_path_factory.mktemp("few")
+    data = few_prompts(folder / "prompts", splits=splits)
+    few_prompts(folder / "prompts_edits", name="qwenimage_edit", splits=splits)
     return dict(dataset=data, num_epochs=1, reward_fn={"jpeg_compressibility": 1.0})
 
 
@@ -81,8 +84,9 @@ def other_shift(model):
 
 
 def drawn_by_diffusers(model, size, guidance_scale, prompts):
-    """By its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone: each prompt by
-    itself, since Qwen-Image-2.1's image lies behind the longest one of a batch. What is transparent is white."""
+    """Draw by its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone. Each
+    prompt is drawn by itself, since Qwen-Image-2.1's image lies behind the longest one of a batch. What is transparent
+    is white."""
     guidance = dict(guidance_scale=guidance_scale)
     if model.NEGATIVE_PROMPT is not None and "true_cfg_scale" in inspect.signature(model.PIPELINE.__call__).parameters:
         guidance = dict(true_cfg_scale=guidance_scale)
@@ -90,21 +94,25 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts):
             guidance["negative_prompt"] = model.NEGATIVE_PROMPT
     guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
     noise = model.noise(size, generators(len(prompts))).split(1)
-    asked = [dict(prompt=p.text) | (dict(image=p.pictures()) if p.sources else {}) for p in prompts]
-    images = [model.pipeline(**prompt, latents=x, **guidance).images for prompt, x in zip(asked, noise)]
+    images = []
+    for prompt, x in zip(prompts, noise):
+        sources = dict(image=prompt.pictures()) if prompt.sources else {}
+        images.append(model.pipeline(prompt=prompt.text, latents=x, **sources, **guidance).images)
     color, alpha = torch.cat(images).split([3, images[0].shape[1] - 3], 1)
-    return color * alpha + (1 - alpha) if alpha.numel() else color
+    if not alpha.numel():
+        return color
+    return color * alpha + (1 - alpha)
 
 
 def assert_diffusers_own(model, prompts, condition, guidance_scale=4.0, height=64, width=64, **how):
     """Images without noise, of prompts or of what they were encoded to."""
     how |= dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=guidance_scale)
     noises = generators(len(prompts))
-    found = pipeline_with_logprob(model.pipeline, condition, noises, height=height, width=width, **how)
-    assert found.trace == []
-    # guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8
+    samples = pipeline_with_logprob(model.pipeline, condition, noises, height=height, width=width, **how)
+    assert samples.trace == []
+    # Guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8.
     expected = drawn_by_diffusers(model, Size(height, width), guidance_scale, prompts).float()
-    torch.testing.assert_close(found.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
+    torch.testing.assert_close(samples.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
 @pytest.mark.parametrize(("size", "guidance_scale"), [(SIZE, 1.0), (Size(64, 96), 4.0), (Size(96, 64), 4.0)], ids=str)
@@ -115,14 +123,17 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
         model = type(model)(model.pipeline, model.device)
         if model.NAME == "flux":
             other_shift(model)
-    prompts, how = as_prompts(TEXTS, model.NAME), dict(vae_batch_size=2, height=size.height, width=size.width)
-    assert_diffusers_own(model, prompts, prompts, guidance_scale, **how)
+    prompts = as_prompts(TEXTS, model.NAME)
+    assert_diffusers_own(
+        model, prompts, prompts, guidance_scale, vae_batch_size=2, height=size.height, width=size.width
+    )
 
 
 @pytest.mark.parametrize("width", [None, 96])
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].CUTS_PADDING])
 def test_prompts_of_unequal_lengths_are_diffusers_own_whatever_they_are_padded_to(name, width):
-    model, prompts = loaded(name, torch_dtype=torch.float64), as_prompts(UNEQUAL, name)
+    model = loaded(name, torch_dtype=torch.float64)
+    prompts = as_prompts(UNEQUAL, name)
     assert_diffusers_own(model, prompts, model.encode(prompts, width=width))
 
 
@@ -131,7 +142,8 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other):
     if other:
         other_shift(model)
     own = model.pipeline.scheduler
-    before, ours = str(vars(own)), model.schedule(STEPS, Size(64, 96))
+    before = str(vars(own))
+    ours = model.schedule(STEPS, Size(64, 96))
     assert str(vars(own)) == before
     drawn_by_diffusers(model, Size(64, 96), 1.0, as_prompts(TEXTS[:1], model.NAME))
     assert torch.equal(ours.sigmas, own.sigmas)
@@ -140,21 +152,25 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other):
 
 @torch.no_grad()
 def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model):
-    x, t, rows = model.noise(SIZE, generators(3)), torch.tensor([900.0, 500.0, 100.0]), []
+    x = model.noise(SIZE, generators(3))
+    t = torch.tensor([900.0, 500.0, 100.0])
+    rows = []
     model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     prompts = as_prompts(TEXTS, model.NAME)
-    condition, close = model.encode(prompts, width=32), dict(rtol=0, atol=rounding(size=16 * 4))
-    found, other = (model.velocity(x, t, condition, g, SIZE) for g in (1.0, 4.0))
-    assert rows == [3] * sum(1 + model.is_guided(g) for g in (1.0, 4.0)), "a second forward only for guidance"
+    condition = model.encode(prompts, width=32)
+    close = dict(rtol=0, atol=rounding(size=16 * 4))
+    plain = model.velocity(x, t, condition, 1.0, SIZE)
+    guided = model.velocity(x, t, condition, 4.0, SIZE)
+    assert rows == [3] * sum(1 + model.is_guided(scale) for scale in (1.0, 4.0)), "a second forward only for guidance"
     for row in range(3):
         part = slice(row, row + 1)
         alone = model.velocity(x[part], t[part], model.encode(prompts[part], width=32), 4.0, SIZE)
-        torch.testing.assert_close(alone, other[part], **close)
+        torch.testing.assert_close(alone, guided[part], **close)
     if model.CUTS_PADDING:
-        torch.testing.assert_close(model.velocity(x, t, model.encode(prompts), 4.0, SIZE), other, **close)
+        torch.testing.assert_close(model.velocity(x, t, model.encode(prompts), 4.0, SIZE), guided, **close)
     swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
-    assert (found - other).abs().max() > 1e-4
-    assert (found - swapped).abs().max() > 1e-4
+    assert (plain - guided).abs().max() > 1e-4
+    assert (plain - swapped).abs().max() > 1e-4
 
 
 def test_a_prompt_of_too_many_tokens_is_named(model):
@@ -168,8 +184,10 @@ def test_a_prompt_of_too_many_tokens_is_named(model):
 
 
 def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would_ignore():
-    model, t = loaded("flux2_klein"), torch.full((len(TEXTS),), 500.0)
-    x, condition = model.noise(SIZE, generators(3)), model.encode(as_prompts(TEXTS), width=20)
+    model = loaded("flux2_klein")
+    t = torch.full((len(TEXTS),), 500.0)
+    x = model.noise(SIZE, generators(3))
+    condition = model.encode(as_prompts(TEXTS), width=20)
     guided = model.velocity(x, t, condition, 4.0, SIZE)
     model.pipeline.register_to_config(is_distilled=True)
     assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
@@ -196,7 +214,8 @@ def test_images_of_qwenimage_21_are_opaque_where_they_are_encoded_and_on_white_w
 @pytest.mark.parametrize("num_steps", [4, 10, 50])
 def test_noise_levels_go_through_the_sampled_ones(name, num_steps):
     """Whatever the number of steps that the shift depends on."""
-    model, size = MODELS[name].without_weights(registry.tiny_folder(name)), Size(512, 512)
+    model = MODELS[name].without_weights(registry.tiny_folder(name))
+    size = Size(512, 512)
     levels = model.noise_levels(num_steps, size)
     assert len(levels) == 1000
     every = len(levels) // num_steps
@@ -271,10 +290,12 @@ def test_three_sources_of_shapes_of_their_own_are_seen_as_by_diffusers():
 
 @torch.no_grad()
 def test_qwenimage_21_rounds_the_timestep_as_its_pipeline_does():
-    model, seen = loaded("qwenimage_21", torch_dtype=torch.bfloat16), []
+    model = loaded("qwenimage_21", torch_dtype=torch.bfloat16)
+    seen = []
     model.transformer.time_text_embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     model.pipeline(prompt=TEXTS[0], num_inference_steps=20, output_type="latent", **SIDES)
-    x, condition = model.noise(SIZE, generators(1)), model.encode(as_prompts(TEXTS[:1]), guided=False)
+    x = model.noise(SIZE, generators(1))
+    condition = model.encode(as_prompts(TEXTS[:1]), guided=False)
     for t in model.schedule(20, SIZE).timesteps:
         model.velocity(x, t[None], condition, 1.0, SIZE)
     assert torch.equal(torch.stack(seen[:20]), torch.stack(seen[20:]))
@@ -306,8 +327,9 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     how = HOW | of_model(few, name) | how
     if kind == "branches in slots" and MODELS[name].CUTS_PADDING:
         how |= dict(sample__text_multiple=8)
-    if "compile" in how:  # Z-Image's scale is 1 less than other models'
-        how |= dict(sample__guidance_scale=next(scale for scale in (1.0, 0.0) if not MODELS[name].is_guided(scale)))
+    if "compile" in how:
+        # Z-Image's scale is 1 less than other models'.
+        how |= dict(sample__guidance_scale=0.0 if MODELS[name].is_guided(1.0) else 1.0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
     run = on_two_ranks if "fsdp__mode" in how else train
@@ -323,11 +345,16 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
     _, (row,) = evaluated(tmp_path, folder, "--weights", "last")
     tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
     assert row["avg"] == tests[-1]["test/avg"] != tests[0]["test/avg"]
-    pipeline, size = loaded(name).pipeline, dict(num_steps=STEPS, noise_level=0.0, **SIDES)
-    draw = partial(pipeline_with_logprob, pipeline, as_prompts(TEXTS, name), window=range(0), **size)
-    before = draw(generators(3)).images
+    pipeline = loaded(name).pipeline
+
+    def draw():
+        prompts = as_prompts(TEXTS, name)
+        settings = dict(window=range(0), num_steps=STEPS, noise_level=0.0)
+        return pipeline_with_logprob(pipeline, prompts, generators(3), **settings, **SIDES).images
+
+    before = draw()
     pipeline.load_lora_weights(folder)
-    assert (draw(generators(3)).images - before).abs().max() > 1e-3
+    assert (draw() - before).abs().max() > 1e-3
 
 
 TWINS = sorted(path.stem for path in Path("scripts").glob("train_*.py") if "qwenimage" not in path.stem)

@@ -34,7 +34,8 @@ def compared(shallow, monkeypatch):
 
 def test_blocks_are_compiled_for_one_cause_alone():
     transformer = QWEN.PIPELINE.from_pretrained("flow_grpo/assets/tiny_qwenimage").transformer
-    blocks, own = transformer.transformer_blocks, type(transformer.transformer_blocks[0]).forward
+    blocks = transformer.transformer_blocks
+    own = type(blocks[0]).forward
     run = SimpleNamespace(
         config=config_of("shapes_qwenimage"), model=QWEN, pipeline=SimpleNamespace(transformer=transformer)
     )
@@ -54,8 +55,14 @@ def stored(change, sound=0):
     """Rollouts, but for the first `sound`, are what `change` makes of them."""
 
     def disturb(monkeypatch):
-        plain, left = sampling.from_trace, [lambda rollout: rollout] * sound
-        made = lambda *args, **how: (left.pop() if left else change)(plain(*args, **how))  # noqa: E731
+        plain = sampling.from_trace
+        calls = []
+
+        def made(*args, **options):
+            calls.append(True)
+            rollout = plain(*args, **options)
+            return rollout if len(calls) <= sound else change(rollout)
+
         monkeypatch.setattr(sampling, "from_trace", made)
 
     return disturb
@@ -74,14 +81,16 @@ def conditioned(changed):
     """Rollouts, and no updates, are conditioned on changed(condition)."""
 
     def disturb(monkeypatch):
-        predict, requests, drawing = QWEN.velocity, sampling.denoise, []
+        predict = QWEN.velocity
+        denoise = sampling.denoise
+        drawing = []
 
         def velocity(model, x, t, condition, scale, size):
             return predict(model, x, t, changed(condition) if drawing else condition, scale, size)
 
         def draw(*args):
             drawing.append(True)
-            yield from requests(*args)
+            yield from denoise(*args)
             drawing.clear()
 
         monkeypatch.setattr(sampling, "denoise", draw)
@@ -101,7 +110,8 @@ def merged_adapter(monkeypatch):
 
 def older_weights(monkeypatch):
     """A rollout's velocities are those of the first time."""
-    plain, kept = runs.Run.velocity, {}
+    plain = runs.Run.velocity
+    kept = {}
 
     def remembered(run, x, t, condition, guidance_scale=None, size=None):
         key = (x.cpu().numpy().tobytes(), t.cpu().numpy().tobytes())
@@ -117,8 +127,8 @@ def a_window_of_its_own(monkeypatch):
 
     def shifted(*args, **how):
         requests = plain(*args, **how)
-        start, stop = requests[1].noisy_steps.start, requests[1].noisy_steps.stop
-        requests[1].noisy_steps = range(2) if start else range(start + 1, stop + 1)
+        steps = requests[1].noisy_steps
+        requests[1].noisy_steps = range(2) if steps.start else range(steps.start + 1, steps.stop + 1)
         return requests
 
     monkeypatch.setattr(sampling, "prepare_encode", shifted)
@@ -143,14 +153,16 @@ def test_where_a_rollout_and_the_update_part_and_why_is_named(
         (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     disturb(monkeypatch)
     found = compared(dataset=str(tmp_path))
-    changed, before = found["changed weights"], found["first weights"]
+    changed = found["changed weights"]
+    before = found["first weights"]
     assert changed["first"].startswith(first)
     assert changed["cause"] == cause
     assert (before["first"], before["cause"]) == (changed["first"], cause) or not (always or before["cause"])
 
 
 def test_the_statistics_of_a_ratio_are_their_closed_forms():
-    meter, ratio = Meter(), torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
+    meter = Meter()
+    ratio = torch.tensor([1.02, 1.03, 0.98, 1.005], dtype=torch.float64)
     add_to_meter(meter, ratio.log(), torch.tensor([0.1, -0.2, 0.0, 0.4]), 0.01, on_policy=True)
     assert meter.pop(distributed.over_ranks) == pytest.approx(
         {
@@ -167,7 +179,8 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
     )
     beyond = torch.tensor([True, False, False, True])  # of the objective's own trust region
     run = SimpleNamespace(meter=meter, on_policy=False, config=ConfigDict(dict(train=dict(clip_range=0.01))))
-    step, rows = SimpleNamespace(log_prob=ratio.log()), SimpleNamespace(log_probs=torch.zeros(4))
+    step = SimpleNamespace(log_prob=ratio.log())
+    rows = SimpleNamespace(log_probs=torch.zeros(4))
     update.record_ratios(run, step, rows, ratio.log(), beyond)
     found = meter.pop(distributed.over_ranks)
     assert (found["clip_fraction_high"], found["clip_fraction_low"]) == (2 / 4, 0)

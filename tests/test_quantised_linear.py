@@ -12,13 +12,16 @@ from flow_grpo.kernels.quantised_linear import LARGEST, NF4_LEVELS, EightBitLine
 from flow_grpo.kernels.stochastic_rounding import rounded_by
 from flow_grpo.weights import policies, quantisation
 
-WIDTH, INNER = 64, 208
+WIDTH = 64
+INNER = 208
 
 
 def layer_of(kind, weight, bias=None):
     """A layer in the place of nn.Linear of this weight."""
     linear = nn.Linear(*reversed(weight.shape), bias=bias is not None)
-    linear.weight, linear.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
     return kind.of(linear.requires_grad_(False))
 
 
@@ -49,10 +52,18 @@ def draw(*shape, seed=0):
 
 def test_numbers_that_8_bits_hold_are_multiplied_exactly():
     stream = torch.Generator().manual_seed(0)
-    x, weight = (torch.tensor([7.0, -3.5, 1.75, 0.0])[torch.randint(4, (n, 32), generator=stream)] for n in (6, 48))
-    x[:, 0], weight[:, 0], bias = 7.0, -7.0, torch.arange(48.0)
-    x[5], weight[3] = 0.0, 0.0  # rows of zeros, which have no largest
-    layer, exact = rounding(weight, bias), F.linear(x.double(), weight.double(), bias.double())
+    held = torch.tensor([7.0, -3.5, 1.75, 0.0])
+    x = held[torch.randint(4, (6, 32), generator=stream)]
+    weight = held[torch.randint(4, (48, 32), generator=stream)]
+    bias = torch.arange(48.0)
+    x[:, 0] = 7.0
+    weight[:, 0] = -7.0
+
+    # Rows of zeros have no largest.
+    x[5] = 0.0
+    weight[3] = 0.0
+    layer = rounding(weight, bias)
+    exact = F.linear(x.double(), weight.double(), bias.double())
     for count in (2, 50):  # few rows and many
         assert torch.equal(layer(x.repeat(count, 1)[None])[0], exact.repeat(count, 1).bfloat16().float())
     assert torch.equal(layer(x), F.linear(x, weight, bias))  # one vector per image, in full
@@ -62,13 +73,15 @@ def test_numbers_that_8_bits_hold_are_multiplied_exactly():
 def test_an_error_of_8_bits_is_that_of_4_bits_of_mantissa(scale):
     """Each factor is off by at most 2^-4 of itself, or for small ones by 2^-10 / 448 of its row's largest."""
     stream = torch.Generator().manual_seed(1)
-    x, weight = (torch.randn(n, 256, generator=stream) * torch.rand(n, 1, generator=stream) for n in (200, 64))
-    x = x * scale
-    found, exact = rounding(weight)(x[None])[0], F.linear(x.double(), weight.double())
-    step = [v.abs().double() * 2**-4 + v.abs().amax(1, keepdim=True) * 2**-10 / 448 for v in (x, weight)]
-    bound = step[0] @ weight.abs().double().T + x.abs().double() @ step[1].T + step[0] @ step[1].T
-    assert ((found - exact).abs() <= bound + exact.abs() * 2**-8).all()
-    assert 0.02 < (found - exact).norm() / exact.norm() < 0.05
+    x = torch.randn(200, 256, generator=stream) * torch.rand(200, 1, generator=stream) * scale
+    weight = torch.randn(64, 256, generator=stream) * torch.rand(64, 1, generator=stream)
+    result = rounding(weight)(x[None])[0]
+    exact = F.linear(x.double(), weight.double())
+    x_step = x.abs().double() * 2**-4 + x.abs().amax(1, keepdim=True) * 2**-10 / 448
+    weight_step = weight.abs().double() * 2**-4 + weight.abs().amax(1, keepdim=True) * 2**-10 / 448
+    bound = x_step @ weight.abs().double().T + x.abs().double() @ weight_step.T + x_step @ weight_step.T
+    assert ((result - exact).abs() <= bound + exact.abs() * 2**-8).all()
+    assert 0.02 < (result - exact).norm() / exact.norm() < 0.05
 
 
 @pytest.mark.parametrize("width", [64, 96, 160])  # blocks of 64 and of 32
@@ -87,7 +100,9 @@ def test_four_bits_hold_their_levels_and_round_to_the_nearest(width):
 @pytest.mark.parametrize(("kind", "tokens"), [(EightBitLinear, 101), (NF4Linear, 5)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
 def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
-    layer, x, grad = layer_of(kind, draw(64, 128), draw(64)), draw(2, tokens, 128, seed=1), draw(2, tokens, 64, seed=2)
+    layer = layer_of(kind, draw(64, 128), draw(64))
+    x = draw(2, tokens, 128, seed=1)
+    grad = draw(2, tokens, 64, seed=2)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     call(x.requires_grad_()).backward(grad)
     weight = (layer(torch.eye(128)) - layer.bias).T  # as it is stored: in full for one vector per image
@@ -113,7 +128,8 @@ def test_a_merged_copy_has_the_adapter_however_small_and_is_the_base_without_one
     """Of the smallest, the nearest numbers have 4 % in 8 bits, and 6 % in bf16."""
     linear = nn.Linear(1024, 512, bias=False).bfloat16().requires_grad_(False)
     linear.weight.copy_(draw(512, 1024) * 0.02)
-    layer = (holder := adapted(base.of(linear) if base else linear)).only
+    holder = adapted(base.of(linear) if base else linear)
+    layer = holder.only
 
     def merged():
         with policies.MergedWeights(holder, fp8).applied():
@@ -121,11 +137,12 @@ def test_a_merged_copy_has_the_adapter_however_small_and_is_the_base_without_one
 
     weight = weight_of(layer.base_layer)
     layer.scaling["default"] *= size * weight.norm().item() / layer.get_delta_weight("default").norm().item()
-    change, found = layer.get_delta_weight("default").float(), merged()
-    assert torch.equal(merged(), found)
+    change = layer.get_delta_weight("default").float()
+    with_adapter = merged()
+    assert torch.equal(merged(), with_adapter)
     layer.scaling["default"] = 0.0
     without = merged()
-    moved = found - without
+    moved = with_adapter - without
     assert (moved * change).sum() / change.square().sum() == pytest.approx(1, abs=room)
     assert (moved - change).norm() < 0.05 * (weight.norm() + change.norm())
     assert torch.equal(without, weight) or (base is None and fp8)
@@ -148,8 +165,9 @@ def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
 
 def layers(biases=1.0):
     """A feed-forward's two, of 8 bits."""
-    weights = draw(INNER, WIDTH) / 8, draw(WIDTH, INNER, seed=1) / 8
-    return [rounding(weight, biases * draw(len(weight))) for weight in weights]
+    first = rounding(draw(INNER, WIDTH) / 8, biases * draw(INNER))
+    last = rounding(draw(WIDTH, INNER, seed=1) / 8, biases * draw(WIDTH))
+    return first, last
 
 
 @torch.no_grad()
@@ -159,20 +177,26 @@ def test_a_row_of_gelu_is_divided_by_its_largest_which_is_known_before(has_adapt
     first, last = layers(biases=0.0)
     beside = adapted(last).only
     nn.init.zeros_(beside.lora_B["default"].weight)
-    module, given = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True), []
-    module.net[0].proj, module.net[2] = first, beside if has_adapter else last
+    module = FeedForward(WIDTH, WIDTH, inner_dim=INNER, activation_fn="gelu-approximate", bias=True)
+    module.net[0].proj = first
+    module.net[2] = beside if has_adapter else last
+    knows_largest = []
+
+    def noting(x, largest=None):
+        knows_largest.append(largest is not None)
+        return quantise(x, largest)
+
     torch._dynamo.reset()
     compilation.compile_units(nn.ModuleList([nn.Sequential(module)]), ("Sequential",))  # not its own forward
-    noting = lambda x, largest=None: given.append(largest) or quantise(x, largest)  # noqa: E731
     for size, bias, error in ((1.0, 0.0, 0.0), (1e-3, 0.0, 0.06), (1.0, -5.0, 0.06)):
         first.bias.fill_(bias)
         x = draw(4, 61, WIDTH, seed=1) * size
         plain = last(compilation.gelu(first(x)))
         with monkeypatch.context() as patch:
             patch.setattr(quantised_linear, "quantise", noting)
-            found = module(x)
-        assert (found - plain).norm() <= error * plain.norm()
-    assert [largest is not None for largest in given] == [False, True] * 3
+            result = module(x)
+        assert (result - plain).norm() <= error * plain.norm()
+    assert knows_largest == [False, True] * 3
 
 
 @pytest.mark.parametrize("kind", [dict(dropout=0.5), dict(final_dropout=True), dict(activation_fn="gelu")], ids=str)
@@ -185,7 +209,8 @@ def test_a_feed_forward_of_another_kind_is_left_as_it_is(kind):
 def spread(dtype):
     """float32 numbers of every size that dtype holds, and 0."""
     limits = torch.finfo(dtype)
-    low, high = torch.tensor(limits.smallest_normal * limits.eps).log2(), torch.tensor(limits.max).log2()
+    low = torch.tensor(limits.smallest_normal * limits.eps).log2()
+    high = torch.tensor(limits.max).log2()
     signs = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).sign()
     x = signs * torch.exp2(torch.linspace(low.clamp(min=-120), high - 1, 64 * 32).view(64, 32))
     x[0] = 0
@@ -194,13 +219,18 @@ def spread(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_a_number_becomes_one_of_its_two_neighbours_and_their_mean_is_the_number(dtype):
-    x, limits = spread(dtype).double(), torch.finfo(dtype)
-    noises = (torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) for seed in range(400))
-    found = torch.stack([rounded_by(noise, x.float(), dtype).double() for noise in noises])
+    x = spread(dtype).double()
+    limits = torch.finfo(dtype)
+    draws = []
+    for seed in range(400):
+        noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+        draws.append(rounded_by(noise, x.float(), dtype).double())
+    rounded = torch.stack(draws)
     step = (x.abs() * limits.eps).clamp(min=limits.smallest_normal * limits.eps)
-    low, high = found.amin(0), found.amax(0)
-    assert ((found == low) | (found == high)).all()
+    low = rounded.amin(0)
+    high = rounded.amax(0)
+    assert ((rounded == low) | (rounded == high)).all()
     assert (((low <= x) & (x <= high)) | (low == high)).all()
     assert (high - low <= step).all()
-    assert ((found.mean(0) - x).abs() < 0.2 * step).all()  # 8 standard errors
+    assert ((rounded.mean(0) - x).abs() < 0.2 * step).all()  # 8 standard errors
     assert (high > low).double().mean() > 0.5

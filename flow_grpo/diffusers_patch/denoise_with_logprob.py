@@ -97,7 +97,7 @@ def completed_roots(ended: list[Request]) -> list[Request]:
         is_prefix = bool(request.continuations)
         if not is_prefix:
             roots[request.trunk or request] = None
-    return [root for root in roots if root.finished and all(branch.finished for branch in root.branches)]
+    return [root for root in roots if root.finished and root.branches_finished]
 
 
 def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:

@@ -129,6 +129,11 @@ class Request:
             return self.step >= self.noisy_steps.stop
         return self.step >= len(self.timesteps)
 
+    @property
+    def branches_finished(self) -> bool:
+        """True if all branches that have left it are finished."""
+        return all(branch.finished for branch in self.branches)
+
     def begin_solver(self) -> None:
         """Once the noise is over, go on with fewer forwards where that was asked for."""
         if not self.params.flash_ratio or self.solver is not None:
